@@ -18,11 +18,11 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from workers.models import BYTE_VOCAB_SIZE, PRESETS, ModelShape, resolve, shape_problems
 
 SKIP, STOP, IGNORE = "skip", "stop", "ignore"
-#: An interval chosen from measured costs and failures.
+#: The run chooses the interval from measured costs and failures.
 AUTO: Final = "auto"
-#: Share of a GPU's memory that tensors may take: the rest is NCCL's, CUDA's and lost in pieces.
+#: Share of a GPU's memory that tensors may use: NCCL, CUDA and fragmentation take the rest.
 USABLE_MEMORY: Final = 0.92
-#: The intervals before anything was measured.
+#: The intervals before any measurement.
 _SNAPSHOT_STEPS, _CHECKPOINT_STEPS = 1, 10
 STDLIB: Final = "stdlib"
 _STEPS_WAITED: Final = 30
@@ -30,13 +30,13 @@ _FORMING_S: Final = 60.0
 _WARMUP_STEPS: Final = 20
 _NUM_BETAS: Final = 2
 
-#: Before the folder of a Hugging Face model.
+#: Prefix for the folder of a Hugging Face model.
 _FOLDER: Final = "hf:"
 
-#: What pydantic calls the branches of an interval; of two branches, the second says nothing more.
+#: Pydantic's names for the branches of an interval; the second branch adds nothing.
 _INTERVAL: Final = "constrained-int"
 _SECOND_BRANCH: Final = ("str", f"literal['{AUTO}']")
-#: Keys without a default, and values to check the others with.
+#: Placeholders for keys without a default, so that the others can be checked.
 _REQUIRED: Final[dict[str, dict[str, Any]]] = {"run": {"directory": "x"}, "workers": {"max": 1}}
 
 _T = TypeVar("_T")
@@ -48,28 +48,30 @@ _Beta: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What the run is called, where it lives, and what it trains.
+    """The name of the run, its directory, and what it trains.
 
     Attributes:
         directory: Run directory, a path or an fsspec URL that every node can reach.
-        name: For people. Default: the last part of ``directory``.
-        priority: A run that lacks workers takes them from those of lower priority on its cluster,
-            down to their ``workers.min``, and gives them back; runs of one priority share evenly.
-        script: A training script that calls ``everstep.run``. Without one the built-in language
-            model is trained. It is asked for what the configuration leaves out, if that is
-            ``train.steps``, ``train.global_batch``, ``train.micro_batch``, or one of Trainer's.
+        name: A name for people. Default: the last part of ``directory``.
+        priority: A run that lacks workers takes them from runs of lower priority on its cluster,
+            down to their ``workers.min``, and returns them later; runs of equal priority share
+            evenly.
+        script: A training script that calls ``everstep.run``. Without one, the run trains the
+            built-in language model. If the configuration leaves out ``train.steps``,
+            ``train.global_batch``, ``train.micro_batch`` or a key of Trainer's, the run asks the
+            script for them.
         arguments: The script's ``sys.argv[1:]``, each as one text: ``["--width", "512"]``.
-        resume_from: The version that a resume continues from: "newest", or "finite" for the newest
-            with finite weights, behind which steps are trained again.
+        resume_from: The version from which a resume continues: "newest", or "finite" for the newest
+            with finite weights; steps after it are trained again.
         init_from: A checkpoint that a new run starts from, a path or URL, in any format that
-            ``ucp`` opens: Hugging Face, DeepSpeed, Megatron, torch DCP, everstep. A run that
-            resumes does not look at it.
+            ``ucp`` opens: Hugging Face, DeepSpeed, Megatron, torch DCP, everstep. A resumed run
+            ignores it.
         init_state: "weights", or "all" to also load the optimizer state.
         init_rename: The model's names by the checkpoint's: ``{"transformer.*": "model.*"}``.
-        init_missing: Names, with ``*``, of parameters that may begin with new values.
+        init_missing: Names, with ``*``, of parameters that may start with new values.
         init_rows: Names, with ``*``, of parameters that may have another number of rows, such as an
-            embedding for more tokens. Rows that the checkpoint lacks begin with new values and zero
-            moments; those that the model lacks are left out.
+            embedding for more tokens. Rows that the checkpoint lacks start with new values and zero
+            moments; rows that the model lacks are dropped.
     """
 
     directory: Annotated[str, MinLen(1)]
@@ -87,10 +89,10 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Which decoder to train.
+    """The decoder to train.
 
     Attributes:
-        preset: A name in ``workers.models.PRESETS``, which the others override unless None. Or
+        preset: A name in ``workers.models.PRESETS``; the other keys override it unless None. Or
             ``hf:FOLDER``, a local folder with the ``config.json`` of a causal language model of
             Hugging Face; a new run starts from the weights in it, if there are any.
         vocab_size: Number of token ids.
@@ -99,7 +101,7 @@ class ModelSettings:
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         ffn_dim: Width of the feed-forward layers.
-        tied: Whether the embedding is the output layer, too.
+        tied: Whether the embedding is also the output layer.
     """
 
     preset: str = "small"
@@ -119,7 +121,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """The text to train on, and how it is cut into samples.
+    """The text to train on, and how to cut it into samples.
 
     Attributes:
         source: "stdlib" for the Python standard library's own source files, or a glob of text
@@ -128,7 +130,7 @@ class DataSettings:
         text_field: The field of a JSON line that holds the text.
         sequence_length: Tokens that a sample predicts.
         seed: Seed of the order of samples.
-        validation_share: Share of the documents that is held out.
+        validation_share: Share of the documents to hold out.
         validation_samples: Maximum number of held-out samples in a validation, always the same.
         cache_directory: Directory for tokens, shared by the processes of a node; "" for the
             machine's temporary directory.
@@ -149,9 +151,9 @@ class NotFiniteSettings:
     """What to do with an update whose loss or gradient norm is NaN or infinite on any worker.
 
     Attributes:
-        action: "skip" leaves it out on all workers: weights, buffers and optimizer stay as they
-            were, and the step counts. "stop" ends the run before it, "ignore" takes it.
-        most: With "skip", so many in a row end the run.
+        action: "skip" omits the update on all workers: weights, buffers and optimizer keep their
+            values, and the step counts. "stop" ends the run before the update, "ignore" applies it.
+        most: With "skip", this many in a row end the run.
     """
 
     action: Literal["skip", "stop", "ignore"] = "skip"
@@ -170,7 +172,7 @@ class TrainSettings:
         warmup_steps: Steps of linear increase to ``lr``; None for 20, or all of a shorter run.
         schedule: The learning rate after the warm-up: "cosine", "linear" or "constant".
         lr_min_ratio: Learning rate of the last step divided by ``lr``.
-        weight_decay: AdamW's weight decay of matrices; vectors (norms) have none.
+        weight_decay: AdamW's weight decay of matrices; vectors (norms) get none.
         betas: AdamW's betas.
         eps: AdamW's epsilon.
         clip_norm: Maximum gradient norm; 0 for no clipping.
@@ -178,12 +180,12 @@ class TrainSettings:
         seed: Seed of initial weights and dropout.
         deterministic: Sum gradients in one order for any number of workers, so that the weights
             are bit-identical.
-        reduce_gradients: "once" a step, which adds up those of a worker's micro-batches whole (4
-            bytes a parameter), or after "every_pass", which keeps a worker's part of them and sends
-            as often. "auto" measures in the first step whether whole ones fit. In deterministic
-            mode sums have an order of their own.
+        reduce_gradients: When to reduce: "once" per step, for which each worker adds up whole
+            gradients of its micro-batches (4 bytes a parameter), or after "every_pass", for which
+            it keeps only its part but sends more often. "auto" measures in the first step whether
+            whole gradients fit. In deterministic mode sums have their own order.
         validation_every: Steps between two validations; 0 to validate at the end only.
-        not_finite: Updates that are NaN or infinite.
+        not_finite: What to do with updates that are NaN or infinite.
     """
 
     steps: _AtLeastOne = 200
@@ -223,13 +225,13 @@ VALIDATION_LOSS: Final = "validation_loss"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestSettings:
-    """Which checkpoints are kept beside the newest ones.
+    """Which checkpoints to keep beside the newest ones.
 
     Training waits until such a checkpoint is committed.
 
     Attributes:
-        value: "validation_loss", which ``session.evaluate`` returns, or a name of the script's
-            ``session.log``, in the body of a step. "" keeps none.
+        value: The value to compare: "validation_loss", which ``session.evaluate`` returns, or a
+            name that the script passes to ``session.log`` in the body of a step. "" keeps none.
         mode: Whether the lowest value is best, "min", or the highest, "max".
         keep: How many of the best to keep.
     """
@@ -244,14 +246,14 @@ class CheckpointSettings:
     """How often state goes to storage.
 
     Attributes:
-        every_steps: Steps between two checkpoints. "auto" starts with 10, then uses the interval
-            with the least cost, given measured checkpoint times and failures, up to 10 minutes of
-            work. The last step is always saved, and the newest one if a run ends early. Recovery
-            uses newer snapshots in memory.
+        every_steps: Steps between two checkpoints. "auto" starts with 10, then uses the cheapest
+            interval by measured checkpoint times and failures, up to 10 minutes of work. The last
+            step is always saved, and the newest one if a run ends early. Recovery uses newer
+            snapshots in memory.
         keep: Number of committed checkpoints to keep; 0 keeps all.
-        best: Which ones to keep beside these.
+        best: Which others to keep.
         fsync: Whether to force files to disk before the commit. Without it a checkpoint survives
-            its process, but perhaps not its machine.
+            the death of its process, but perhaps not of its machine.
         threads: Threads per worker that read while loading.
     """
 
@@ -272,16 +274,16 @@ class SnapshotSettings:
     """How often state goes to the memory of the node's keeper, and how it is protected there.
 
     Attributes:
-        every_steps: Steps between two snapshots; 0 for none, so that only storage is left. "auto"
-            starts with 1 and takes fewer if they would cost more than 2 % of step time.
-        node_memory_mib: Limit for all snapshots on a node, copies of other nodes' included; 0 for
-            half of the memory available when the node's keeper starts, less what other runs on
-            the node may still take.
-        send_mib_per_s: Limit for what a node's keeper sends to other nodes, for copies and
-            recovery; 0 for no limit.
+        every_steps: Steps between two snapshots; 0 for none, so that only storage holds state.
+            "auto" starts with 1 and takes fewer if they would cost more than 2 % of step time.
+        node_memory_mib: Limit for all snapshots on a node, including copies from other nodes; 0 for
+            half of the memory available when the node's keeper starts, less what other runs on the
+            node may still use.
+        send_mib_per_s: Limit for the rate at which a node's keeper sends to other nodes, for copies
+            and recovery; 0 for no limit.
         tolerance: How many nodes of each group of at most 8 may be lost at once while the newest
-            snapshots stay complete in memory: 0, 1 or 2, if there are as many other nodes. A run
-            on fewer workers than there is room for uses at least one node more than that.
+            snapshots stay complete in memory: 0, 1 or 2, if there are as many other nodes. A run on
+            fewer workers than it has room for uses at least one more node than that.
         mechanism: "copy" keeps each snapshot on ``tolerance`` other nodes; it sends nothing if
             data-parallel replicas there have the same state. "parity" keeps 1/(k-1) of a snapshot
             on each of k nodes, or twice 1/(k-2) for a tolerance of 2; the former sends no data
@@ -305,27 +307,28 @@ class ParallelSettings:
     """How the model is sharded over the workers. ``dp_shard`` follows from their number.
 
     The degrees are those of the full size. With fewer workers they stay while at most a quarter of
-    the workers would be idle; else they are divided. A script that runs alone ignores them.
+    the workers would be idle; otherwise they are divided. A script that runs alone ignores them.
 
     Attributes:
         dp_replicate: Full copies of the model.
-        cp: Context-parallel ways: workers that have a part of each sequence of the same samples.
-        tp: Tensor-parallel ways: workers of one node that have a part of each matrix, and the same
+        cp: Context-parallel degree: workers that each have a part of every sequence of the same
             samples.
-        pp: Pipeline-parallel ways: workers that have some of the layers each, and the same samples.
-        ep: Expert-parallel ways: data-parallel workers that have some of the experts each, and send
-            each other their tokens. With fewer workers its largest divisor that divides them.
-        stages_per_worker: Pipeline stages that each of these workers has; more than 1 for
-            interleaved 1F1B, whose bubble is so many times smaller, and which sends as many times
-            more (Megatron-LM: ``num_virtual_stages_per_pipeline_rank``).
-        fixed: Those of ``dp_replicate``, ``cp``, ``tp``, ``pp`` and ``ep`` that keep their degree
-            at every size.
-        reshard_after_forward: Whether a block's gathered parameters are dropped after its
-            forward and backward pass: less memory, more gathers. Models of up to 64 MiB stay
-            gathered.
+        tp: Tensor-parallel degree: workers of one node that each have a part of every matrix, and
+            the same samples.
+        pp: Pipeline-parallel degree: workers that each have some of the layers, and the same
+            samples.
+        ep: Expert-parallel degree: data-parallel workers that each have some of the experts, and
+            exchange tokens. With fewer workers, the largest divisor that divides them.
+        stages_per_worker: Pipeline stages of each of these workers; more than 1 for interleaved
+            1F1B, which divides the bubble and multiplies the traffic by this number (Megatron-LM:
+            ``num_virtual_stages_per_pipeline_rank``).
+        fixed: The degrees among ``dp_replicate``, ``cp``, ``tp``, ``pp`` and ``ep`` that stay the
+            same at every size.
+        reshard_after_forward: Whether to drop a block's gathered parameters after its forward and
+            backward pass: less memory, more gathers. Models of up to 64 MiB stay gathered.
         collective_timeout_s: Time after which a collective fails; ten times as long while ranks
-            load or commit a version. A backstop: faults are usually found much sooner. Raise it
-            if one rank works for longer while the others wait for it, or it is judged to hang.
+            load or commit a version. A backstop: faults are usually found much sooner. Raise it if
+            one rank works for longer while the others wait for it; otherwise it is judged to hang.
     """
 
     dp_replicate: _AtLeastOne = 1
@@ -340,7 +343,7 @@ class ParallelSettings:
 
     @property
     def forming_timeout_s(self) -> float:
-        """Return the time after which groups fail to form: no work of a script is in that."""
+        """Return the timeout for forming groups, in which no script runs."""
         return min(_FORMING_S, self.collective_timeout_s)
 
     def timeout_s(self, step_s: float) -> float:
@@ -368,7 +371,7 @@ class Settings:
         checkpoint: State in storage.
         snapshot: State in memory.
         parallel: Sharding.
-        gpu_share: The part of its GPU that a worker has; below 1 others share the GPU.
+        gpu_share: The part of its GPU that a worker has; below 1, workers share the GPU.
     """
 
     __pydantic_config__: ClassVar = {"allow_inf_nan": False}
@@ -412,7 +415,7 @@ def problems(settings: Settings) -> list[str]:
 
 def well_formed(kind: type[_T], document: dict[str, Any]) -> tuple[_T, list[Any]]:
     """Return sections without their malformed keys, and pydantic's details of these."""
-    # Slow to import, and a worker checks nothing.
+    # Imported here: it is slow to import, and a worker checks nothing.
     from pydantic import TypeAdapter, ValidationError
 
     adapter = TypeAdapter(kind)
@@ -460,8 +463,8 @@ def between_keys(settings: Settings) -> list[str]:
         )
     if train.deterministic and train.reduce_gradients == "every_pass":
         found.append(
-            "train.reduce_gradients: every_pass changes nothing with train.deterministic, whose "
-            "sums have an order of their own; leave one of them out"
+            "train.reduce_gradients: every_pass changes nothing with train.deterministic, "
+            "whose sums have their own order; leave one of them out"
         )
     if len(train.betas) != _NUM_BETAS:
         found.append(f"train.betas: {list(train.betas)} must be two numbers")
@@ -471,7 +474,7 @@ def between_keys(settings: Settings) -> list[str]:
         )
     others = run.init_state == "all" or run.init_rename or run.init_missing or run.init_rows
     if not run.init_from and others:
-        found.append("run.init_from: is empty, and the other keys of init need it; name it")
+        found.append("run.init_from: is empty, but the other init keys need it; set it")
     found += [
         f"run.init_rename: {theirs!r} and {ours!r} need one '*' each, or none"
         for theirs, ours in run.init_rename.items()
@@ -499,7 +502,7 @@ def _model_problems(settings: Settings) -> list[str]:
 
 def _folder_problems(model: ModelSettings, *, has_tokenizer: bool) -> list[str]:
     given = [f.name for f in fields(model) if f.name != "preset" and getattr(model, f.name)]
-    found = [f"model.{name}: config.json decides that with {model.preset}" for name in given]
+    found = [f"model.{name}: config.json sets that with {model.preset}" for name in given]
     path = Path(model.folder) / "config.json"
     try:
         config = json.loads(path.read_bytes())

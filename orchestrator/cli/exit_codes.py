@@ -1,4 +1,4 @@
-"""The exit codes of ``everstep``: one table for the code, the help and the user."""
+"""The exit codes of ``everstep``: one table for the code and the help."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ExitCode(IntEnum):
 _MEANINGS = {
     ExitCode.OK: "success; also a run that `everstep stop` stopped",
     ExitCode.FAILED: "the run failed, or the answer is no (doctor, demo, diff, replay)",
-    ExitCode.BAD_INPUT: "wrong usage, configuration or token, or a directory that holds no run",
+    ExitCode.BAD_INPUT: "wrong usage, configuration or token, or no run in the directory",
     ExitCode.NO_CAPACITY: "no cluster, a lost cluster, or too few workers for too long",
-    ExitCode.DAMAGED: "another cluster took the run over, or a journal or checkpoint is damaged",
+    ExitCode.DAMAGED: ("another cluster took the run over, or a journal or checkpoint is damaged"),
     ExitCode.NO_STORAGE: "the storage does not answer, or refuses",
 }
 
@@ -63,10 +63,10 @@ def code_of_signal(number: signal.Signals) -> int:
 
 
 def is_final(code: int) -> bool:
-    """Return whether ``everstep run`` that ended with ``code`` would end so again.
+    """Return whether an ``everstep run`` that ended with ``code`` would do so again.
 
-    Code 1 is also that of a process that Ray ended, and codes below 0 say which signal killed it:
-    whether the run has failed, its summary says.
+    Code 1 can also come from a process that Ray ended, and codes below 0 say which signal killed
+    it: the run's summary says whether the run has failed.
     """
     again = (ExitCode.FAILED, ExitCode.NO_CAPACITY, ExitCode.NO_STORAGE)
     return code not in again and code >= 0

@@ -30,11 +30,11 @@ from orchestrator.errors import ConfigError, OrchestratorError
 from ucp_core.errors import UcpError
 from workers.errors import missing_extra
 
-#: ``everstep run`` reads it where no configuration is named.
+#: ``everstep run`` reads it if no configuration is named.
 DEFAULT_CONFIG = "everstep.yaml"
 #: The part of ``everstep --help`` for commands that few runs need.
 _TOOLS = "Tools"
-#: Names that people type for a command of another name.
+#: Other names that people type for a command.
 _MEANT = {
     "attach": "run",
     "resume": "run",
@@ -51,7 +51,7 @@ _MEANT = {
 
 
 class _Commands(TyperGroup):
-    """Knows other words for its commands, beside those that are spelled alike."""
+    """Suggests commands for synonyms, as well as for similar spellings."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         meant = _MEANT.get(cmd_name)
@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="everstep",
     cls=_Commands,
-    help="Elastic training for torch on Ray: runs that heal themselves.",
+    help="Elastic training for torch on Ray: runs that recover from faults.",
     epilog=TABLE,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -92,7 +92,7 @@ Overrides = Annotated[
 _WATCH_S = 1.0
 #: How often ``list --serve`` does: it connects to every cluster.
 _INDEX_S = 5.0
-#: ``everstep`` as a process that ends with the one that started it, however that ends.
+#: ``everstep`` as a process that ends with its starter, however that ends.
 _TRY = """
 from workers.parent_death import end_with_parent
 end_with_parent()
@@ -126,7 +126,7 @@ def _edge(command: Callable[P, R]) -> Callable[P, R]:
         except Interrupt as interrupt:
             raise typer.Exit(code_of_signal(interrupt.number)) from interrupt
 
-    # Typer keeps the line breaks of a docstring and breaks the lines of a terminal again.
+    # Typer keeps the line breaks of a docstring, and wraps the lines again for the terminal.
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     wrapped.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return wrapped
@@ -153,7 +153,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Elastic training for torch on Ray: runs that heal themselves."""
+    """Elastic training for torch on Ray: runs that recover from faults."""
 
 
 @app.command(epilog="Example: everstep init train.py")
@@ -168,8 +168,8 @@ def init(
 ) -> None:
     """Write a configuration with every key, its meaning and default; `everstep run` reads it.
 
-    Without SCRIPT it trains the built-in language model on the text of Python's own library. The
-    arguments of SCRIPT's `everstep.run` are taken over where they are literals.
+    Without SCRIPT, it trains the built-in language model on the text of Python's own library.
+    Arguments that SCRIPT passes to `everstep.run` as literals are copied.
     """
     from orchestrator.driver import init_config
 
@@ -207,12 +207,12 @@ def run(
     """Train; or attach to the run in the directory that CONFIG names, or resume it.
 
     A run that was stopped, that failed or that lost its cluster resumes after its last committed
-    step; settings that no step depends on may change.
+    step; settings that affect no step may change.
 
     With --address or RAY_ADDRESS the run belongs to that cluster: it continues whatever happens to
-    this command, and Ctrl-C only stops following it. Without, simulated nodes are started on this
+    this command, and Ctrl-C only stops following it. Otherwise, it starts simulated nodes on this
     machine. They end with this command: Ctrl-C, SIGTERM, SIGUSR1 or 2, or a closed terminal stops
-    the run at the next step boundary, Ctrl-C again at once. --detach lets them live on until the
+    the run at the next step boundary, a second Ctrl-C at once. With --detach they live until the
     run is over.
     """
     from orchestrator.config import load, run_preflight
@@ -268,18 +268,18 @@ def watch(
     overrides: Overrides = None,
     *,
     address: Annotated[
-        list[str] | None, typer.Option(help="Ray cluster; of several the next one is tried.")
+        list[str] | None, typer.Option(help=("Ray cluster; if given several times, tried in turn."))
     ] = None,
     local_nodes: Annotated[int | None, typer.Option(help="Simulated nodes to start here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Train unattended: as `everstep run`, again and again until the run ends for good.
 
-    Where the head or the whole cluster is lost, it waits for one, at the same address or at the
+    If the head or the whole cluster is lost, it waits for a cluster, at the same address or at the
     next --address, and resumes after the last committed step. The pauses between tries grow to a
-    minute. Storage that is away after the first try is waited for, too. It ends when the run is
-    over, has failed or was stopped, or when no cluster brought it further for
-    recovery.capacity_wait_s. Signals do what they do to `everstep run`.
+    minute. It also waits for storage that is unavailable after the first try. It ends when the run
+    is over, has failed or was stopped, or when no cluster advanced it for recovery.capacity_wait_s.
+    Signals have the same effect as on `everstep run`.
     """
     from orchestrator.config import load
     from orchestrator.driver import watch_run
@@ -314,7 +314,7 @@ def demo(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a small LM twice: undisturbed, and with a worker and a node killed meanwhile."""
+    """Train a small LM twice: undisturbed, and with a worker and a node killed."""
     from orchestrator.config import demo_config
     from orchestrator.driver import demo_directories, layout_overrides, open_console, run_demo
 
@@ -363,7 +363,7 @@ def open_(
 ) -> None:
     """Open the live page of a run in a browser, and say how to reach it from elsewhere.
 
-    Where no browser is, as on a server, it prints the address.
+    If there is no browser, as on a server, it prints the address.
     """
     from orchestrator.driver import open_page
 
@@ -381,7 +381,7 @@ def status(
     verbose: Verbose = False,
     as_json: JsonLines = False,
 ) -> None:
-    """Show how a run is: phase, step, loss, workers, nodes, what is safe."""
+    """Show the state of a run: phase, step, loss, workers, nodes, what is safe."""
     from rich.live import Live
 
     from orchestrator.driver import open_console, print_status, read_status, status_view
@@ -407,12 +407,12 @@ def status(
 def logs(
     run_dir: RunDirectory,
     *,
-    rank: Annotated[int, typer.Option(min=-1, help="Whose lines; -1 for all ranks.")] = 0,
+    rank: Annotated[int, typer.Option(min=-1, help="Rank whose lines to print; -1 for all.")] = 0,
     attempt: Annotated[
-        int | None, typer.Option(min=1, help="Of this attempt only; all if left out.")
+        int | None, typer.Option(min=1, help="Only this attempt; default: all.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Wait for more until the run is over.")
+        bool, typer.Option("--follow", "-f", help="Wait for more lines until the run is over.")
     ] = False,
     as_json: JsonLines = False,
 ) -> None:
@@ -439,7 +439,9 @@ def stop(
     ] = False,
     token: Annotated[
         str,
-        typer.Option(envvar="EVERSTEP_TOKEN", help="Of the run. Default: what RUN_DIR/token says."),
+        typer.Option(
+            envvar="EVERSTEP_TOKEN", help=("Token of the run. Default: read from RUN_DIR/token.")
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:
@@ -499,7 +501,7 @@ def diff(
 @app.command(rich_help_panel=_TOOLS, epilog="Example: everstep replay runs/small --json")
 @_edge
 def replay(run_dir: RunDirectory, *, as_json: Json = False) -> None:
-    """Fold the journal again and check that it leads to the same decisions."""
+    """Replay the journal and check that it leads to the same decisions."""
     from orchestrator.driver import replay_run
 
     _print(replay_run(run_dir), as_json=as_json)
@@ -514,32 +516,33 @@ def diagnose(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="When the records were taken, by their clock: what waits no longer than usual "
-            "then is left alone. Without it, what is in flight hangs.",
+            help="When the records were taken, by their clock: operations that have waited no "
+            "longer than usual then are ignored. Without it, any operation in flight "
+            "counts as hung.",
         ),
     ] = None,
     trace: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Write what Perfetto draws, from 30 s before."),
+        typer.Option(metavar="FILE", help="Write a trace for Perfetto, from 30 s before."),
     ] = None,
     flight_recorder: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Write dumps that torch's fr_trace reads."),
+        typer.Option(metavar="FOLDER", help="Write dumps for torch's fr_trace."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say from records which rank, link or program is at fault, and of what kind.
+    """Find from records which rank, link or program is at fault, and how.
 
-    Reads record rings of everstep, dumps of torch's flight recorder (each file ends with its rank;
-    nothing in it is executed), and JSON lines with one operation each: step, rank, dp, pp, tp, op,
-    seq, comm, comm_ranks, t_enter, t_exit (null while in flight), bytes; of a rank's own work op is
-    data, forward, backward or optimizer, and comm null. A call inside such a span counts as waiting
-    for others, and not as the rank's own work. Nothing is printed as a fault that the records do
-    not show: undecided says what is missing, and which file is cut short.
+    Reads record rings of everstep, dumps of torch's flight recorder (each file name ends with its
+    rank; nothing in it is executed), and JSON lines with one operation each: step, rank, dp, pp,
+    tp, op, seq, comm, comm_ranks, t_enter, t_exit (null while in flight), bytes. For a rank's own
+    work, op is data, forward, backward or optimizer, and comm is null. A call inside such a span
+    counts as waiting for others, and not as the rank's own work. It reports only faults that the
+    records show: undecided says what is missing, and which file is truncated.
 
-    --trace writes what Perfetto (ui.perfetto.dev) draws: each rank's own work, its calls by
-    communicator, and the verdicts. --flight-recorder writes dumps for torch's own analyzer,
-    python -m torch.distributed.flight_recorder.fr_trace FOLDER.
+    --trace writes a file for Perfetto (ui.perfetto.dev): each rank's own work, its calls by
+    communicator, and the verdicts. --flight-recorder writes dumps for torch's own analyzer, python
+    -m torch.distributed.flight_recorder.fr_trace FOLDER.
     """
     from orchestrator.driver import diagnose_paths, verdict_lines
 
@@ -559,13 +562,15 @@ def convert(  # noqa: PLR0913 - options of a command
     *,
     address: Annotated[str | None, typer.Option(help="Ray cluster that does the work.")] = None,
     local_nodes: Annotated[int | None, typer.Option(help="Simulated nodes to start here.")] = None,
-    memory: Annotated[str, typer.Option(help="Bound of the buffers on a node.")] = "512MiB",
+    memory: Annotated[str, typer.Option(help="Limit for the buffers on a node.")] = "512MiB",
     rules: Annotated[str | None, typer.Option(help="File of rules for unusual models.")] = None,
     rename: Annotated[str | None, typer.Option(help="File of renamings of tensors.")] = None,
-    tag: Annotated[str | None, typer.Option(help="Which of several checkpoints in SRC.")] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Which one, if SRC has several checkpoints.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a universal checkpoint on all nodes of a cluster; `ucp convert` does it on one."""
+    """Make a universal checkpoint on all nodes of a cluster; `ucp convert` uses one machine."""
     from orchestrator.driver import convert_command
 
     _print(
@@ -600,13 +605,13 @@ def export(  # noqa: PLR0913 - options of a command
     average: Annotated[
         bool, typer.Option("--average", help="The average of the weights (session.average).")
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help="Floats become fp32, fp16 or bf16.")] = None,
-    memory: Annotated[str, typer.Option(help="Bound of the buffers.")] = "512MiB",
+    dtype: Annotated[str | None, typer.Option(help="Cast floats to fp32, fp16 or bf16.")] = None,
+    memory: Annotated[str, typer.Option(help="Limit for the buffers.")] = "512MiB",
     as_json: Json = False,
 ) -> None:
     """Write the newest committed step in another format, also while the run trains.
 
-    Hugging Face gets configuration and tokenizer, where the run knows them. `ucp export
+    Hugging Face gets configuration and tokenizer, if the run knows them. `ucp export
     RUN_DIR/checkpoints/step-...` has more options.
     """
     from orchestrator.driver import export_run
@@ -643,19 +648,19 @@ def plan(
     ] = None,
     gpu: Annotated[str, typer.Option(help="Kind of these GPUs.")] = "h100",
     model: Annotated[
-        str | None, typer.Option(help="Model instead of the settings' one, as llama-70b.")
+        str | None, typer.Option(help="Model in place of the settings' one, as llama-70b.")
     ] = None,
     recompute: Annotated[
         bool | None,
-        typer.Option(help="Layers are computed again in the backward pass, or not; else both."),
+        typer.Option(help="Recompute layers in the backward pass, or not; default: both."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what would happen now if machines were lost: version, lost steps, sources, workers.
+    """Show what would happen if machines were lost now: version, lost steps, sources, workers.
 
-    Without --lose, says it for the loss of each single node. With --gpus, says which layouts such
-    GPUs could train CONFIG in: step time, memory, bubbles, state to move, and why. Degrees of
-    parallel that CONFIG names are kept.
+    Without --lose, shows it for the loss of each single node. With --gpus, shows the layouts in
+    which such GPUs could train CONFIG: step time, memory, bubbles, state to move, and why. Parallel
+    degrees that CONFIG names are kept.
     """
     from orchestrator.driver import plan_each_node, plan_losses, print_node_plans, print_plan
 
@@ -709,7 +714,7 @@ def doctor(
 
 
 def _named(config: str | None, overrides: list[str] | None) -> tuple[str, list[str]]:
-    """Return the configuration and the overrides: the first word may be one of these."""
+    """Return the configuration and the overrides: the first word may be either."""
     words = [*([] if config is None else [config]), *(overrides or ())]
     is_named = words and "=" not in words[0]
     return (words[0], words[1:]) if is_named else (DEFAULT_CONFIG, words)
@@ -718,17 +723,17 @@ def _named(config: str | None, overrides: list[str] | None) -> tuple[str, list[s
 def _extra(
     overrides: list[str] | None, address: str | None, local_nodes: int | None = None
 ) -> list[str]:
-    """Return ``overrides`` followed by those that options stand for."""
+    """Return ``overrides`` followed by those from options."""
     options = {"cluster.address": address, "cluster.local_nodes": local_nodes}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     return [*(overrides or ()), *given]
 
 
 def _is_final(config: str, extra: list[str], code: int, num_before: int) -> bool:
-    """Return whether ``everstep run`` that ended with ``code`` would end so again.
+    """Return whether an ``everstep run`` that ended with ``code`` would do so again.
 
-    After the first of the tries, input that is bad is also that of a world that was there then:
-    the storage is away, and with it the files that CONFIG names, or CONFIG itself.
+    After the first try, bad input can also come from an outage: the storage is unavailable, and
+    with it CONFIG or files that it names.
     """
     from orchestrator.config import load
 
@@ -754,7 +759,7 @@ def _show(document: dict[str, Any], show: Callable[[], None], *, as_json: bool) 
 
 
 def _print(document: dict[str, Any], *, as_json: bool) -> None:
-    """Print all of it for programs; for people what is not empty, a line each."""
+    """Print all values for programs; for people, one line for each value that is not empty."""
     if as_json:
         typer.echo(json.dumps(document))
         return

@@ -1,4 +1,4 @@
-"""Checks between keys that are well formed one by one.
+"""Checks between keys that are each well formed.
 
 ``orchestrator.config.preflight`` checks data, storage and memory.
 """
@@ -26,7 +26,7 @@ def cross_problems(config: RunConfig, num_experts: int = 0) -> list[Problem]:
     """Return what is wrong with values and between keys.
 
     Args:
-        num_experts: Those of a layer of the built-in model.
+        num_experts: Number of experts in a layer of the built-in model.
     """
     lines = [line.partition(": ") for line in between_keys(config.settings())]
     found = [Problem(path, message) for path, _, message in lines]
@@ -47,14 +47,14 @@ def _worker_problems(config: RunConfig) -> Iterator[Problem]:
     if copies > 1 and config.train.deterministic:
         yield Problem(
             "parallel.dp_replicate",
-            f"train.deterministic sums over shards in a fixed order, but not over {copies} copies: "
-            "write parallel.dp_replicate: 1, or train.deterministic: false",
+            f"train.deterministic sums over shards in a fixed order, but not over {copies} "
+            "copies: write parallel.dp_replicate: 1, or train.deterministic: false",
         )
     if config.parallel.ep > 1 and config.train.deterministic:
         yield Problem(
             "parallel.ep",
-            "train.deterministic sums in a fixed order, and experts get tokens of "
-            f"{config.parallel.ep} workers in another one: write parallel.ep: 1, or "
+            "train.deterministic sums in a fixed order, but experts get the tokens of "
+            f"{config.parallel.ep} workers in a varying one: write parallel.ep: 1, or "
             "train.deterministic: false",
         )
     shards = most // (rules.multiple // rules.ep)
@@ -86,7 +86,7 @@ def _topology_problems(topology: TopologySection) -> Iterator[Problem]:
     for key, what in (("racks", "node"), ("zones", "rack")):
         counts = Counter(each for names in getattr(topology, key).values() for each in names)
         for name in (each for each, number in counts.items() if number > 1):
-            yield Problem(f"topology.{key}", f"{what} {name} is named twice: it is in one of them")
+            yield Problem(f"topology.{key}", f"{what} {name} is named twice: name it once")
         if key == "zones":
             for rack in sorted(counts.keys() - topology.racks.keys()):
                 known = ", ".join(topology.racks) or "none"
@@ -94,7 +94,7 @@ def _topology_problems(topology: TopologySection) -> Iterator[Problem]:
 
 
 def _axis_problems(config: RunConfig, num_experts: int) -> Iterator[Problem]:
-    """Yield what tensor parallelism cannot cut, and what gives stages too little to do."""
+    """Yield what tensor parallelism cannot cut, and stages with too little to do."""
     parallel = config.parallel
     dp = max(config.workers.max // (parallel.cp * parallel.tp * parallel.pp), 1)
     passes = -(-config.train.num_micro_batches // dp)
@@ -161,7 +161,7 @@ def _sequence_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _capacity_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield what is wrong with alternatives: each names the place of the one that has it."""
+    """Yield problems of the alternatives, each with its place."""
     is_priced = any(each.usd_per_hour for each in config.capacity)
     for number, each in enumerate(config.capacity):
         where, num_gpus = f"capacity.{number}", config.cluster.gpus_per_worker
@@ -171,14 +171,14 @@ def _capacity_problems(config: RunConfig) -> Iterator[Problem]:
         if is_priced and "usd_per_hour" not in each.model_fields_set:
             yield Problem(
                 f"{where}.usd_per_hour",
-                "is missing, and others have a price, so the cost of the run would be too low: "
-                "give it too, or 0 for machines that cost nothing",
+                "is missing, but other alternatives have a price, so the cost of the run "
+                "would be too low: add it, or 0 for free machines",
             )
         if config.cluster.address is None and (each.selector() or each.resources):
             yield Problem(
                 where,
-                "simulated nodes are all alike: name a cluster by cluster.address or --address, "
-                "or leave out resources, labels, zone and spot",
+                "simulated nodes are all alike: name a cluster by cluster.address or "
+                "--address, or leave out resources, labels, zone and spot",
             )
 
 
@@ -186,7 +186,7 @@ def _notice_problems(asked: NoticesSection) -> Iterator[Problem]:
     allowed = (AUTO, *CLOUDS, "none")
     if asked.cloud not in allowed:
         known = ", ".join(allowed)
-        message = f"{asked.cloud!r} is none of {known}; else set notices.command"
+        message = f"{asked.cloud!r} is none of {known}; for another cloud set notices.command"
         yield Problem("notices.cloud", message)
     service = urlsplit(asked.endpoint)
     if asked.endpoint and (service.scheme != "http" or not service.netloc):

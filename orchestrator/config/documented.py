@@ -56,14 +56,14 @@ def commented_yaml(
     """Return a configuration with every key, its meaning, and its default behind a ``#``.
 
     Args:
-        values: Settings to write into it, by ``section.key``; required keys are among them.
+        values: Settings to write into it, by ``section.key``; they include the required keys.
         schema_file: The file with ``json_schema()``, relative to the configuration.
-        of_script: Settings that are left to the script.
+        of_script: Settings that the script decides.
     """
     schema = _schema()
     lines = [
         f"# yaml-language-server: $schema={schema_file}",
-        "# A line with # and no blank after it is a key and its default: remove the # to set it.",
+        "# To set a key, remove the # directly before its name.",
     ]
     for name, key in schema["properties"].items():
         lines += ["", *_key(schema, name, key, name, values, of_script)]
@@ -116,5 +116,5 @@ def _key(
 
 
 def _value(value: Any) -> str:
-    """Return a value as YAML, which takes JSON but for numbers such as ``1e-08``."""
+    """Return a value as YAML, which is JSON except for numbers such as ``1e-08``."""
     return re.sub(r"\b(\d+)(e-?\d+)", r"\1.0\2", json.dumps(value))

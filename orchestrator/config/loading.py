@@ -1,7 +1,7 @@
 """Read a configuration, and report what is wrong with it.
 
-The rest of the project reads neither its YAML nor environment variables, but is passed values.
-``load`` reports every problem at once, each with its place.
+No other room reads YAML or environment variables of the configuration; they get values. ``load``
+reports every problem at once, each with its place.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def load(
     Args:
         path_or_text: A path, an fsspec URL, the name of an example such as ``local/small``, or
             text of more than one line.
-        overrides: ``section.key=value`` in order; values are read as YAML.
-        look: Checks more than the text, such as ``orchestrator.config.run_preflight``.
+        overrides: ``section.key=value`` in order; each value is parsed as YAML.
+        look: Further checks, such as ``orchestrator.config.run_preflight``.
         ask: Returns values for keys that the text and the overrides leave out.
 
     Raises:
@@ -165,7 +165,7 @@ def _read(path_or_text: str) -> Source:
 def _examples() -> dict[str, Path]:
     """Return the example configurations by name, such as ``local/small``.
 
-    They lie in this package in a wheel, and in ``cluster_configs`` in a checkout, beside files for
+    They are in this package in a wheel, and in ``cluster_configs`` in a checkout, beside files for
     Ray and Kubernetes, which have no section ``run``.
     """
     package = Path(__file__).parents[1]
@@ -188,7 +188,7 @@ def _apply_environment(source: Source) -> None:
 def _validate(source: Source, look: Look | None = None, num_experts: int = 0) -> RunConfig | None:
     """Return the configuration, or None with every problem added to ``source``."""
     if any(not problem.path for problem in source.problems):
-        return None  # a text that is no mapping has no keys to check
+        return None  # A text that is no mapping has no keys to check.
     for name, value in source.document.items():
         if value is None and name in RunConfig.model_fields and name != "capacity":
             source.document[name] = {}  # only comments below it
@@ -215,7 +215,7 @@ def _refused(source: Source) -> ConfigError:
     return ConfigError(f"{what} {count}:{listing}", problems=lines)
 
 
-#: What a required key may look like.
+#: Examples of required keys.
 _EXAMPLES = {
     "run": "run: {directory: runs/first}",
     "run.directory": "directory: runs/first",
@@ -244,7 +244,7 @@ def _field_problem(source: Source, detail: Any) -> Problem:
 
 
 def _meant(path: KeyPath) -> str:
-    """Return a hint for the unknown key at ``path``: one that is like it, here or elsewhere."""
+    """Return a hint for the unknown key at ``path``: a similar key, here or elsewhere."""
     word, known = str(path[-1]), _known_keys(path[:-1])
     if get_close_matches(word, known, n=1, cutoff=0.8):
         return did_you_mean(word, known)

@@ -1,4 +1,4 @@
-"""Find what would fail before anything is started: storage, data, files, memory.
+"""Find what would fail before anything starts: storage, data, files, memory.
 
 ``orchestrator.config.loading`` checks the text and reports its problems together with these.
 """
@@ -33,7 +33,7 @@ _LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "m
 
 
 def run_preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Problem]:
-    """Return what would fail; nothing is started, and nothing is left behind.
+    """Return what would fail; starts nothing and leaves nothing behind.
 
     Writes and deletes a small file in the run directory, or in its nearest existing parent.
 
@@ -81,7 +81,7 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
 
 
 def job_of(config: RunConfig, shape: ModelShape) -> Job:
-    """Return what trains a model of these sizes, as forecasts take it."""
+    """Return the parameters of a model of these sizes, as forecasts need them."""
     return Job(
         shape=shape,
         sequence_length=config.data.sequence_length,
@@ -134,7 +134,7 @@ def _data_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _file_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield which files are not there; what is wrong with the script, and the first checkpoint."""
+    """Yield missing files, and problems of the script and of the first checkpoint."""
     run = config.run
     for path, value in (("run.script", run.script), ("data.tokenizer", config.data.tokenizer)):
         if value and "://" not in value and not Path(value).is_file():
@@ -146,7 +146,7 @@ def _file_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem("run.init_from", f"{error}{why_absent(run.init_from)}")
     if run.script and Path(run.script).is_file():
         try:
-            # A worker would raise this before the first line of the script.
+            # A worker would raise this before it runs the first line of the script.
             with warnings.catch_warnings(action="ignore"):
                 compile(Path(run.script).read_bytes(), run.script, "exec", dont_inherit=True)
         except SyntaxError as error:
@@ -156,9 +156,9 @@ def _file_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _logging_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield which services are asked for whose packages are not there.
+    """Yield the requested services whose packages are missing.
 
-    The controller needs them; this machine is taken to have what its node has.
+    The controller needs the packages; this machine is assumed to have the same as its node.
     """
     for name, package in _LOGGER_PACKAGES.items():
         if getattr(config.logging, name) and find_spec(package) is None:
@@ -169,7 +169,7 @@ def _logging_problems(config: RunConfig) -> Iterator[Problem]:
 def _memory_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield why the model does not fit in memory with ``workers.min``.
 
-    The model of a user's script or folder is not known, so nothing is checked then.
+    The model of a user's script or folder is unknown, so it is not checked.
     """
     if config.run.script or config.model.folder:
         return
@@ -189,15 +189,15 @@ def _way_out(config: RunConfig, first: int) -> str:
     multiple = config.layout_rules().multiple_min
     for count in range(first, config.workers.max + 1, multiple):
         if worker_memory_bytes(config, count) <= _room_bytes(config, count):
-            return f"{count} would do"
+            return f"{count} would be enough"
     return (
-        f"no number up to workers.max={config.workers.max} would do: take a smaller model.preset, "
-        "train.micro_batch or data.sequence_length, or more workers"
+        f"no number up to workers.max={config.workers.max} would be enough: use a smaller "
+        "model.preset, train.micro_batch or data.sequence_length, or more workers"
     )
 
 
 def _room_bytes(config: RunConfig, num_workers: int) -> float:
-    """Return the memory in bytes of each of ``num_workers``; infinity if it is not known."""
+    """Return the memory in bytes of each of ``num_workers``; infinity if unknown."""
     if config.cluster.memory_gib_per_worker is not None:
         return config.cluster.memory_gib_per_worker * GIB
     if config.cluster.address is None and not config.cluster.gpus_per_worker:

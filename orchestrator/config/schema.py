@@ -1,4 +1,4 @@
-"""The configuration of a run, and what follows from it for the controller and the workers."""
+"""The configuration of a run, and what the controller and the workers derive from it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from workers.settings import (
     TrainSettings,
 )
 
-#: With that patience. A controller that a signal has stopped is ended after this. Training does not
-#: need it meanwhile, and a debugger may stop it for a moment; a slow one is never ended.
+#: At that patience. A controller that a signal stopped is killed after this time. Training does not
+#: need it meanwhile, and a debugger may stop it for a moment. A slow controller is never killed.
 _CONTROLLER_STOPPED_S = 10.0
 
 
@@ -70,7 +70,7 @@ class RunConfig(Section):
 
     @property
     def controller_stopped_s(self) -> float:
-        """Return how long a signal may stop the controller before it is ended."""
+        """Return how long a signal may stop the controller before it is killed."""
         return _CONTROLLER_STOPPED_S * self.patience / PATIENCE
 
     @property
@@ -99,7 +99,7 @@ class RunConfig(Section):
         return 0 if self.run.script else self.train.global_batch * self.data.sequence_length
 
     def alternatives(self) -> tuple[Alternative, ...]:
-        """Return what may be asked for, the first first; each has all of its resources."""
+        """Return the alternatives of capacity in order, each with all of its resources."""
         needed = self.worker_resources()
         return tuple(
             each.model_copy(update={"resources": {**needed, **each.resources}})
@@ -128,7 +128,7 @@ class RunConfig(Section):
         )
 
     def layout_rules(self) -> LayoutRules:
-        """Return the layout of the full size, and what may change at another one."""
+        """Return the layout of the full size, and what other sizes may change."""
         wish = self.parallel
         return LayoutRules(
             dp_replicate=wish.dp_replicate,
@@ -142,14 +142,14 @@ class RunConfig(Section):
         )
 
     def watched(self) -> dict[str, str]:
-        """Return who may tell a node of its end, as ``workers.keeper`` takes it."""
+        """Return the sources of notices for a node, as ``workers.keeper`` takes them."""
         asked = self.notices.model_dump()
         if asked["cloud"] == AUTO and self.cluster.address is None:
             asked["cloud"] = "none"
         return asked
 
     def rules(self) -> RunRules:
-        """Return the rules that the controller decides by."""
+        """Return the rules by which the controller decides."""
         recovery = self.recovery
         return RunRules(
             run=self.run.name,
@@ -192,8 +192,8 @@ class RunConfig(Section):
 
 def _common_multiple(checkpoint: CheckpointSettings, snapshot: SnapshotSettings) -> int:
     """Return a divisor of every step that is committed, in memory or in storage."""
-    # An interval that the run chooses may be any number, and with snapshots an attempt that ends
-    # early leaves its last step in memory, whichever that is.
+    # An interval set to "auto" can be any number. With snapshots, an attempt that ends early leaves
+    # its last step in memory, whichever it is.
     is_any = bool(snapshot.every_steps or checkpoint.best.value)
     is_any |= not isinstance(checkpoint.every_steps, int)
     return 1 if is_any else int(checkpoint.every_steps)

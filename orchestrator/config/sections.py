@@ -1,6 +1,6 @@
 """The sections of a configuration that only the controller needs: each key, meaning and default.
 
-Those that workers need, too, are in ``workers.settings``.
+Sections that workers also need are in ``workers.settings``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GBIT_BYTES: Final = 1e9 / 8
 
 
 class Section(BaseModel):
-    """Keys that are checked when it is made, and then fixed."""
+    """Keys that are checked at construction and then fixed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -35,10 +35,10 @@ class ClusterSection(Section):
             GPU: each has a quarter of its memory, and they take turns.
         memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
             Default: this machine's memory for simulated nodes; elsewhere it is not checked.
-        metrics_host: The machines that can reach the metrics and status page: ``cluster`` (the
+        metrics_host: Which machines can reach the metrics and status page: ``cluster`` (by the
             head's address), ``loopback`` (the head only), or ``auto``: ``loopback`` for simulated
             nodes, else ``cluster``.
-        metrics_port: Port of the controller's metrics and status; 0 takes a free one.
+        metrics_port: Port of the controller's metrics and status; 0 picks a free one.
         rack_label: A Ray label of the nodes. Nodes with the same value fail together, as in a rack
             or a zone, and do not protect each other's snapshots. Default: each node fails alone.
     """
@@ -59,13 +59,13 @@ class TopologySection(Section):
     While a run trains, its racks are those that ``cluster.rack_label`` names.
 
     Attributes:
-        racks: The nodes of each rack, by address. Without it each node is a rack of its own.
+        racks: The nodes of each rack, by address. Without it, each node is its own rack.
         zones: The racks of each zone.
         rails: Network cards of a node. Rank i of a node uses card i.
-        node_gbit_s: Of a card, one way.
+        node_gbit_s: Speed of a card, one way.
         spines: Equal-cost paths between two racks: uplinks of a rack for each rail.
-        uplink_gbit_s: Of an uplink, one way. Default: as a card.
-        zone_gbit_s: Between a zone and the others, one way. Default: as much as its racks send.
+        uplink_gbit_s: Speed of an uplink, one way. Default: as a card.
+        zone_gbit_s: Speed between a zone and the others, one way. Default: the sum of its racks.
     """
 
     racks: dict[str, tuple[str, ...]] = Field(default_factory=dict)
@@ -91,18 +91,20 @@ class TopologySection(Section):
 
 
 class Alternative(Section):
-    """Room for one worker, as the run may ask for it. The first in ``capacity`` is asked for first.
+    """Room for one worker that the run may request.
 
-    The next is asked for as well when the provider has no machine for it, or none came in three
-    times as long as one took before. When the better one returns, the workers move back.
+    The run requests the first in ``capacity`` first.
+
+    It also requests the next one when the provider has no machine for this one, or none came in
+    three times the usual time. When the better one returns, the workers move back.
 
     Attributes:
-        resources: What it needs, in Ray's terms, beside or instead of that in ``cluster``.
+        resources: Its resources, in Ray's terms, which add to or replace those of ``cluster``.
         labels: Labels of its node, such as ``{ray.io/accelerator-type: L4}``.
-        zone: Zone of its node, as Ray's label ``ray.io/availability-zone`` says it.
+        zone: Zone of its node, as in Ray's label ``ray.io/availability-zone``.
         spot: Whether its node is on the spot market, by ``ray.io/market-type``. Default: either.
-        usd_per_hour: Price of the room for one worker, from which the cost of the run follows. All
-            alternatives have one, or none has.
+        usd_per_hour: Price of the room for one worker, from which the run computes its cost. Either
+            all alternatives have one, or none.
     """
 
     resources: dict[str, PositiveFloat] = Field(default_factory=dict)
@@ -112,7 +114,7 @@ class Alternative(Section):
     usd_per_hour: float = Field(default=0.0, ge=0)
 
     def selector(self) -> dict[str, str]:
-        """Return the labels that its node must have."""
+        """Return the labels that its node needs."""
         market = "" if self.spot is None else "spot" if self.spot else "on-demand"
         own = {"ray.io/availability-zone": self.zone, "ray.io/market-type": market}
         return {**self.labels, **{label: value for label, value in own.items() if value}}
@@ -122,7 +124,7 @@ class WorkersSection(Section):
     """How many workers train.
 
     Attributes:
-        max: The run always asks for so many.
+        max: The run always requests this many.
         min: With fewer the run waits for capacity.
         standby_per_node: Warm processes that a node keeps to replace a dead worker at once.
     """
@@ -136,17 +138,18 @@ class RecoverySection(Section):
     """How long the run waits, and when it gives up.
 
     Attributes:
-        patience: The one knob of all waits. A step may take this many times the observed p99
-            before it is examined, and every other bound scales with it. A larger value reacts
-            later and raises fewer false alarms.
-        capacity_wait_s: With fewer than ``workers.min`` for this long the run fails, and so it does
-            if storage says nothing for as long when it is needed to resume.
+        patience: Scales all waits. A step may take this many times the observed p99 before it is
+            examined, and every other bound scales with it. A larger value reacts later and raises
+            fewer false alarms.
+        capacity_wait_s: The run fails after this long with fewer than ``workers.min`` workers, or
+            after storage that it needs to resume was silent for as long.
         infrastructure_failures_max: Crashes, hangs and lost nodes within an hour.
         preemptions_max: Nodes taken with notice within an hour.
         user_errors_max: Exceptions of single ranks within an hour. A bug in the script is
             recognised sooner, because it repeats.
         stuck_attempts_max: Attempts in a row without a new committed step. In a run that has
-            trained, those that lost a peer without an explanation end the run after an hour.
+            trained, attempts that lost a peer without an explanation end the run after an hour
+            instead.
     """
 
     patience: float = Field(default=PATIENCE, ge=1.5, le=100.0)
@@ -158,15 +161,16 @@ class RecoverySection(Section):
 
 
 class NoticesSection(Section):
-    """Notices that a node is taken, beside those of Ray, Kubernetes and Slurm, which need no key.
+    """Notices that a node is taken; those of Ray, Kubernetes and Slurm need no key.
 
     Attributes:
         cloud: The cloud whose metadata service each node asks: ``aws``, ``gcp``, ``azure`` or
-            ``none``. ``auto`` is what the machine's firmware says; simulated nodes then ask none.
-        endpoint: Address of that service, instead of the one on the machine's own link.
-        file: A file on each node that exists while the node is under notice. It begins with a time
-            in ISO 8601, or the seconds from when it was written.
-        command: Likewise a command that prints such a text, and nothing while there is no notice.
+            ``none``. ``auto`` detects it from the machine's firmware; simulated nodes then ask
+            none.
+        endpoint: Address of that service, in place of the link-local one.
+        file: A file on each node that exists while the node is under notice. It starts with a time
+            in ISO 8601, or with the seconds after it was written.
+        command: A command that prints such a text, and nothing while there is no notice.
     """
 
     cloud: str = AUTO
@@ -199,7 +203,7 @@ class MlflowSection(Section):
     """A run of MLflow.
 
     Attributes:
-        experiment: The service creates it if there is none of that name.
+        experiment: Created by the service if it does not exist.
         tracking_uri: Address of the server; ``MLFLOW_TRACKING_URI`` if empty.
         name: Name of the run; ``run.name`` if empty.
     """
@@ -210,7 +214,7 @@ class MlflowSection(Section):
 
 
 class LoggingSection(Section):
-    """Where the run's curve goes beside its directory: one curve through all attempts.
+    """Services that get the run's curve as well: one curve through all attempts.
 
     The controller writes it: its node needs the packages, and the keys of the services.
 

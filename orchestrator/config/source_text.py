@@ -25,7 +25,7 @@ class Source(YamlText):
     """A configuration's text as a document, and the place of each key.
 
     Attributes:
-        document: What the text and the overrides say; empty if the text is no mapping.
+        document: The values of the text and the overrides; empty if the text is no mapping.
         places: Where each key was written.
     """
 
@@ -93,7 +93,7 @@ def why_absent(path: str) -> str:
     if "://" in path or _JOB_FOLDER not in Path.cwd().parts or Path(path).exists():
         return ""
     return (
-        ". A Ray job brings the folder of --working-dir only. `ray job submit` leaves out what "
-        ".gitignore names, unless RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1 is set where you submit, and "
-        "what `excludes` of the runtime environment names"
+        ". A Ray job brings the folder of --working-dir only. `ray job submit` leaves out "
+        "files that .gitignore names, unless RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1 is set where "
+        "you submit, and files that `excludes` of the runtime environment names"
     )

@@ -1,6 +1,6 @@
 """Ask a training script for the settings that a configuration leaves out.
 
-The script runs in a process of its own, up to its call of ``everstep.run``, as a worker runs it.
+The script runs in a separate process, up to its call of ``everstep.run``, as a worker runs it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Final
 
 from orchestrator.errors import ConfigError
 
-#: Without one of these the script is asked.
+#: The script is asked if one of these is missing.
 DECIDED: Final = ("train.steps", "train.global_batch", "train.micro_batch")
-#: A script with Trainer has arguments for these, too.
+#: With Trainer, a script has arguments for these too.
 _OF_TRAINER: Final = (
     *DECIDED, "train.clip_norm", "train.precision", "train.seed", "data.seed",
     "checkpoint.every_steps", "checkpoint.keep",
 )  # fmt: skip
-#: A script that names this module has Trainer's arguments.
+#: A script that names this module uses Trainer's arguments.
 TRAINER: Final = "everstep.integrations.transformers"
 #: Settings that only the configuration decides; the script is not asked for them.
 _OURS: Final = frozenset(
@@ -45,14 +45,14 @@ chosen = {
 with open(to, "w", encoding="utf-8") as file:
     json.dump(chosen, file)
 """
-#: So much of what a script printed is shown when it fails.
+#: How much of a script's output is shown when it fails.
 _SHOWN: Final = 2000
 
 
 def settings_of_script(document: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Return what the script of a configuration decides, by ``section.key``.
+    """Return the settings that the script of a configuration decides, by ``section.key``.
 
-    Nothing if the configuration decides on the steps and the batches.
+    Empty if the configuration sets the steps and the batches.
 
     Args:
         document: The configuration as it was written.
@@ -101,15 +101,14 @@ def _asked(script: str, arguments: list[Any]) -> dict[str, Any]:
     said = done.stdout.decode(errors="replace")[-_SHOWN:].strip()
     raise ConfigError(
         f"run.script: {script} was asked for what the configuration leaves out "
-        f"({', '.join(DECIDED)}), and "
-        f"failed before its call of everstep.run; set these keys if it cannot run on this machine. "
-        f"It said last:\n{said}",
+        f"({', '.join(DECIDED)}), and failed before its call of everstep.run; set these keys "
+        f"if it cannot run on this machine. Its last output:\n{said}",
         problems=[said],
     )
 
 
 def _for_all(global_batch: Any, micro_batch: int, num_workers: int) -> int:
-    """Return the largest size of a micro-batch, up to that given, that all workers get one of."""
+    """Return the largest micro-batch size, up to the given one, of which every worker gets one."""
     if not isinstance(global_batch, int) or global_batch % micro_batch:
         return micro_batch
     sizes = [size for size in range(1, micro_batch + 1) if not micro_batch % size]

@@ -1,8 +1,8 @@
 """Which settings may change when a run resumes in its directory.
 
-A run has one history. Its seed and global batch decide which samples a step has, and its
-committed state belongs to one model, so these stay. The cluster, the number of workers, the length
-and the learning rate may change each time.
+A run has one history. Its seed and global batch decide the samples of each step, and its committed
+state belongs to one model, so these stay. The cluster, the number of workers, the length and the
+learning rate may change each time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def require_unfinished(config: RunConfig) -> None:
     if summary is not None:
         steps = summary["steps"]
     elif run.store.exists(join(run.path, CONFIG)):
-        return  # its controller has not said yet that it is over
+        return  # Its controller has not reported yet that it is over.
     else:
         # A script that ran alone writes no summary.
         found = find_committed(run.store, join(run.path, CHECKPOINTS), lineage=())
@@ -74,7 +74,7 @@ def require_resumable(config: RunConfig) -> None:
 
 
 def _over(config: RunConfig, run: Run, steps: int) -> str:
-    """Return why a run that has ended after ``steps`` has nothing left to train; "" if it has."""
+    """Return why a run that ended after ``steps`` has nothing left to train; "" if it has."""
     otherwise = ", or name another run.directory"
     if steps >= config.train.steps:
         return f"train.steps: all {steps} steps are done; raise it to train on{otherwise}"
@@ -83,25 +83,25 @@ def _over(config: RunConfig, run: Run, steps: int) -> str:
     if stopped.get("step") != steps:
         return ""
     return (
-        f"train.steps: it is complete, the script stopped it behind step {steps}: "
+        f"train.steps: the run is complete, the script stopped it after step {steps}: "
         f"{stopped['reason']}; delete {STOPPED} there to train on{otherwise}"
     )
 
 
 def _require_finite(config: RunConfig, run: Run) -> None:
-    """Raise if weights that are not finite would be trained on, unless the user says so."""
+    """Raise if the run would continue from weights that are not finite without permission."""
     if config.run.resume_from == "finite" or config.train.not_finite.action == IGNORE:
         return
     checkpoints = join(run.path, CHECKPOINTS)
     newest, finite = newest_finite(run.store, checkpoints, lineage=run.state().lineage)
     if finite < newest:
         line = (
-            f"run.resume_from: step {finite} is the newest version with finite weights; mend what "
-            "went wrong, and add run.resume_from=finite to train on from there"
+            f"run.resume_from: step {finite} is the newest version with finite weights; fix "
+            "the cause, and add run.resume_from=finite to train on from there"
             if finite
-            else "run.directory: no version there has finite weights; name another one"
+            else "run.directory: no version there has finite weights; name another directory"
         )
-        _refuse(f"the weights behind step {newest} of {run.url} are not finite:", [line])
+        _refuse(f"the weights after step {newest} of {run.url} are not finite:", [line])
 
 
 def _is_fixed(path: str) -> bool:

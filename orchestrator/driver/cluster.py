@@ -21,11 +21,11 @@ from workers.records import lease_s
 
 #: The resource of the head, where the controller runs.
 HEAD = "node:__internal_head__"
-#: A cluster is gone if its head accepts no connection for so long, and will not come back.
+#: A cluster is gone for good if its head accepts no connection for this long.
 GONE_S = 15.0
-#: How often the head is looked for.
+#: How often to look for the head.
 _LOOK_S = 2.0
-#: How often a run is looked at.
+#: How often to look at a run.
 FOLLOW_S = 0.25
 #: A new controller answers within this; it took 1 to 8 s on a busy 2-core machine.
 CONTROLLER_START_S = 90.0
@@ -34,7 +34,7 @@ CONTROLLER_START_S = 90.0
 class ClusterWatch:
     """Notices that the cluster of a run is gone.
 
-    ``is_alive`` says whether its processes live, where this process started them.
+    ``is_alive`` says whether its processes live, if this process started them.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class ClusterWatch:
         self._looked_s = self._heard_s = time.monotonic()
 
     def await_head(self, say: Callable[[str], None]) -> None:
-        """Wait for a head that is away and will come back; ``say`` so before the wait.
+        """Wait for an absent head that will return; call ``say`` before the wait.
 
         Raises:
-            CapacityError: It did not, in the time that trainers wait for it.
+            CapacityError: It did not return in the time that trainers wait for it.
         """
         if not self._returns() or not why_silent(self._address, timeout_s=_LOOK_S):
             return
@@ -60,18 +60,18 @@ class ClusterWatch:
             time.sleep(_LOOK_S)
 
     def _returns(self) -> bool:
-        """Return whether what the head knows outlives it; False if that is not known."""
+        """Return whether the head's state outlives it; False if unknown."""
         try:
             return bool(self._run.contact().get("head_returns"))
         except (UcpError, OrchestratorError):
             return False
 
     def _patience_s(self) -> float:
-        # Ray ends the process of a driver without a word after the whole of it.
+        # Ray silently ends a driver process at the end of this time.
         return LEAVE_SHARE * lease_s(os.environ) if self._returns() else GONE_S
 
     def require(self) -> None:
-        """Raise ``CapacityError`` with the step that is safe if the cluster is gone."""
+        """Raise ``CapacityError`` with the safe step if the cluster is gone."""
         now_s, is_alive = time.monotonic(), self._is_alive()
         if is_alive and now_s - self._looked_s < _LOOK_S:
             return
@@ -89,14 +89,14 @@ class ClusterWatch:
 
 
 def wait(until: Callable[[], bool]) -> None:
-    """Wait until a controller has begun or ended, at most ``CONTROLLER_START_S``."""
+    """Wait until a controller has started or ended, at most ``CONTROLLER_START_S``."""
     deadline_s = time.monotonic() + CONTROLLER_START_S
     while not until() and time.monotonic() < deadline_s:
         time.sleep(FOLLOW_S)
 
 
 def on_head(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Begin a task where the controller runs; return Ray's reference to its result."""
+    """Start a task where the controller runs; return Ray's reference to its result."""
     task: Any = ray.remote(function).options(num_cpus=0, resources={HEAD: 0.001})
     return task.remote(*arguments)
 
@@ -107,7 +107,7 @@ def has_controller(address: str, namespace: str) -> bool:
     This process must be connected to the cluster at ``address``.
     """
     if why_silent(address, timeout_s=_LOOK_S):
-        return True  # it cannot be known, and Ray would ask for a minute
+        return True  # This cannot be known, and Ray would ask for a minute.
     try:
         ray.get_actor(CONTROLLER, namespace=namespace)
     except ValueError:
@@ -118,9 +118,9 @@ def has_controller(address: str, namespace: str) -> bool:
 
 
 def open_cluster(config: RunConfig) -> HostedCluster | None:
-    """Connect to the cluster that the run asks for; start simulated nodes if it asks for those.
+    """Connect to the cluster that the run names, or start its simulated nodes.
 
-    ``cluster.address``, else ``RAY_ADDRESS`` (set inside ``ray job submit``), else nodes on
+    It uses ``cluster.address``, else ``RAY_ADDRESS`` (set inside ``ray job submit``), else nodes on
     this machine. Raises ``CapacityError`` if nothing answers.
     """
     cluster = None

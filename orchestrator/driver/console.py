@@ -1,4 +1,4 @@
-"""Everything that a person reads about a run in the terminal.
+"""Print all that users read about a run in the terminal.
 
 ``RunView`` follows a run: a live line in a terminal, plain lines elsewhere. The functions print one
 document each: the status, a recovery plan, the bounds of waits, a list of runs.
@@ -29,15 +29,15 @@ from ucp_core.numerics import counted, format_bytes
 PLAIN_LINE_S = 5.0
 #: Enough of a node's id to recognise it, and for ``everstep plan --lose``.
 _NODE_CHARS = 8
-#: Recoveries that take longer are told while they last; most take less than a second.
+#: Recoveries that take longer are shown while they last; most take less than a second.
 _USUAL_S = 3.0
-#: A wait is told again this often.
+#: How often a wait is shown again.
 _WAIT_LINE_S = 30.0
-#: Phases in which nothing is trained.
+#: Phases without training.
 _WAITS = frozenset({"waiting", "forming", "fencing", "reading"})
 _LOST = r"\b(lost|has failed|failed:)(?! from)|^problem:|^failed\b"
 _DOUBTFUL = r"\b(slow|draining|dying)\b|^(suspected|notice|passed over):|refused \d+"
-#: From here on people read whole seconds.
+#: From this duration on, times are shown in whole seconds.
 _SECONDS_SHORT = 100
 
 
@@ -56,7 +56,7 @@ def say(console: Console, text: str) -> None:
 
 
 class RunView:
-    """Shows the status documents of the run ``title`` as they come, and what its script prints."""
+    """Show the status documents of the run ``title`` as they come, and the output of its script."""
 
     def __init__(self, console: Console, *, title: str, total_steps: int) -> None:
         self._console = console
@@ -70,7 +70,8 @@ class RunView:
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=8),
             MofNCompleteColumn(),
-            # One line, however narrow: two would be left behind each time it is drawn.
+            # One line, however narrow the terminal: each redraw would leave the second line of two
+            # behind.
             TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True, ratio=1)),
             console=console,
             expand=True,
@@ -85,25 +86,25 @@ class RunView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the live display; what was printed stays."""
+        """End the live display; printed lines stay."""
         self._progress.stop()
 
     @property
     def file(self) -> IO[str]:
-        """Return the stream that it prints to."""
+        """Return the stream to which it prints."""
         return self._console.file
 
     def show(self, status: dict[str, Any] | None) -> None:
-        """Take in one status document; None says that the controller does not answer."""
+        """Process one status document; None means that the controller does not answer."""
         if status is None:
-            # A controller that has just started is slow to answer, and nothing is wrong with it.
+            # A controller that has just started answers slowly; that is no problem.
             if self._is_known:
                 continues = "; training continues without it" if "attempt" in self._said else ""
                 self._say("controller", f"the controller does not answer{continues}")
             return
         self._is_known = True
         if self._said.pop("controller", None):
-            self.say("the controller is back in charge")
+            self.say("the controller answers again")
         for (machine, notice), line in _notices(status).items():
             self._say(f"notice {machine}", line, key=notice)
         self._progress.update(
@@ -117,7 +118,7 @@ class RunView:
         self._say_problems(status)
         if status["phase"] == "training":
             for line in status["passed_over"]:
-                self._say(f"passed over {line}", f"passed over {line}", key=status["attempt"])
+                self._say(f"skipped {line}", f"skipped {line}", key=status["attempt"])
             self._say("attempt", _attempt_line(status), key=status["attempt"])
         now_s = time.monotonic()
         is_news = status["step"] != self._step and now_s - self._printed_s >= PLAIN_LINE_S
@@ -138,14 +139,14 @@ class RunView:
                 self._say(name, f"{name} is lost", style="red")
 
     def _say_wait(self, status: Mapping[str, Any]) -> None:
-        """Print what the run waits for when that changes, and again from time to time."""
+        """Print what the run waits for when that changes, and repeat it from time to time."""
         if status["phase"] not in _WAITS:
             self._said.pop("waits", None)
             return
         if status["phase"] != "waiting" and (status["phase_for_s"] or 0.0) < _USUAL_S:
             return
         what, since = what_it_does(status), _since(status)
-        # Numbers in it may grow all the time.
+        # Its numbers may change all the time.
         kind, now_s = re.sub(r"\d+", "", what), time.monotonic()
         said, said_s = self._said.get("waits", ("", 0.0))
         if kind != said or now_s - said_s >= _WAIT_LINE_S:
@@ -153,7 +154,7 @@ class RunView:
             self.say(f"{what}{since}")
 
     def _say_problems(self, status: Mapping[str, Any]) -> None:
-        """Print what is wrong when that changes; the numbers in it change all the time."""
+        """Print problems when they change; numbers in them change all the time."""
         for what, line in _suspected(status).items():
             self._say(f"suspects {what}", f"suspected: {line}")
         for topic in ("redundancy", "cadence"):
@@ -180,9 +181,9 @@ class RunView:
 
 
 def _facts(status: Mapping[str, Any], *, is_short: bool = False) -> str:
-    """Return the numbers of a run as far as they are known, the most wanted first.
+    """Return the known numbers of a run, the most important first.
 
-    Short ones are for a line of 80 columns with a bar in it.
+    Short ones fit in a line of 80 columns beside a bar.
     """
     cost, is_training = status["cost"]["usd"], status["phase"] == "training"
     facts = [
@@ -195,7 +196,7 @@ def _facts(status: Mapping[str, Any], *, is_short: bool = False) -> str:
 
 
 def _progress(status: Mapping[str, Any], *, is_short: bool = False) -> Iterator[str]:
-    """Yield loss, validation loss, rate and time left, where they are known."""
+    """Yield loss, validation loss, rate and time left, if known."""
     digits, per_s = (3, "/s") if is_short else (4, " steps/s")
     for name, key in (("loss", "loss"), ("val", "validation_loss")):
         if status[key] is not None:
@@ -212,7 +213,7 @@ def _clock(seconds: float) -> str:
 
 
 def _since(status: Mapping[str, Any]) -> str:
-    """Return how long the run has been in its phase; "" if it has just begun."""
+    """Return how long the run has been in its phase; "" if it has just started."""
     phase_for_s = status["phase_for_s"]
     return f" (for {_duration(round(phase_for_s))})" if phase_for_s and phase_for_s >= 1 else ""
 
@@ -286,9 +287,9 @@ def print_layouts(plan: LayoutPlan, console: Console) -> None:
     say(
         console,
         f"{plan.num_parameters / 1e9:.1f} B parameters, {batch:,} tokens a step, "
-        f"{plan.num_nodes} x {plan.node_size} {plan.gpu}; from data sheets, nothing was measured"
+        f"{plan.num_nodes} x {plan.node_size} {plan.gpu}; from data sheets, not measured"
         + (f"; kept: {plan.kept}" if plan.kept else "")
-        + ("" if job.chunks_loss else "; the loss of a model of your own holds all logits"),
+        + ("" if job.chunks_loss else "; the loss of your own model holds all logits"),
     )
     rows = [
         (
@@ -321,7 +322,7 @@ def print_layouts(plan: LayoutPlan, console: Console) -> None:
 
 
 def _options_text(one: Forecast) -> str:
-    """Return how a layout is as good as that, where it is not by the defaults."""
+    """Return the choices by which a layout differs from the defaults."""
     options = {
         "recompute": one.recomputes,
         "reshard_after_forward: false": not one.reshards,
@@ -337,9 +338,9 @@ def _print_traffic(plan: TrafficPlan, console: Console) -> None:
     say(console, "\n".join(_table((("what", "plan", "takes", "busiest link"), *rows))))
     say(
         console,
-        f"a step communicates {plan.gain:.3g} times shorter with ranks on {', '.join(plan.order)}; "
-        f"copies arrive {plan.copies_gain:.3g} times sooner over all paths. The paths of NCCL are "
-        "its switches' choice",
+        f"a step communicates {plan.gain:.3g} times shorter with ranks on "
+        f"{', '.join(plan.order)}; copies arrive {plan.copies_gain:.3g} times sooner over all "
+        "paths. The switches choose the paths of NCCL",
     )
 
 
@@ -351,7 +352,7 @@ def print_bounds(bounds_s: Mapping[str, float], patience: float, console: Consol
     """Print the bound of every wait, as it is before the first step."""
     say(
         console,
-        f"bounds of waits before the first step (recovery.patience={patience:g}; later ones "
+        f"bounds of waits before the first step (recovery.patience={patience:g}; later bounds "
         f"follow from the steps): {_bounds_text(bounds_s)}",
     )
 
@@ -389,7 +390,7 @@ def print_status(status: Mapping[str, Any], console: Console, *, verbose: bool =
 
 
 def status_view(status: Mapping[str, Any], *, verbose: bool = False) -> Group:
-    """Return a status document for a live display: what is cut at its end are rows of tables."""
+    """Return a status document for a live display, which cuts rows of tables at its end."""
     lines = (*_head(status), "", *_details(status, verbose=verbose), *_tables(status))
     return Group(*map(_coloured, lines))
 
@@ -418,7 +419,7 @@ def _tables(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield aligned lines. They are never cut: half a process id is that of another process."""
+    """Yield aligned lines. They are never cut: half a process id would name another process."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(map(str.ljust, row, widths)).rstrip()
@@ -428,7 +429,7 @@ def _headline(status: Mapping[str, Any]) -> str:
     progress = "".join(f", {each}" for each in _progress(status))
     layout = f" on {status['layout']}" if status["layout"] else ""
     is_down = status["controller"] == "down"
-    down = "; the controller is down: last known" if is_down else ""
+    down = "; the controller is down: last known state" if is_down else ""
     step = f"step {status['step']} of {status['goal']}"
     return f"{status['phase']}: attempt {status['attempt']}{layout}, {step}{progress}{down}"
 
@@ -474,7 +475,7 @@ def _details(status: Mapping[str, Any], *, verbose: bool) -> Iterator[str]:
     yield from _safety(status)
     if status["loaded"]:
         yield f"loaded: {_sources_text(status['loaded'])}"
-    yield from map("passed over: {}".format, status["passed_over"])
+    yield from map("skipped: {}".format, status["passed_over"])
     problems = (*status["redundancy"]["problems"], *status["cadence"]["problems"])
     yield from map("problem: {}".format, problems)
     if status["evidence"]:
@@ -495,7 +496,7 @@ def _suspected(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _safety(status: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where the newest steps are, and how often they are saved."""
+    """Yield where the newest steps are saved, and how often."""
     redundancy, cadence = status["redundancy"], status["cadence"]
     if redundancy["step"]:
         yield f"in memory: step {redundancy['step']}, {what_survives(redundancy)[0]}"
@@ -542,11 +543,11 @@ def _cost(cost: Mapping[str, Any]) -> str:
 
 
 def _notices(status: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return a line about each machine that its provider takes, by the machine and who says so."""
+    """Return a line about each machine that its provider takes, by machine and source."""
     taken: list[tuple[str, str, int | None]] = [
         (f"node {node['node'][:_NODE_CHARS]}", node["notice"], node["taken_in_s"])
         for node in status["nodes"]
-        # The journal of a controller that is down does not say who said it.
+        # The journal of a controller that is down does not record the source.
         if node["state"] == "draining" and "notice" in node
     ]
     if status.get("controller_notice"):

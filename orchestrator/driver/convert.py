@@ -1,7 +1,7 @@
-"""Converts a checkpoint on all nodes of a Ray cluster; only this process commits.
+"""Convert a checkpoint on all nodes of a Ray cluster; only this process commits.
 
 Each batch of ``ucp_core.conversion`` is a Ray task. If a task dies with its worker or its node,
-another task does the batch again and writes the same bytes to the same place.
+another task repeats the batch and writes the same bytes to the same place.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ucp_core.conversion import Batch, ConvertResult, Job, Result, convert, do_b
 from ucp_core.native import Checkpoint
 from ucp_core.storage import open_store
 
-#: A batch that fails so often does not fail by chance.
+#: A batch that fails this often does not fail by chance.
 TRIES_MAX = 4
-#: Batches for each processor beside the one that it does, so that none waits for the next.
+#: Batches per processor beyond the current one, so that none waits for its next.
 _AHEAD = 2
 
 
@@ -41,12 +41,12 @@ def convert_on_cluster(
 ) -> ConvertResult:
     """Make a universal checkpoint with all processors of the connected Ray cluster.
 
-    A killed conversion to the same destination continues where it was.
+    A killed conversion to the same destination continues where it stopped.
 
     Args:
         checkpoint: The source, of any format, on storage that every node sees.
         destination: Directory or URL; a local path must be on storage that the nodes share.
-        memory_bytes: Bound of the buffers of all tasks.
+        memory_bytes: Limit for the buffers of all tasks.
         progress: Called with the bytes done and the bytes of the whole state.
 
     Raises:
@@ -69,7 +69,7 @@ def convert_on_cluster(
 
 
 def run_on_cluster(job: Job, batches: Sequence[Batch], take: Callable[[Result], None]) -> None:
-    """Do batches as tasks and give every result to ``take``; a runner of ``convert``.
+    """Run batches as tasks and pass every result to ``take``; a runner of ``convert``.
 
     Raises:
         CapacityError: A batch failed ``TRIES_MAX`` times.
@@ -95,8 +95,8 @@ def run_on_cluster(job: Job, batches: Sequence[Batch], take: Callable[[Result], 
                     left.append((batch, tries + 1))
                 else:
                     raise CapacityError(
-                        f"a task died {tries} times: see Ray's logs for memory or node failures; "
-                        "the same command continues from here",
+                        f"a task died {tries} times: see Ray's logs for memory or node "
+                        "failures; the same command continues from here",
                         tries=tries,
                     )
     finally:

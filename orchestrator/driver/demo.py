@@ -29,9 +29,9 @@ from workers.process import gpus_here
 
 #: In each run directory of a demo, which the next demo may delete.
 _MARK = "made_by_demo"
-#: Each recovery must be over within this.
+#: Each recovery must finish within this time.
 ACT_S_MAX = 90.0
-#: Losses of one step may be so far apart in runs that sum in another order.
+#: Largest difference between the losses of a step in runs that sum in another order.
 _APART_MAX = 0.01
 
 
@@ -40,9 +40,9 @@ class DemoResult:
     """The result of the demo; ``everstep demo --json`` prints it.
 
     Attributes:
-        apart: The largest difference between the losses of a step, relative.
-        is_same: Whether the two runs trained alike: to the bit where only the number of
-            data-parallel ranks changed, else along one curve, since sums have another order.
+        apart: The largest relative difference between the losses of a step.
+        is_same: Whether the two runs trained alike: bit for bit if only the number of data-parallel
+            ranks changed, otherwise along one curve, because sums have another order.
     """
 
     undisturbed: dict[str, Any]
@@ -54,10 +54,10 @@ class DemoResult:
 
 
 def layout_overrides(layout: str) -> list[str]:
-    """Return what the demo is to be configured with for a layout such as ``tp2,pp2``.
+    """Return the settings of the demo for a layout such as ``tp2,pp2``.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not a layout.
     """
     found = [re.fullmatch(r"(tp|pp)(\d+)", part) for part in layout.split(",")]
     degrees = [f"parallel.{one[1]}={one[2]}" for one in found if one is not None]
@@ -78,12 +78,12 @@ def demo_directories(directory: str) -> list[str]:
         is_demo = (run / _MARK).is_file() and not run.is_symlink()
         if os.path.lexists(run) and not is_demo:
             raise ConfigError(
-                f"{run} is not from a demo, which would delete it: move it away, or give another "
-                "--directory"
+                f"{run} is not from a demo, so it is not deleted: move it away, or give "
+                "another --directory"
             )
     for run in runs:
         if run.exists():
-            # The mark goes last: a demo that is killed meanwhile knows its own again.
+            # The marker is deleted last, so that a killed demo still recognises its directory.
             for path in sorted(run.iterdir(), key=lambda path: path.name == _MARK):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         run.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def _train(
 
 
 def _story(run: Launched, view: RunView) -> None:
-    """Kill a worker, kill a node, add a node; each when the run has recovered."""
+    """Kill a worker, kill a node, add a node; each after the run has recovered."""
     assert run.cluster is not None
     total = run.config.train.steps
 

@@ -1,8 +1,8 @@
-"""Reads records of a run from files, and says what is wrong with it (``everstep diagnose``).
+"""Read records of a run from files and find what is wrong (``everstep diagnose``).
 
-Beside the documents of a run's incidents, three kinds of files are told by their content: our
-record rings, the dumps of torch's flight recorder, and JSON lines with an operation each. Nothing
-in a dump is executed, no class is built.
+Beside the documents of a run's incidents, it recognises three kinds of files by their content: our
+record rings, the dumps of torch's flight recorder, and JSON lines with an operation each. It
+executes nothing in a dump and builds no class.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ucp_core.torch_files import pickle_tree, read_pickle
 from workers.records import DTYPES, FINISHED, Record, Ring, is_ring, read_ring
 
 _INCIDENT: Final = "incident.json"
-#: What keepers last saw of the members, beside it.
+#: What keepers last saw of the members, in a file beside the records.
 _REPORTS: Final = "reports.json"
-#: Letters of the kernel for a process, and what each says.
+#: The kernel's letters for the states of a process, and their meaning.
 _STATES: Final = {
     "T": (Kind.FROZEN, "stopped"),
     "t": (Kind.FROZEN, "stopped by a debugger"),
@@ -56,8 +56,9 @@ _NAMES: Final = {
 _WIDTHS: Final = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2,
 }  # fmt: skip
-#: Kinds of verdicts that the run reached without its records: where a death cut these short, they
-#: blame the ranks that still computed. And kinds of suspicions that only keepers have.
+#: Kinds of verdicts that the run reached without its records. If a death truncates these, they
+#: blame the ranks that still computed. These also include kinds of suspicions that only keepers
+#: have.
 _TOLD: Final = frozenset({Kind.DEAD, Kind.NOT_FINITE, Kind.DIVERGED})
 _PLANNED: Final = frozenset(kind for kind in FaultKind if kind.is_planned)
 _OF_LINKS: Final = frozenset({Kind.LINK_DEAD, Kind.SLOW_LINK, Kind.SLOW_SENDER, Kind.SLOW_RECEIVER})
@@ -65,7 +66,7 @@ _LONG_AGO: Final = -math.inf
 
 
 class _Cut(NamedTuple):
-    """A file that ends in the middle: what a kill leaves."""
+    """A truncated file, as a kill leaves it."""
 
     path: Path
     rank: int | None
@@ -73,7 +74,7 @@ class _Cut(NamedTuple):
 
 
 class _NoClasses(dict[str, Any]):
-    """The classes that may be in a dump: for each name an error."""
+    """Classes that a dump may name: each becomes an error."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -81,7 +82,7 @@ class _NoClasses(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         path = self["path"]
         raise ForeignClassError(
-            f"{path}: a dump of torch's flight recorder holds plain values only, and this one "
+            f"{path}: a dump of torch's flight recorder holds plain values only, but this one "
             f"names {name}; nothing was executed",
             path=str(path),
             name=name,
@@ -95,13 +96,14 @@ def diagnose_paths(
     trace_file: str | None = None,
     dumps_folder: str | None = None,
 ) -> tuple[Verdict, ...]:
-    """Return what is wrong by the records in files and, of any depth, directories.
+    """Return what is wrong, from records in files and (recursively) in directories.
 
     Args:
-        paths: Files that must be records, and directories in which other files are left alone.
-        now_s: When the records were taken, on their clock, if a run may have been alive then.
-        trace_file: Gets the records and verdicts as Perfetto draws them.
-        dumps_folder: Gets a file ``rank_N`` of each rank for torch's analyzer of flight recorders.
+        paths: Files that must be records, and directories, in which other files are ignored.
+        now_s: When the records were taken, on their clock, if the run may have been alive then.
+        trace_file: The file to write for Perfetto, with the records and verdicts.
+        dumps_folder: The folder to write a file ``rank_N`` per rank, for torch's analyzer of flight
+            recorders.
 
     Raises:
         ConfigError: A path holds no records, or a file cannot be read or written.
@@ -113,7 +115,7 @@ def diagnose_paths(
     }
     told = tuple(one for incident in incidents.values() for one in _told(incident))
     records, cut = _read(paths, now_s)
-    # Records are judged of the newest attempt alone, which is the one that failed last.
+    # Only records of the newest attempt are judged, because it failed last.
     failed = [path for path, incident in incidents.items() if incident.kind not in _PLANNED]
     seen = tuple(_seen(failed[-1], told)) if failed else ()
     is_found = bool(seen) or (bool(failed) and _verdict(incidents[failed[-1]]) in _TOLD)
@@ -128,7 +130,7 @@ def diagnose_paths(
 
 
 def _told(incident: Incident) -> Iterator[Verdict]:
-    """Yield what the run itself found out and no record shows."""
+    """Yield what the run itself found and no record shows."""
     yield from (one for one in incident.suspects if one.kind in _OF_LINKS)
     verdict = _verdict(incident)
     if verdict in _TOLD:
@@ -144,7 +146,7 @@ def _told(incident: Incident) -> Iterator[Verdict]:
 
 
 def _seen(incident: Path, told: Sequence[Verdict]) -> Iterator[Verdict]:
-    """Yield which members the kernel had for stopped or dead when the incident was found."""
+    """Yield which members were stopped or dead to the kernel when the incident was found."""
     path = incident.with_name(_REPORTS)
     if not path.exists():
         return
@@ -161,7 +163,9 @@ def _seen(incident: Path, told: Sequence[Verdict]) -> Iterator[Verdict]:
             guilty=Guilty.of(ranks),
             confidence=1.0,
             since_s=None,
-            evidence=f"The kernel had the process of {named} for {word} (os_state in {path}).",
+            evidence=(
+                f"The kernel reported the process of {named} as {word} (os_state in {path})."
+            ),
         )
 
 
@@ -171,12 +175,12 @@ def _left_out(cut: Sequence[_Cut]) -> Iterator[Verdict]:
             kind=Kind.UNDECIDED,
             confidence=1.0,
             since_s=None,
-            evidence=f"{path} is cut short and left out, all else was read: {error}",
+            evidence=f"{path} is truncated and skipped; everything else was read: {error}",
         )
 
 
 def _verdict(incident: Incident) -> str:
-    # A lost node may also be one that no other reaches: its incident names no verdict.
+    # A lost node may also be one that no other node reaches: its incident names no verdict.
     return incident.verdict or (Kind.DEAD if incident.kind == FaultKind.NODE_LOSS else "")
 
 
@@ -191,14 +195,14 @@ def _write(path: Path, data: bytes) -> None:
 def verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Yield the verdicts for people."""
     if not verdicts:
-        yield "Nothing is to blame."
+        yield "Nothing is at fault."
     for one in verdicts:
         since = "" if one.since_s is None else f" Since {one.since_s:.3f} s."
         yield f"{one.kind}: {_who(one.guilty)}. Confidence {one.confidence:.2f}.{since}"
         yield f"  {one.evidence}"
         if one.alternatives:
             others = (f"{kind} ({_who(guilty)})" for kind, guilty in one.alternatives)
-            yield f"  It may also be: {'; '.join(others)}."
+            yield f"  Alternatives: {'; '.join(others)}."
 
 
 def _who(guilty: Any) -> str:
@@ -207,7 +211,7 @@ def _who(guilty: Any) -> str:
         *(f"the link from rank {a} to rank {b}" for a, b in guilty.links),
         *(f"node {node}" for node in guilty.nodes),
     ]
-    return ", ".join(parts) or "nobody is named"
+    return ", ".join(parts) or "no rank is named"
 
 
 def _read(paths: Sequence[str], now_s: float | None) -> tuple[Records, list[_Cut]]:
@@ -222,17 +226,17 @@ def _read(paths: Sequence[str], now_s: float | None) -> tuple[Records, list[_Cut
         found = _read_file(path, unknown, cut, is_named=is_named)
         if found is None and is_named:
             raise ConfigError(
-                f"{path} is no record of a run: neither a record ring, nor a dump of torch's "
-                "flight recorder, nor JSON lines with an operation each"
+                f"{path} is not a record of a run: neither a record ring, nor a dump of "
+                "torch's flight recorder, nor JSON lines with an operation each"
             )
         operations += found or ()
-    # A rank keeps the ring of the attempt before, too, whose calls have the same numbers.
+    # A rank also keeps the ring of the attempt before, whose calls have the same numbers.
     newest = max((ring.attempt for _, ring in rings), default=0)
     for path, ring in rings:
         operations += _of_ring(path, ring, unknown) if ring.attempt == newest else ()
     for path, rank, _ in cut:
         if rank is not None:
-            unknown[rank] = f"{path} is cut short"
+            unknown[rank] = f"{path} is truncated"
     return Records(operations=matched(operations), unknown=unknown, now_s=now_s), cut
 
 
@@ -265,7 +269,7 @@ def _read_file(
         whole, end, rest = data.rpartition(b"\n")
         if end and rest and not _is_json(rest):
             number = whole.count(b"\n") + 2
-            cut.append(_Cut(path, None, f"its line {number}, the last one, is no JSON"))
+            cut.append(_Cut(path, None, f"its last line, {number}, is not JSON"))
             data = whole
         return list(_of_lines(path, data, unknown))
     return None
@@ -294,7 +298,7 @@ def _of_lines(path: Path, data: bytes, unknown: dict[int, str]) -> Iterator[Oper
             yield _of_row(json.loads(line), unknown)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{path}, line {number}: no operation ({what})") from error
+            raise ConfigError(f"{path}, line {number}: not an operation ({what})") from error
 
 
 def _of_row(row: Mapping[str, Any], unknown: dict[int, str]) -> Operation:
@@ -327,7 +331,7 @@ def _of_row(row: Mapping[str, Any], unknown: dict[int, str]) -> Operation:
 
 
 def _named(name: str) -> str:
-    """Return the name of an operation in our words."""
+    """Return our name of an operation."""
     plain = name.rpartition(":")[2].strip("_").lower()
     for end in ("_base", "_coalesced", "_tensor", "_into", "_single"):
         plain = plain.removesuffix(end)
@@ -342,7 +346,7 @@ def _channel(comm: str, op: str, rank: int, peer: int) -> tuple[str, tuple[int, 
 
 def _of_ring(path: Path, ring: Ring, unknown: dict[int, str]) -> Iterator[Operation]:
     if ring.rank < 0:
-        raise ConfigError(f"{path} does not say whose it is: its rank had not joined an attempt")
+        raise ConfigError(f"{path} does not name its rank: it had not joined an attempt")
     if ring.num_dropped:
         unknown[ring.rank] = f"{ring.num_dropped} groups did not fit its ring"
     known: dict[str, Any] = {
@@ -376,7 +380,7 @@ def _of_ring(path: Path, ring: Ring, unknown: dict[int, str]) -> Iterator[Operat
                 **known,
             )
         elif times["exit_s"] is None:
-            # It may wait, within its own work, for what it called before that.
+            # Within its own work it may wait for calls that it made before.
             if not waits:
                 yield Operation(**times, **known)
         elif own_s := _own_s(one, on_device=ring.on_device):
@@ -384,7 +388,7 @@ def _of_ring(path: Path, ring: Ring, unknown: dict[int, str]) -> Iterator[Operat
 
 
 def _own_s(span: Record, *, on_device: bool) -> float:
-    """Return what a span that is over took without the rank's waits for others; 0.0 if unknown."""
+    """Return the duration of a finished span without waits for others; 0.0 if unknown."""
     if on_device and span.op != "data":
         return span.device_s
     return (span.exit_ns - span.enter_ns) / 1e9 - span.blocked_s
@@ -397,7 +401,7 @@ def _of_dump(path: Path, data: bytes) -> Iterator[Operation]:
         yield from _of_entries(rank, dump)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{path} is no dump of torch's flight recorder ({what})") from error
+        raise ConfigError(f"{path} is not a dump of torch's flight recorder ({what})") from error
 
 
 def _of_entries(rank: int, dump: Mapping[str, Any]) -> Iterator[Operation]:

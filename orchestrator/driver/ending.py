@@ -1,4 +1,4 @@
-"""How a run ended, in sentences for people: what is done, what it cost, and where things are."""
+"""How a run ended, in sentences: what is done, what it cost, and where the files are."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from orchestrator.driver.run import Run
 from orchestrator.run_directory import CHECKPOINTS
 from ucp_core.numerics import counted
 
-#: A part of the time below this is not worth a word.
+#: A shorter share of the time is not mentioned.
 _SHOWN_MIN = 0.005
 _ENDS = {
     "completed": "is complete",
     "stopped": "was stopped",
     "failed": "has failed",
-    "no_capacity": "has ended for want of workers",
+    "no_capacity": "has ended for lack of workers",
 }
 
 
 def ending_lines(run: Run, summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the sentences about a run with that ``summary.json``."""
+    """Yield the sentences about a run with this ``summary.json``."""
     config, where = run.settings(), short_path(run.url)
     steps, goal, outcome = summary["steps"], config.train.steps, summary["outcome"]
     is_whole = outcome == "completed" and steps >= goal
@@ -48,7 +48,7 @@ def ending_lines(run: Run, summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def short_path(path: str) -> str:
-    """Return a path as one would type it here; URLs and paths elsewhere stay as they are."""
+    """Return a path as a user would type it here; URLs and paths elsewhere stay as they are."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
@@ -67,7 +67,7 @@ def _numbers(summary: Mapping[str, Any]) -> str:
 
 
 def _others(summary: Mapping[str, Any]) -> str:
-    """Return where the rest of the time went, as far as it shows in percent."""
+    """Return where the rest of the time went, if it shows in percent."""
     wall_s, found = summary["wall_s"], summary.get("parts_s", {})
     told = ((name, took_s / wall_s) for name, took_s in found.items() if wall_s and name != "steps")
     shown = ", ".join(f"{name} {share:.0%}" for name, share in told if share >= _SHOWN_MIN)

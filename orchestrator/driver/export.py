@@ -1,4 +1,4 @@
-"""``everstep export``: the newest committed step of a run, in another format, while it trains."""
+"""``everstep export``: write the newest committed step of a run in another format."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ucp_core.native import (
 from ucp_core.storage import Store, join, open_store
 from workers.protocol import BESIDE
 
-#: A run may commit a step and delete an older one while this looks; not so often in a row.
+#: A run may commit a step and delete an older one while this looks, but not this often in a row.
 _TRIES_MAX: Final = 10
-#: Length of what begins the names of averages.
+#: Length of the prefix of averages' names.
 _MARK: Final = len(AVERAGE)
 _CONFIGURATION: Final = "config.json"
-#: The configuration of ``peft``'s adapters; it says where the base model is.
+#: The configuration of ``peft``'s adapters; it names the base model.
 _ADAPTERS: Final = "adapter_config.json"
 
 
@@ -43,7 +43,7 @@ class _Folder(NamedTuple):
     url: str = ""
 
     def path_to(self, name: str) -> str:
-        """Return the path to a file there."""
+        """Return the path of a file there."""
         return join(self.path, name)
 
 
@@ -58,13 +58,13 @@ def export_run(
     average: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Write a committed step of the run in ``run_url`` as ``format``; return what was written.
+    """Write a committed step of the run in ``run_url`` as ``format``; return a summary.
 
-    The run does not delete a step that is being exported. If it has deleted the newest one that
-    was found before the export began, the next newest is taken.
+    The run does not delete a step that is being exported. If the run has deleted the newest step
+    before the export began, the next newest is used.
 
     Args:
-        run_url: The run directory; the run may train, be over, or have run without the command.
+        run_url: The run directory; the run may be training, over, or started without the command.
         destination: Directory or URL that holds no checkpoint.
         format: One of ``ucp_core.formats.FORMATS``.
         memory_bytes: Limit for the buffers.
@@ -73,7 +73,7 @@ def export_run(
         average: Write the average of the weights (``Session.average``) in their place.
 
     Raises:
-        RunNotFoundError: No run is there, or no step of it is in storage, or not that one.
+        RunNotFoundError: There is no run, no step in storage, or not the requested one.
         UcpError: As ``ucp_core.formats.export`` does.
     """
     store, checkpoints = (run := Run(run_url)).store, join(run.path, CHECKPOINTS)
@@ -83,7 +83,7 @@ def export_run(
     folders = _folders(run, is_of_command=is_of_command)
     tries = 0
     while True:
-        # The lineage grows with the attempts: what is newest may be of a later one by now.
+        # The lineage grows with the attempts: the newest step may belong to a later one by now.
         lineage = run.state().lineage if is_of_command else ()
         tries += 1
         try:
@@ -120,7 +120,7 @@ def export_run(
 
 
 def _require_a_run(run: Run, *, is_of_command: bool) -> None:
-    # A script that runs alone has no configuration there.
+    # A script that runs alone writes no configuration.
     beside = {CHECKPOINTS, METRICS.partition("/")[0]}
     if not is_of_command and beside.isdisjoint(run.store.list(run.path)):
         raise RunNotFoundError(
@@ -131,7 +131,7 @@ def _require_a_run(run: Run, *, is_of_command: bool) -> None:
 
 
 def _folders(run: Run, *, is_of_command: bool) -> list[_Folder]:
-    """Return where the run's workers, and before them others, put what lies beside weights."""
+    """Return the folders where the run's workers, and earlier runs, put files beside weights."""
     folders = [_Folder(run.store, join(run.path, BESIDE))]
     if is_of_command:
         config = run.settings()
@@ -146,8 +146,8 @@ def _best_step(store: Store, checkpoints: str, lineage: Lineage, run_url: str) -
     steps = best_steps(found.checkpoint) if found is not None else []
     if not steps:
         raise RunNotFoundError(
-            f"{run_url} keeps no best step yet: set checkpoint.best (value: validation_loss), and "
-            "evaluate in the body of a step",
+            f"{run_url} keeps no best step yet: set checkpoint.best (value: validation_loss), "
+            "and evaluate in the body of a step",
             url=run_url,
         )
     return steps[0]
@@ -202,8 +202,8 @@ def _averaged(checkpoint: Checkpoint, run_url: str) -> Checkpoint:
 def _with_configuration(checkpoint: Checkpoint, folders: Sequence[_Folder]) -> Checkpoint:
     """Return the checkpoint with the configuration of its model, from the first folder that has it.
 
-    The writer sets the dtype of the weights in it, to which transformers casts on loading. Adapters
-    say that they are for the model of the last folder, which the run started from.
+    The writer sets the dtype of the weights in it, to which transformers casts when it loads.
+    Adapters name the model of the last folder, from which the run started.
     """
     documents = dict(checkpoint.manifest.extra.get("huggingface", {}))
     for folder in folders:
@@ -223,9 +223,9 @@ def _with_configuration(checkpoint: Checkpoint, folders: Sequence[_Folder]) -> C
 
 
 def _copy_beside(folder: _Folder, store: Store, directory: str) -> list[str]:
-    """Copy what lies beside weights, such as the tokenizer, unless it is there already.
+    """Copy the other files, such as the tokenizer, unless they are there already.
 
-    Return the names of all that comes from ``folder``.
+    Return the names of all files from ``folder``.
     """
     copied: list[str] = []
     try:
@@ -237,6 +237,6 @@ def _copy_beside(folder: _Folder, store: Store, directory: str) -> list[str]:
             elif name == _CONFIGURATION:
                 copied.append(name)
     except UcpError:
-        # The weights are there. Where the run came from may be gone, or is one file.
+        # The weights are already there. The run's origin may be gone, or a single file.
         pass
     return copied

@@ -16,12 +16,12 @@ from orchestrator.errors import CapacityError
 
 #: How often a condition is checked.
 LOOK_S = 0.05
-#: A dead controller is restarted within this; one that gets little processor time answers sooner.
+#: A dead controller is restarted within this time, even with little processor time.
 ANSWER_S_MAX = 60.0
 
 
 def member(status: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the worker with ``rank`` in ``status``."""
+    """Return the worker of ``rank`` in ``status``."""
     found = [worker for worker in status["workers"] if worker["rank"] == rank]
     if not found:
         raise CapacityError(f"rank {rank} is not in the run now", rank=rank)
@@ -46,9 +46,9 @@ def kill_node_of(run: Launched, rank: int) -> str:
 
 
 def _await_member(run: Launched, rank: int) -> dict[str, Any]:
-    """Return the worker with ``rank``, once the run has one.
+    """Return the worker of ``rank``, once the run has one.
 
-    An earlier fault may still be under repair, because steps are reported a second late.
+    Recovery from an earlier fault may still be going on, because steps are reported a second late.
     """
     status = wait_for(
         run,
@@ -67,7 +67,7 @@ def wait_for(
     timeout_s: float,
     on_status: Callable[[dict[str, Any] | None], None] = lambda _: None,
 ) -> dict[str, Any] | None:
-    """Return the first status that meets ``condition``; None if the run ended first.
+    """Return the first status for which ``condition`` holds; None if the run ended first.
 
     Raises ``CapacityError`` after ``timeout_s``.
     """
@@ -81,4 +81,4 @@ def wait_for(
         if status is not None and condition(status):
             return status
         time.sleep(LOOK_S)
-    raise CapacityError(f"the run did not get there within {timeout_s:.0f} s: {status}")
+    raise CapacityError(f"the run did not reach that state within {timeout_s:.0f} s: {status}")

@@ -1,4 +1,4 @@
-"""Follow a run in the terminal until it is over, or until the user wants to end that."""
+"""Follow a run in the terminal until it is over or the user ends the command."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def follow_run(run: Launched, view: RunView) -> tuple[dict[str, Any], signal.Sig
 
     If this process started the cluster, the first signal (see ``interrupts``) stops the run at the
     next step boundary and the second one at once; the cluster ends in both cases. Otherwise the
-    first signal leaves the run alone and ends only this command. A terminal or pipe that has
-    lost its reader counts as SIGHUP.
+    first signal ends only this command, and the run continues. A terminal or pipe that has lost its
+    reader counts as SIGHUP.
 
     Raises:
         CapacityError: The cluster is gone.
@@ -41,7 +41,7 @@ def follow_run(run: Launched, view: RunView) -> tuple[dict[str, Any], signal.Sig
 
 
 class _Follower:
-    """Shows status documents and rank 0's lines, and keeps the signals that came meanwhile."""
+    """Show status documents and rank 0's lines, and keep signals that come meanwhile."""
 
     def __init__(self, run: Launched, view: RunView) -> None:
         self._run = run
@@ -51,7 +51,7 @@ class _Follower:
         self.is_urgent = False
 
     def on_signal(self, number: signal.Signals) -> None:
-        """Take a signal; the first one is acted upon between two status documents."""
+        """Take a signal; it acts on the first one between two status documents."""
         if number is signal.SIGHUP:
             discard_closed_terminal()
         if self.first is not None:
@@ -60,7 +60,7 @@ class _Follower:
         self.first = number
 
     def show(self, status: dict[str, Any] | None) -> None:
-        """Show one status document; stop the run, or leave it, if a signal asked for it."""
+        """Show one status document; stop or leave the run if a signal asked for it."""
         if self.first is not None and self._run.cluster is None:
             raise Interrupt(self.first)
         try:
@@ -71,12 +71,12 @@ class _Follower:
             self.print_logs()
             self._view.show(status)
         except (OSError, SystemExit):
-            # The output has no reader any more. Rich raises SystemExit for such a pipe.
+            # The output has no reader left. Rich raises SystemExit for such a pipe.
             discard(self._view.file)
             self.first = self.first or signal.SIGHUP
 
     def print_logs(self, *, last: bool = False) -> None:
-        """Print what rank 0 printed since the last call; with ``last``, all that there is."""
+        """Print rank 0's output since the last call; with ``last``, all of it."""
         # Lines that cannot be read now are read later, or by `everstep logs`.
         with contextlib.suppress(UcpError):
             for line in self._run.logs.new_lines(now=last):

@@ -1,4 +1,4 @@
-"""``everstep init``: a configuration to begin with, beside the schema that editors read."""
+"""``everstep init``: a configuration to start with, and the schema that editors read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.driver.asking import DECIDED, TRAINER
 from orchestrator.errors import ConfigError
 
 _SCHEMA: Final = "everstep.schema.json"
-#: Settings that a script decides on as long as it runs alone.
+#: Settings that a script decides while it runs alone.
 _OF_RUN: Final = {
     "directory": "run.directory", "output_dir": "run.directory", "init_from": "run.init_from",
 }  # fmt: skip
@@ -24,16 +24,16 @@ def init_config(script: str | None, to: str) -> dict[str, str]:
     """Write a commented configuration to ``to``, and its schema beside it; return both paths.
 
     Args:
-        script: The training script, whose arguments of ``everstep.run`` are taken over where they
-            are literals. None for the built-in language model on Python's own library.
+        script: The training script; literal arguments of its ``everstep.run`` are copied. None for
+            the built-in language model on Python's own library.
         to: A file that does not exist yet.
 
     Raises:
-        ConfigError: It exists, or the script does not, or is no Python.
+        ConfigError: It exists, or the script does not exist or is not Python.
     """
     place = Path(to)
     if place.exists():
-        raise ConfigError(f"{to} is there already; name another file by --to, or edit it")
+        raise ConfigError(f"{to} already exists; name another file by --to, or edit it")
     values: dict[str, Any] = {
         "run.directory": "runs/first",
         "workers.max": 2,

@@ -1,9 +1,9 @@
 """Create or find a run's controller.
 
-The same command does three things. If a controller has the run in its care, it attaches to it. If
+The same command does one of three things. If a controller manages the run, it attaches to it. If
 the run was stopped, has failed or lost its cluster, it resumes from the last committed step.
-Otherwise it starts the run. On a cluster that exists by itself the run needs no driver; simulated
-nodes end with the driver that started them, unless they are detached.
+Otherwise it starts the run. On an existing cluster the run needs no driver; simulated nodes end
+with the driver that started them, unless they are detached.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Launched(Run):
     Args:
         config: The run's configuration; its directory is absolute.
         cluster: Simulated nodes of this machine, if the run has them.
-        attach: Only look for a controller. The run may be over before that is found.
+        attach: Only look for a controller. The run may end before that is found.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Launched(Run):
             self, self._address, is_alive=lambda: cluster is None or cluster.is_alive
         )
         if not attach:
-            # The controller of a run that is over writes the summary before it ends.
+            # The controller writes the summary before it ends.
             wait(lambda: not self.is_over() or not self._has_controller())
         #: The lines that rank 0 prints from now on.
         self.logs = LogTail(self.url, rank=0)
@@ -73,7 +73,7 @@ class Launched(Run):
         self._owner = Owner(self.store, self.path, next_claim(self.store, self.path) - 1)
 
     def await_contact(self) -> None:
-        """Wait until other commands can find the controller: it is in charge a little earlier."""
+        """Wait until other commands can find the controller: it takes over a little earlier."""
 
         def is_found() -> bool:
             with contextlib.suppress(RayError, TimeoutError, RunNotFoundError):
@@ -98,7 +98,7 @@ class Launched(Run):
             namespace=self.names.namespace,
             lifetime="detached",
             get_if_exists=True,
-            # The head's resource and not its id: a rebooted head has a new id.
+            # By the head's resource instead of its id: a rebooted head has a new id.
             resources={HEAD: 0.001},
         )
         return create.remote(
@@ -109,7 +109,7 @@ class Launched(Run):
         )
 
     def status(self) -> dict[str, Any] | None:
-        """Return the controller's status, None while it does not answer."""
+        """Return the controller's status; None while it does not answer."""
         if self._controller is None:
             return None
         try:
@@ -123,13 +123,13 @@ class Launched(Run):
         return int(ray.get(self._controller.pid.remote(), timeout=timeout_s))
 
     def note_fault(self, kind: str, target: str) -> None:
-        """Write down that a fault is injected now, for the incident's ``t_fault_s``."""
+        """Record that a fault is injected now, for the incident's ``t_fault_s``."""
         with contextlib.suppress(RayError):
             token = self.token()
             ray.get(self._controller.note_fault.remote(kind, target, token), timeout=2.0)
 
     def what_continues(self) -> str:
-        """Return what becomes of the run when this process leaves it, for people."""
+        """Return what happens to the run when this process leaves it, for people."""
         if self.cluster is not None:
             return f"the simulated nodes are stopped. {self.safe_text()}"
         stop = f"everstep stop {quote(self.url)}"
@@ -150,11 +150,12 @@ class Launched(Run):
         """Call ``on_status`` until the run is over; return its summary.
 
         Raises:
-            CapacityError: The cluster or the run is gone; says which step is safe in storage.
+            CapacityError: The cluster or the run is gone; the message names the safe step in
+                storage.
             SupersededError: The run continues elsewhere, under a newer claim.
         """
         while True:
-            # During an outage of storage the run trains on: a summary is read later.
+            # During an outage of storage the run trains on: its summary is read later.
             with contextlib.suppress(StorageError):
                 if (summary := self._summary_of_ours()) is not None:
                     return summary
@@ -178,11 +179,11 @@ def launch_run(
 ) -> Launched:
     """Start the run in ``config``, resume it, or attach to it.
 
-    With ``detach`` simulated nodes that are started for it outlive this process. ``say`` is called
-    with a line for people before something that takes long.
+    With ``detach``, simulated nodes started for it outlive this process. ``say`` is called with a
+    line for people before a long wait.
 
     Raises:
-        ConfigError: All its steps are done, or a setting changed that may not change now.
+        ConfigError: All its steps are done, or a setting changed that must not change now.
         CapacityError: No cluster answers.
         HeldError: A script trains alone in the directory.
     """
@@ -191,7 +192,7 @@ def launch_run(
             require_same(config)
             return Launched(config, None, attach=True)
         store, path = open_store(config.run.directory)
-        if store.list(path):  # else it is new, or a launch was refused in it
+        if store.list(path):  # Otherwise it is new, or a launch in it was refused.
             with held(store, path, shared=True):
                 require_resumable(config)
         if config.cluster.address is None:
@@ -211,11 +212,10 @@ def launch_run(
 
 
 def _is_under_way(config: RunConfig, say: Callable[[str], None]) -> bool:
-    """Return whether a controller has the run in its care; connect to its cluster if so.
+    """Return whether a controller manages the run; if so, connect to its cluster.
 
-    Wait for a head that is away and will come back: its trainers continue. The cluster may be
-    another one than ``config`` names. Two controllers in one directory would fence each other's
-    workers.
+    Wait for an absent head that will return: its trainers continue. The cluster may be another one
+    than ``config`` names. Two controllers in one directory would fence each other's workers.
     """
     run, namespace = Run(config.run.directory), RunNames(run_id(config.run.directory)).namespace
     if run.is_over():

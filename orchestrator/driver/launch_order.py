@@ -1,9 +1,9 @@
-"""Lets one command at a time launch the run of a directory, where the file system has locks.
+"""Let one command at a time launch the run of a directory, where the file system has locks.
 
 Two commands at once would find no controller and launch one each, on a cluster of its own. The
 kernel locks the directory, and unlocks it when the command ends. An object store has no locks:
 there the newest claim on the run counts (``ucp_core.storage.claim``), and the other command ends
-and says who has the run.
+and says which process has the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Say which layouts a run could have on hardware that is not here (``everstep plan --gpus``)."""
+"""Compute the layouts of a run on hardware that is not here (``everstep plan --gpus``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ucp_core.numerics import format_bytes
 from workers.models import PRESETS
 from workers.settings import model_shape
 
-#: Below this share two layouts are as fast, as far as data sheets can tell.
+#: Below this difference, two layouts are equally fast as far as data sheets show.
 _ALIKE = 0.03
 _NUM_SHOWN = 8
 _HOURS_FEW = 48
@@ -36,17 +36,17 @@ _AXES = ("pp", "dp_replicate", "cp", "tp", "ep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """The layouts of all GPUs, the best first, and the one that follows the loss of a node.
+    """The layouts of all GPUs, the best first, and the one after the loss of a node.
 
     Attributes:
         job: The model, and the batch that it trains on.
         gpu: Kind of GPU, as ``GPUS`` names it.
-        layouts: Each with why it is taken or not.
-        kept: What the configuration fixes, as it names it; "" for nothing.
+        layouts: The layouts, each with why it is chosen or not.
+        kept: The settings that the configuration fixes, as it names them; "" for none.
         after_loss: None if the run would wait for another node.
-        load_s: How long the workers would take to load their shares then, by the network.
-        loss_every_h: Hours between two losses of a node, in the mean.
-        traffic: What the best layout sends over the links of ``topology``; None without one.
+        load_s: How long the workers would take to load their shares over the network then.
+        loss_every_h: Mean hours between two losses of a node.
+        traffic: Traffic of the best layout over the links of ``topology``; None without one.
     """
 
     job: Job
@@ -63,15 +63,18 @@ class LayoutPlan:
 
     @property
     def loss_text(self) -> str:
-        """Return what the loss of a node costs, for people."""
+        """Return the cost of the loss of a node, for people."""
         hours = self.loss_every_h
         often = f"{hours / 24:,.0f} days" if hours > _HOURS_FEW else f"{hours:,.0f} hours"
-        text = f"at the rate of Llama 3's a node is lost about every {often}; until one is back"
+        text = (
+            f"at the rate of Llama 3's training a node is lost about every {often}; until "
+            "one is back"
+        )
         after, before = self.after_loss, self.layouts[0][0]
         if after is None:
-            return f"{text}, {AWAY_H:.0f} hours say, the run waits"
+            return f"{text} (say {AWAY_H:.0f} hours), the run waits"
         slower = after.step_s / before.step_s - 1
-        return f"{text}, {AWAY_H:.0f} hours say, steps take {slower:.0%} longer"
+        return f"{text} (say {AWAY_H:.0f} hours), steps take {slower:.0%} longer"
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -98,20 +101,21 @@ def plan_layouts(
     model: str | None = None,
     recomputes: bool | None = None,
 ) -> LayoutPlan:
-    """Return the layouts that ``gpus`` of a kind could train in.
+    """Return the layouts in which ``gpus`` of a kind could train.
 
     Args:
         target: A configuration: batch, sequence length, precision, ``parallel`` and, without
-            ``model``, the model. Its machines are not used.
+            ``model``, the model. Its machines are ignored.
         overrides: As ``section.key=value``.
         gpus: Nodes and GPUs of each, as ``8x8``.
         gpu: A key of ``GPUS``.
         model: A preset, with or without "llama-" before it, or a key of ``MIXTURES``.
-        recomputes: Whether layers are computed again in the backward pass; None for where that is
+        recomputes: Whether layers are recomputed in the backward pass; None for whichever is
             better.
 
     Raises:
-        ConfigError: One of these is unknown or wrong, or no layout is as the configuration fixes.
+        ConfigError: One of these is unknown or wrong, or no layout fits what the configuration
+            fixes.
     """
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", gpus)
     if sizes is None:
@@ -159,7 +163,7 @@ def _loaded(
     mixture = MIXTURES.get(preset)
     sizes: dict[str, Any] | None = None
     if mixture is not None:
-        # Any preset will do: each of its sizes is given.
+        # Any preset works: each of its sizes is overridden.
         sizes = {"preset": "8b", **asdict(mixture.shape)}
         del sizes["rope_theta"]
     elif preset in PRESETS:

@@ -31,9 +31,9 @@ ANSWER_S = 5.0
 def list_runs(address: str | None) -> list[dict[str, Any]]:
     """Return a document for each run: directory, phase, step, workers, since when, and where.
 
-    Without an address, looks at every Ray cluster that has a process of this user on this machine:
-    Ray ends a process that joins the cluster of another one. A cluster of simulated nodes is listed
-    even if no run is on it, so that none stays hidden.
+    Without an address, looks at every Ray cluster with a process of this user on this machine: Ray
+    ends a process that joins another user's cluster. A cluster of simulated nodes is listed even if
+    it has no run, so that none stays hidden.
 
     Raises:
         CapacityError: No cluster answers at ``address``.
@@ -52,7 +52,7 @@ def list_runs(address: str | None) -> list[dict[str, Any]]:
 
 
 def own_heads() -> set[str]:
-    """Return the heads of the nodes of Ray that this user runs on this machine."""
+    """Return the head addresses of this user's Ray nodes on this machine."""
     option, found = "--gcs-address=", set[str]()
     for process in psutil.process_iter(["uids", "cmdline"]):
         uids, words = process.info["uids"], process.info["cmdline"] or ()
@@ -107,7 +107,7 @@ def _run(address: str, entry: LocalEntry | None, namespace: str) -> dict[str, An
 
 
 def _page(directory: str) -> str | None:
-    """Return the address of the run's page; None if its storage is not reached from here."""
+    """Return the address of the run's page; None if its storage cannot be reached from here."""
     with contextlib.suppress(UcpError, OrchestratorError):
         return f"{Run(directory).contact()['url']}/"
     return None
@@ -128,7 +128,7 @@ def _row(address: str, entry: LocalEntry | None, *, note: str, **known: Any) -> 
 
 
 def _note(entry: LocalEntry | None) -> str:
-    """Return who ends the cluster, for people."""
+    """Return what ends the cluster, for people."""
     if entry is None:
         return ""
     if not entry.is_hosted:

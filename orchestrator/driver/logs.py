@@ -1,7 +1,6 @@
 """Read what the training script printed: ``RUN_DIR/logs/attempt-0001/rank0.log``.
 
-In an object store a log is several objects, ``rank0-0001.log`` and so on, in the order of their
-numbers.
+In an object store a log is several objects, numbered ``rank0-0001.log`` and so on.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from workers.protocol import LOGS
 
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 _FILE = re.compile(r"rank(\d+)(?:-(\d+))?\.log")
-#: How often new lines are looked for: a listing of an object store costs money.
+#: How often to look for new lines: a listing of an object store costs money.
 _LOCAL_S, _REMOTE_S = 0.25, 5.0
 
 
@@ -32,14 +31,14 @@ class LogLine:
 
 
 class LogTail:
-    """Reads the logs of the run in ``url`` as they grow: of one rank or attempt, or of all."""
+    """Read the logs of the run in ``url`` as they grow: of one rank or attempt, or of all."""
 
     def __init__(self, url: str, *, rank: int | None = None, attempt: int | None = None) -> None:
         self._store, path = open_store(url)
         self._root = join(path, LOGS)
         self._rank = rank
         self._attempt = attempt
-        #: The attempts before this one have written all that they will.
+        #: Attempts before this one have written all of their output.
         self._first_attempt = attempt or 0
         self._read_bytes: dict[str, int] = {}
         self._unfinished: dict[tuple[int, int], bytes] = {}
@@ -51,7 +50,7 @@ class LogTail:
         return _LOCAL_S if isinstance(self._store, LocalStore) else _REMOTE_S
 
     def skip(self) -> None:
-        """Pass over the lines that are there already."""
+        """Skip the lines that are already there."""
         for _, path, size_bytes in self._files():
             self._read_bytes[path] = size_bytes
 
@@ -78,7 +77,7 @@ class LogTail:
                 yield LogLine(attempt, rank, _text(line))
 
     def rest(self) -> Iterator[LogLine]:
-        """Yield the lines without an end, as a process leaves them that dies while it prints."""
+        """Yield lines without an end, which a process leaves that dies while it prints."""
         for (attempt, rank), data in sorted(self._unfinished.items()):
             yield LogLine(attempt, rank, _text(data))
 
@@ -98,7 +97,7 @@ class LogTail:
             ):
                 if self._rank in (None, int(found[1])):
                     yield (number, int(found[1])), join(self._root, name, file), sizes[file]
-            # A rank of the attempt before may still be printing.
+            # A rank of the previous attempt may still be printing.
             self._first_attempt = number - 1
 
 
@@ -110,14 +109,14 @@ def read_logs(
     With ``follow`` it waits for more until the run is over.
 
     Raises:
-        RunNotFoundError: There is no run, or it printed nothing that fits.
+        RunNotFoundError: There is no run, or it printed nothing that matches.
     """
     run = Run(url)
     run.contact()
     tail = LogTail(url, rank=rank, attempt=attempt)
     has_any = False
     while True:
-        is_over = run.is_over()  # before the logs are read: what is printed later is read below
+        is_over = run.is_over()  # This is read before the logs: lines printed later are read below.
         for line in tail.new_lines(now=True):
             has_any = True
             yield line

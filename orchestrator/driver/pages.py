@@ -1,4 +1,4 @@
-"""Where the page of a run is, and an index of the pages of all runs."""
+"""The address of a run's page, and an index of the pages of all runs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ucp_core.storage import join
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACKS = (LOOPBACK, "::1")
-#: The newest runs that are over, and the points of each curve, that the list shows.
+#: How many finished runs the list shows, and how many points of each curve.
 _OVER_MAX, _POINTS_MAX = 40, 200
 
 
 def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
-    """Return where the page of the run in ``url`` is, and how to reach it from elsewhere.
+    """Return the address of the page of the run in ``url``, and how to reach it from elsewhere.
 
-    With ``browser`` the page is opened, where there is a browser that reaches it.
+    With ``browser`` the page is opened, if a browser can reach it.
 
     Keys: ``page``, ``tunnel`` (a command for another machine), ``kubernetes`` (one for a cluster of
     pods), ``token`` (the file that actions need).
@@ -45,13 +45,13 @@ def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
     page = f"{contact['url']}/"
     where = urlsplit(page)
     host, port = where.hostname or "", where.port
-    # Only the machine of the controller reaches its loopback.
+    # Only the controller's machine reaches its loopback.
     gate = contact["ray_address"].rpartition(":")[0]
     answers = run.ask("status") is not None
     if host not in _LOOPBACKS and not answers:
         raise CapacityError(
-            f"the controller does not answer at {page} from here; it is on {gate}: "
-            f"ssh -N -L {port}:{host}:{port} {gate} leads there, or ask again if it restarts",
+            f"the controller does not answer at {page} from here; it is on {gate}: use ssh -N "
+            f"-L {port}:{host}:{port} {gate}, or ask again if it restarts",
             address=page,
         )
     if browser and answers and _has_screen():
@@ -67,16 +67,16 @@ def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
 
 
 def _has_screen() -> bool:
-    """Return whether a browser would have a window: one in a terminal cannot show the page."""
+    """Return whether a browser would have a window: a terminal browser cannot show the page."""
     windows = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
     return sys.platform in ("darwin", "win32") or any(map(os.environ.get, windows))
 
 
 class RunIndex:
-    """Serves a page of all runs at ``address``, on this machine only.
+    """Serve a page of all runs at ``address``, on this machine only.
 
     Args:
-        port: 0 takes a free one.
+        port: Port; 0 picks a free one.
 
     Raises:
         CapacityError: Another process has the port.
@@ -105,8 +105,8 @@ class RunIndex:
             self._server = ThreadingHTTPServer((LOOPBACK, port), Handler)
         except OSError as error:
             raise CapacityError(
-                f"port {port} cannot be used for the list: {error.strerror}; name another one by "
-                "--port, or none for a free one",
+                f"port {port} cannot be used for the list: {error.strerror}; name another one "
+                "by --port, or none for a free one",
                 port=port,
             ) from error
         self.address = f"http://{LOOPBACK}:{self._server.server_port}/"
@@ -114,9 +114,9 @@ class RunIndex:
     def serve(
         self, runs: Callable[[], Sequence[Mapping[str, Any]]], *, pause: Callable[[], None]
     ) -> None:
-        """Show what ``runs`` returns, again and again, until ``pause`` raises.
+        """Show the result of ``runs``, repeatedly, until ``pause`` raises.
 
-        ``runs`` is called in this thread: Ray connects in one thread.
+        ``runs`` is called in this thread, because Ray connects in one thread only.
         """
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         over: dict[str, dict[str, Any]] = {}
@@ -132,12 +132,12 @@ class RunIndex:
 def run_cards(
     rows: Sequence[Mapping[str, Any]], over: dict[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return what the page shows of each run: those that live, then those that are over.
+    """Return what the page shows of each run: live runs, then finished ones.
 
     Args:
-        rows: As ``list_runs`` returns them. Runs that are over are looked for beside these, and in
+        rows: As ``list_runs`` returns them. Finished runs are searched beside these, and in
             ``runs`` of the working directory.
-        over: Cards of runs that are over, which are not read again.
+        over: Cards of finished runs, which are not read again.
     """
     cards = [_card(row["directory"] or row["address"], row) for row in rows]
     known = {card["url"] for card in cards}

@@ -1,4 +1,4 @@
-"""Ask a run what it would do now if machines were lost (``everstep plan``)."""
+"""Ask a run what it would do if machines were lost now (``everstep plan``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
 
 
 def plan_each_node(url: str) -> list[RecoveryPlan]:
-    """Return what the run would do if it lost one of its nodes, for each of them.
+    """Return what the run would do if it lost one of its nodes, for each node.
 
     Raises as ``plan_losses`` does.
     """
@@ -39,7 +39,7 @@ def _facts(url: str) -> LossFacts:
     run.live_contact()
     document = _losses(run)
     lineage = [(attempt, step) for attempt, step in document["lineage"]]
-    # Storage first: a version that is stored meanwhile is in memory too, and nearer there.
+    # Storage is read first: a version stored meanwhile is in memory too, and closer there.
     stored = run.stored(lineage, [tuple(source) for source in document["bad"]])
     document = _losses(run)
     rules = run.settings().rules()
@@ -60,9 +60,10 @@ def _losses(run: Run) -> dict[str, Any]:
     if document is None:
         address = run.contact()["url"]
         raise CapacityError(
-            f"the controller does not answer at {address}, and only it knows what is in memory. "
-            "While the cluster lives it is back within seconds: ask again. If the cluster is gone, "
-            "so is that memory: run the configuration again, and it resumes from storage",
+            f"the controller does not answer at {address}, and only it knows what is in "
+            "memory. If the cluster lives, it is back within seconds: ask again. If the "
+            "cluster is gone, so is that memory: run the configuration again, and it resumes "
+            "from storage",
             address=address,
         )
     return document

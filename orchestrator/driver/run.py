@@ -1,4 +1,4 @@
-"""A run by its directory: what the files there say, and how to reach its controller."""
+"""A run by its directory: what its files say, and how to reach its controller."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from workers.protocol import Source
 ANSWER_S = 2.0
 #: On these addresses the controller serves readers without a token.
 LOOPBACKS = ("127.0.0.1", "[::1]")
-#: A proxy of the user's is for the world, and does not reach a cluster's own network.
+#: The user's proxy is for the internet, and does not reach a cluster's network.
 _PAST_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -94,17 +94,17 @@ class Run:
             return self.store.read(join(self.path, TOKEN)).decode().strip()
         except StorageError as error:
             raise TokenError(
-                f"the token of the run cannot be read: {error}; ask who started the run for it, "
-                "and give it by --token or EVERSTEP_TOKEN",
+                f"the token of the run cannot be read: {error}; get it from the person who "
+                "started the run, and give it by --token or EVERSTEP_TOKEN",
                 url=self.url,
             ) from error
 
     def killed_at(self) -> float | None:
-        """Return when the run was ended by force, None unless that was the last thing done."""
+        """Return when the run was ended by force; None if it has continued since, or never was."""
         return (self._document(CONTACT) or {}).get("killed_at")
 
     def note_killed(self) -> None:
-        """Write down that the run is ended by force, so that no waiting command resumes it."""
+        """Record that the run is ended by force, so that no waiting command resumes it."""
         contact = {**self.contact(), "killed_at": wall_time()}
         path = join(self.path, CONTACT)
         self.store.write_atomic(path, json.dumps(contact).encode(), fsync=False)
@@ -114,11 +114,11 @@ class Run:
         return tuple(sorted(self.store.list(join(self.path, CHECKPOINTS))))
 
     def settings(self) -> RunConfig:
-        """Return the settings that the run has now."""
+        """Return the current settings of the run."""
         return load(self.store.read(join(self.path, CONFIG)).decode())
 
     def folded(self) -> Folded:
-        """Return what the whole journal amounts to."""
+        """Return the result of folding the whole journal."""
         segments = read_segments(self.store, self.path)
         return fold_on(Folded(), segments, self.settings().rules())
 
@@ -145,7 +145,7 @@ class Run:
         return document if is_own else None
 
     def stored(self, lineage: Lineage, bad: Sequence[Source]) -> StoredVersion:
-        """Return the newest committed version of a history from which the run could resume."""
+        """Return the newest committed version from which the run could resume."""
         excluded = frozenset(map(checkpoint_name, bad_sources.in_storage(bad)))
         root = join(self.path, CHECKPOINTS)
         found = find_committed(self.store, root, lineage=lineage, exclude=excluded)
@@ -159,7 +159,7 @@ class Run:
         """Return the best step that the newest checkpoint names, and its value; None without one.
 
         Args:
-            lineage: The history of the run; read from the journal if not given.
+            lineage: The history of the run; read from the journal by default.
         """
         lineage = self.state().lineage if lineage is None else lineage
         found = find_committed(self.store, join(self.path, CHECKPOINTS), lineage=lineage)
@@ -170,20 +170,20 @@ class Run:
         return {"step": step, best["value"]: value}
 
     def safe_text(self) -> str:
-        """Return what is left of the run without its cluster, and how it resumes."""
+        """Return what is left of the run without its cluster, and how to resume it."""
         try:
             state = self.state()
             step = self.stored(state.lineage, state.bad).step
         except (UcpError, OrchestratorError) as error:
-            return f"Which step is safe could not be read: {error}"
+            return f"The safe step could not be read: {error}"
         if not step:
             return "No step is in storage yet; the same command starts the run again"
         return f"Step {step} is safe in storage; the same command resumes from it"
 
     def last_step(self) -> tuple[int, float | None]:
-        """Return the last step that was written down and its loss, None if that is no number.
+        """Return the last recorded step and its loss, which is None if it is not a number.
 
-        (0, None) before the first. Workers write it also while no controller is in charge.
+        (0, None) before the first step. Workers also record it while there is no controller.
         """
         for line in reversed(appended_text(self.store, join(self.path, METRICS)).splitlines()):
             try:
@@ -191,7 +191,7 @@ class Run:
                 loss = found["loss"]
                 return int(found["step"]), None if loss is None else float(loss)
             except (ValueError, KeyError):
-                continue  # the last line may be half written
+                continue  # The last line may be incomplete.
         return 0, None
 
     def _document(self, name: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The signals that ask a command to end, and output that has lost its reader."""
+"""Signals that ask a command to end, and output without a reader."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import IO, Any, NoReturn
 
 from workers.launchers import SCHEDULERS
 
-#: Ctrl-C, a supervisor or ``kill``, a terminal that was closed, a scheduler before its time limit
-#: (Slurm's ``--signal``).
+#: Ctrl-C, a supervisor or ``kill``, a closed terminal, a scheduler before its time limit (Slurm's
+#: ``--signal``).
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *SCHEDULERS)
 
 
@@ -32,7 +32,7 @@ def raise_interrupt(number: signal.Signals) -> NoReturn:
 
 @contextlib.contextmanager
 def interrupts(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Call ``handle`` for each signal that asks the command to end, as long as the block runs.
+    """Call ``handle`` for each signal that asks the command to end, while the block runs.
 
     A signal that the command was started to ignore, as by ``nohup``, stays ignored.
     """
@@ -44,7 +44,7 @@ def interrupts(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
         handle(last)
 
     before = {number: signal.getsignal(number) for number in _ENDING}
-    # Python's default for SIGTERM and SIGHUP would clean up nothing.
+    # Python's default for SIGTERM and SIGHUP would not clean up.
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, on_signal)
@@ -61,7 +61,7 @@ def interrupts(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
 
 
 def discard(stream: IO[Any]) -> None:
-    """Send what is still written to ``stream`` nowhere: its reader or its terminal is gone."""
+    """Discard later output to ``stream``: its reader or its terminal is gone."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -69,7 +69,7 @@ def discard(stream: IO[Any]) -> None:
 
 
 def discard_closed_terminal() -> None:
-    """Discard the output of this process that goes to a terminal which was closed."""
+    """Discard this process's output to a terminal that was closed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             number = stream.fileno()

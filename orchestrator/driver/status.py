@@ -1,4 +1,4 @@
-"""The status of a run: its controller answers, else its journal."""
+"""The status of a run: from its controller, or else from its journal."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def read_status(url: str) -> dict[str, Any]:
 
     ``best`` has the best step in storage by ``checkpoint.best``, and its value; null without one.
 
-    While the controller is down, the journal says what was true last. A run that is over has no
-    workers, nodes or pending capacity. Process ids that are not known are null.
+    While the controller is down, the journal gives the last known state. A run that is over has no
+    workers, nodes or pending capacity. Unknown process ids are null.
     """
     run = Run(url)
     run.contact()
@@ -72,15 +72,14 @@ def read_status(url: str) -> dict[str, Any]:
 
 
 def _phase(phase: str, summary: Mapping[str, Any]) -> str:
-    """Return the phase for people: a run that was stopped did not come to its end."""
+    """Return the phase for people: a stopped run did not finish."""
     return "stopped" if summary.get("outcome") == "stopped" else phase
 
 
 def replay_run(url: str) -> dict[str, Any]:
-    """Fold the journal of ``url`` again; raise ``JournalCorruptError`` where the actions differ.
+    """Replay the journal of ``url``; raise ``JournalCorruptError`` if the actions differ.
 
-    Each resume of the run may have had other settings: its part of the journal is folded under
-    those.
+    Each resume of the run may have other settings: its part of the journal is folded with those.
     """
     run = Run(url)
     segments = read_segments(run.store, run.path)
@@ -100,7 +99,7 @@ def replay_run(url: str) -> dict[str, Any]:
 
 
 def _stored_redundancy(run: Run, state: RunState) -> dict[str, Any]:
-    """Return what is known of redundancy while no controller says what is in memory."""
+    """Return what is known about redundancy without a controller, which alone knows memory."""
     step = run.stored(state.lineage, state.bad).step
     return {
         "kind": "storage" if step else "none",
@@ -109,13 +108,13 @@ def _stored_redundancy(run: Run, state: RunState) -> dict[str, Any]:
         "node_losses_survived": 0,
         "reduced_s": None,
         "mechanism": "",
-        "reason": "the controller is not there to say what is in memory",
+        "reason": "no controller is there to say what is in memory",
         "problems": bad_sources.described(state.bad),
     }
 
 
 def _first_cadence(config: RunConfig) -> dict[str, Any]:
-    """Return the intervals that attempts begin with: no controller says which are used now."""
+    """Return the intervals with which attempts start; only a controller knows the current ones."""
     return {
         "snapshot_steps": config.snapshot.first_every,
         "snapshot_taken_steps": None,
@@ -126,5 +125,5 @@ def _first_cadence(config: RunConfig) -> dict[str, Any]:
         "cost_share": None,
         "cost_share_max": CadenceRules().cost_share_max,
         "problems": [],
-        "reason": "what attempts begin with",
+        "reason": "what attempts start with",
     }

@@ -32,22 +32,22 @@ from orchestrator.shell import (
     withdraw,
 )
 
-#: A controller that is there answers within this; it took 1 to 50 ms.
+#: A live controller answers within this time; it took 1 to 50 ms.
 ANSWER_S = 3.0
-#: A process on the head answers within this; it took 1 to 3 s.
+#: A process on the head answers within this time; it took 1 to 3 s.
 HEAD_S = 30.0
 
 
 def stop_run(url: str, reason: str, *, say: Callable[[str], None], token: str = "") -> None:
     """Ask the controller of the run in ``url`` to stop it at the next step boundary.
 
-    ``say`` is called with a line for people before something that takes long. Without ``token`` it
-    is read in ``url``.
+    ``say`` is called with a line for people before a long wait. Without ``token``, it is read from
+    ``url``.
 
     Raises:
         RunNotFoundError: There is no run, or it is over.
-        TokenError: The token is another one, or cannot be read.
-        CapacityError: No controller answers, nor does the one that Ray would start after it.
+        TokenError: The token is wrong, or cannot be read.
+        CapacityError: No controller answers, not even the one that Ray would start next.
     """
     run = Run(url)
     contact = run.live_contact()
@@ -60,8 +60,8 @@ def stop_run(url: str, reason: str, *, say: Callable[[str], None], token: str = 
         if not ray.wait([order], timeout=ANSWER_S)[0]:
             ended_s = run.settings().controller_stopped_s
             say(
-                "the controller does not answer yet; if a signal has stopped it, it is ended "
-                f"after {ended_s:g} s and the next one is told. Waiting up to "
+                "the controller does not answer yet; a stopped controller is restarted after "
+                f"{ended_s:g} s, and the request then goes to the new one. Waiting up to "
                 f"{ended_s + CONTROLLER_START_S:g} s ..."
             )
             ray.get(order, timeout=ended_s + CONTROLLER_START_S)
@@ -71,8 +71,8 @@ def stop_run(url: str, reason: str, *, say: Callable[[str], None], token: str = 
         raise _wrong_token(url) from None
     except (ConnectionError, ValueError, RayError, TimeoutError) as error:
         raise CapacityError(
-            f"the controller does not answer at {contact['ray_address']}: {error}. If its cluster "
-            f"is gone, nothing trains any more. {run.safe_text()}",
+            f"the controller does not answer at {contact['ray_address']}: {error}. If its "
+            f"cluster is gone, nothing is training. {run.safe_text()}",
             address=contact["ray_address"],
         ) from error
 
@@ -104,8 +104,8 @@ def await_end(url: str) -> dict[str, Any]:
 
 def _wrong_token(url: str) -> TokenError:
     return TokenError(
-        f"that is not the token of the run in {url}: leave out --token and EVERSTEP_TOKEN to read "
-        f"it in {url}/{TOKEN}, or ask who started the run",
+        f"that is not the token of the run in {url}: leave out --token and EVERSTEP_TOKEN to "
+        f"read it from {url}/{TOKEN}, or get it from the person who started the run",
         url=url,
     )
 
@@ -117,20 +117,20 @@ def kill_run(url: str, *, token: str = "") -> None:
 
     Raises:
         RunNotFoundError: There is no run, or it is over.
-        TokenError: ``token`` is not that of the run, or that cannot be read.
+        TokenError: ``token`` is not that of the run, or the run's token cannot be read.
         CapacityError: Its cluster does not answer.
     """
     run = Run(url)
     contact, directory = run.live_contact(), run.settings().run.directory
-    # Ray ends processes for every caller; the directory says which one may.
+    # Ray ends processes for any caller; the directory restricts who may.
     if token not in ("", run.token()):
         raise _wrong_token(url)
     run.note_killed()
     if kill_local_cluster(directory):
         return
-    # Placement groups are found only from the run's own namespace.
+    # Placement groups are only visible in the run's own namespace.
     join_cluster(
-        contact["ray_address"], namespace=contact["namespace"], advice=". Nothing trains there"
+        contact["ray_address"], namespace=contact["namespace"], advice=". Nothing is training there"
     )
     names = RunNames(contact["namespace"].removeprefix(NAMESPACE_PREFIX))
     actors = [
@@ -146,6 +146,6 @@ def kill_run(url: str, *, token: str = "") -> None:
         if group["name"].startswith(names.reservation_prefix):
             with contextlib.suppress(ValueError):
                 ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
-    # Or Prometheus looks for the controller for ever.
+    # Otherwise Prometheus looks for the controller for ever.
     with contextlib.suppress(RayError, GetTimeoutError):
         ray.get(on_head(withdraw, names.run_id), timeout=HEAD_S)

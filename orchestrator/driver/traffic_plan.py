@@ -1,4 +1,4 @@
-"""Say how long a layout communicates on a topology, and what orders and paths gain."""
+"""Compute how long a layout communicates on a topology, and what orders and paths gain."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ucp_core.layout import ParallelLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
-    """A plan and what it takes.
+    """A plan and its duration.
 
     Attributes:
         what: Sums and transfers of a step, or copies of a version.
-        plan: How they go.
-        took_s: Without what hides behind computation.
+        plan: Its description.
+        took_s: Without the part that computation hides.
         busiest: The link that limits them; "" if nothing crosses the network.
     """
 
@@ -46,8 +46,8 @@ class TrafficPlan:
     """The traffic of a layout between nodes, by several plans.
 
     Attributes:
-        order: Nodes in the order of ranks that is best.
-        keepers: By node, those that keep copies of its snapshots.
+        order: The best order of nodes for the ranks.
+        keepers: By node, the nodes that keep copies of its snapshots.
         gain: How many times shorter a step communicates than with one node of each rack in turn.
         copies_gain: How many times sooner copies arrive over all equal-cost paths than over one.
     """
@@ -67,7 +67,7 @@ class TrafficPlan:
 def plan_traffic(
     config: RunConfig, job: Job, layout: ParallelLayout, node_size: int, state_bytes: int
 ) -> TrafficPlan | None:
-    """Return what a layout sends over the links of ``topology``; None if it names no racks.
+    """Return the traffic of a layout over the links of ``topology``; None if it names no racks.
 
     Args:
         node_size: Ranks on each node.
@@ -122,7 +122,7 @@ def _step(
 
 
 def _copies(topology: Topology, flows: Sequence[Flow]) -> dict[str, Load]:
-    """Return what copies take by one stream each, and by one on each path."""
+    """Return how long copies take with one stream each, and with one on each path."""
     if not flows:
         return {}
     one, num = [flow._replace(spine=0) for flow in flows], topology.spines

@@ -1,7 +1,7 @@
-"""Run a configuration until it ends for good, whatever becomes of its clusters.
+"""Run a configuration until it ends for good, whatever happens to its clusters.
 
-Each try is an ``everstep run`` in a process of its own: Ray ends the process of a driver without a
-word a minute after its head is gone.
+Each try is an ``everstep run`` in a separate process, because Ray silently ends a driver process a
+minute after its head is gone.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Watched:
     """How a run ended.
 
     Attributes:
-        code: Exit code of the command that saw and reported it; None if no command did.
-        summary: The run's; None if it is not over.
+        code: Exit code of the command that saw and reported it; None without one.
+        summary: The run's summary; None if it is not over.
     """
 
     code: int | None
@@ -44,12 +44,12 @@ def watch_run(
 ) -> Watched:
     """Run until the run ends for good.
 
-    A signal (see ``interrupts``) goes to the command that runs then; nothing is tried after it.
+    A signal (see ``interrupts``) goes to the current command; no other try follows.
 
     Args:
-        commands: Each runs it on a cluster of its own. They take turns.
+        commands: Each runs it on another cluster. They take turns.
         is_final: Whether a command that ended with this code, after so many tries before, would end
-            so again.
+            the same again.
         say: Called with a line for people before each pause.
 
     Raises:
@@ -71,13 +71,13 @@ def watch_run(
                 num_failed, saved_s = 0, time.monotonic()
             wait_s = config.recovery.capacity_wait_s
             if time.monotonic() - saved_s > wait_s:
-                raise CapacityError(f"no cluster brought the run further for {wait_s:g} s")
+                raise CapacityError(f"no cluster advanced the run for {wait_s:g} s")
             if not is_over:
-                say(f"trying again in {pause_s(num_failed):g} s; Ctrl-C ends that")
+                say(f"trying again in {pause_s(num_failed):g} s; Ctrl-C cancels")
                 time.sleep(pause_s(num_failed))
                 num_failed += 1
             before = _seen(run, now)
-            if before.is_over_since(first):  # no command followed it then
+            if before.is_over_since(first):  # No command followed it then.
                 return Watched(code=None, summary=before.summary)
     raise AssertionError("unreachable: there is a command")
 
@@ -85,7 +85,7 @@ def watch_run(
 def pause_s(num_failed: int) -> float:
     """Return how long to wait after ``num_failed`` tries in a row that saved nothing.
 
-    A head is booted within a minute or so, and each try takes seconds of a core.
+    A head boots within a minute or so, and each try takes seconds of a core.
     """
     return min(2.0**num_failed, 60.0)
 
@@ -100,7 +100,7 @@ class _Seen(NamedTuple):
     def is_over_since(self, first: _Seen) -> bool:
         """Return whether the run has ended since ``first``.
 
-        Raises ``CapacityError`` if it was ended by force: it must not come back.
+        Raises ``CapacityError`` if it was ended by force: it must not restart.
         """
         if self.killed_at not in (None, first.killed_at):
             raise CapacityError("the run was ended by force; the same command resumes it")
@@ -108,20 +108,20 @@ class _Seen(NamedTuple):
 
 
 def _seen(run: Run, before: _Seen) -> _Seen:
-    """Return what is there now, or ``before`` where storage does not answer."""
+    """Return the current content, or ``before`` if storage does not answer."""
     with contextlib.suppress(UcpError):
         return _Seen(run.summary(), run.killed_at(), run.saves())
     return before
 
 
 class _Tries:
-    """Runs one command at a time and passes signals on to it; the first one ends the tries."""
+    """Run one command at a time and pass signals on to it; the first one ends the tries."""
 
     is_ending = False
     _process: subprocess.Popen[bytes] | None = None
 
     def run(self, command: Sequence[str]) -> int:
-        # In a session of its own, or Ctrl-C in a terminal would reach it twice.
+        # In a separate session; otherwise Ctrl-C in a terminal would reach it twice.
         self._process = subprocess.Popen(command, start_new_session=True)  # noqa: S603  our own
         try:
             return self._process.wait()

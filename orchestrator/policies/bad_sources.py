@@ -1,8 +1,7 @@
-"""Sources that workers found bad and that must not be loaded again. Pure.
+"""Sources that workers found bad, which must not be loaded again. Pure.
 
 A source is a buffer in the memory of one keeper, or a version in storage (``workers.protocol``).
-One that is bad is left out of every later answer to what a run can resume from, for as long as
-its version counts.
+Answers to what a run can resume from omit a bad source for as long as its version counts.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def good(
 def in_storage(bad: Iterable[Source]) -> frozenset[int]:
     """Return the steps whose version in storage is bad.
 
-    The step is enough: storage has one version of a step, and where a later attempt writes the
-    step again, the bad one no longer counts (``still_bad``).
+    The step is enough: storage has one version of a step, and if a later attempt writes the step
+    again, the bad one no longer counts (``still_bad``).
     """
     return frozenset(step for step, _, node, *_ in bad if not node)
 
@@ -57,7 +56,7 @@ def on_node(bad: Iterable[Source], node: str) -> tuple[tuple[str, int, int], ...
 
 
 def still_bad(bad: Iterable[Source], lineage: Lineage) -> tuple[Source, ...]:
-    """Return the bad sources whose version still counts; other versions are never offered."""
+    """Return the bad sources whose version still counts; the others are never offered."""
     return tuple(
         source for source in bad if counts(step=source[0], attempt=source[1], lineage=lineage)
     )
@@ -68,6 +67,6 @@ def described(bad: Iterable[Source]) -> list[str]:
     return [
         f"step {step} of attempt {attempt} in "
         + (f"the memory of node {node[:8]} ({arena})" if node else "storage")
-        + " could not be loaded and is not used any more"
+        + " could not be loaded and is no longer used"
         for step, attempt, node, arena, _, _ in bad
     ]

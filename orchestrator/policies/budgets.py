@@ -1,8 +1,8 @@
 """How many failures end a run, and whether the user's code caused them.
 
-Pure. Infrastructure, preemption and user errors have budgets of their own: a spot cluster may
-lose a hundred nodes a day and be well, a training script that raises twice at one step will
-raise a third time.
+Pure. Infrastructure, preemption and user errors have separate budgets: a spot cluster may lose a
+hundred nodes a day and be healthy; a training script that raises twice at one step will raise a
+third time.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-#: Errors about stored state (``ucp_core.errors``): every rank meets them at once, and they say
-#: nothing about the user's code. The next attempt reads storage anew.
+#: Errors about stored state (``ucp_core.errors``): every rank meets them at once, and they do not
+#: point to the user's code. The next attempt reads storage again.
 DATA_ERRORS = frozenset(
     {
         "CheckpointNotFoundError",
@@ -26,16 +26,17 @@ DATA_ERRORS = frozenset(
 
 NOT_FINITE = "NotFiniteError"
 #: Errors that all ranks raise or none (``workers.errors``), or that the next attempt would meet
-#: again: a checkpoint of another model, or other data. One report of such an error is proof.
+#: again: a checkpoint of another model, or other data.
+#: One report of such an error is proof.
 OF_ALL = frozenset({NOT_FINITE, "DataDiffersError", "MisfitError"})
 #: All ranks raise these when a machine is at fault.
 DIVERGED = "DivergedError"
-#: Also what a rank knows of all others.
+#: Errors that say what a rank knows of all others.
 PROVEN = frozenset({"ApartError", *OF_ALL})
 
 
 class FaultClass(StrEnum):
-    """Which budget a failed attempt is charged to."""
+    """The budget that a failed attempt is charged to."""
 
     INFRASTRUCTURE = "infrastructure"
     PREEMPTION = "preemption"
@@ -46,22 +47,22 @@ class FaultClass(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetRules:
-    """Limits as rates: a run survives rare failures for ever.
+    """Limits as rates, so that a run survives rare failures for ever.
 
     Attributes:
         window_s: Length of the window in which faults are counted.
         infrastructure_max: Most infrastructure faults in a window.
         preemption_max: Most preemptions in a window.
         user_max: Most single-rank user errors in a window.
-        program_max: Most hangs in a window in which ranks called different collectives. Any of them
-            may come from a rank that read other data; two come from the program.
-        undecided_max: Most hangs in a row after one and the same step that nobody could explain.
-        stuck_max: Most failed attempts in a row without one new committed step, beside the
+        program_max: Most hangs in a window in which ranks called different collectives. A single
+            one may come from a rank that read other data; two come from the program.
+        undecided_max: Most unexplained hangs in a row after the same step.
+        stuck_max: Most failed attempts in a row without a new committed step, not counting
             unexplained ones.
-        unexplained_max: Most attempts in a row without one, of a run that has trained, that lost a
-            peer though no process died and nothing was raised. With the pauses between them they
-            take an hour: in that time somebody mends a network that resets connections, while a
-            program whose ranks call different collectives fails likewise for ever.
+        unexplained_max: Most attempts in a row without a new committed step, in a run that has
+            trained, that lost a peer although no process died and no rank raised. With the pauses
+            between them they take an hour. A person can repair a network that resets connections in
+            that time; a program whose ranks call different collectives fails likewise for ever.
     """
 
     window_s: float = 3600.0
@@ -84,7 +85,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class UserError:
-    """One rank's exception: what is compared between ranks and attempts, and what is shown."""
+    """One rank's exception: what ranks and attempts compare, and what users see."""
 
     rank: int
     step: int
@@ -98,12 +99,12 @@ class UserError:
 
     @property
     def message(self) -> str:
-        """Return the part behind the type."""
+        """Return the part after the type."""
         return self.error.partition(": ")[2]
 
     @property
     def is_of_all(self) -> bool:
-        """Return whether it holds for every rank, whatever else happened to some of them."""
+        """Return whether it holds for every rank, even if some of them failed otherwise."""
         return self.error_type in OF_ALL
 
     @property
@@ -143,7 +144,7 @@ def overspent(
 ) -> str:
     """Return which budget is overspent, as one line for people; "" if none is.
 
-    ``num_unexplained`` of ``num_stuck`` attempts lost a peer and nobody knows why.
+    ``num_unexplained`` of ``num_stuck`` attempts lost a peer for an unknown reason.
     """
     limits = {
         FaultClass.INFRASTRUCTURE: rules.infrastructure_max,
@@ -171,9 +172,9 @@ def overspent(
 def pause_s(num_stuck: int) -> float:
     """Return how long to wait before the next attempt after ``num_stuck`` without progress.
 
-    Two are tried at once, because most faults come alone. After that the cause, as a network
-    that flaps, gets time to pass before the budget is spent: 12 attempts take about a minute,
-    and 240 an hour.
+    Two are tried at once, because most faults come alone. After that the cause, such as an unstable
+    network, gets time to pass before the budget is spent: 12 attempts take about a minute, and 240
+    an hour.
     """
     num_tries = 2
     if num_stuck <= num_tries:
@@ -184,9 +185,9 @@ def pause_s(num_stuck: int) -> float:
 def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError | None:
     """Return the error that proves a bug in the user's code, or None.
 
-    One rank's exception may come from its machine, and is survived once. What it has proof of does
-    not. The same type on two
-    ranks in one attempt, or again at the same step in a later attempt, comes from the code.
+    One rank's exception may come from its machine, and is survived once. Errors that prove a bug
+    are not. The same type on two ranks in one attempt, or again at the same step in a later
+    attempt, comes from the code.
 
     Args:
         now: Errors of the attempt that has just ended, in order of arrival.

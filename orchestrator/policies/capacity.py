@@ -1,7 +1,7 @@
-"""How long a request for capacity may wait before the next alternative is asked for. Pure.
+"""When a request for capacity has waited long enough to request the next alternative. Pure.
 
-Alternatives are asked for in the order in which the user names them. What was asked for and refused
-stays asked for, so its return is seen by a grant, and costs nothing until then.
+Alternatives are requested in the user's order. Refused requests stay open: they cost nothing, and a
+grant shows that capacity has returned.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityRules:
-    """What may be asked for, and for how long it is waited for.
+    """The alternatives that the run may request, and how long it waits for each.
 
     Attributes:
-        usd_per_hour: Price of the room for one worker, of each alternative in order; 0.0 if it is
-            not known.
-        guess_s: A machine counts as refused after this, before one of its kind has come. One of a
-            cloud comes, and joins the cluster, within one to three minutes.
-        late: Later it does after so many times as long as those before it took.
-        wait_s_min: But not sooner: where two are asked for, an autoscaler may take turns.
-        seen_s: A machine that is seen so soon was there: the cluster is looked at every 2 s.
+        usd_per_hour: Price of the room for one worker, of each alternative in order; 0.0 if
+            unknown.
+        guess_s: A machine counts as refused after this time, before any of its kind has come. A
+            cloud machine starts and joins the cluster within one to three minutes.
+        late: After the first machine, a request counts as refused after this multiple of the time
+            that machines took.
+        wait_s_min: Lower bound for that: with two requests, an autoscaler may serve them in turn.
+        seen_s: A machine seen within this time was already there: the cluster is read every 2 s.
     """
 
     usd_per_hour: tuple[float, ...] = (0.0,)
@@ -45,8 +46,8 @@ def took_s(
     """Return how long a machine takes to come, after a grant on one that joined at ``joined_s``.
 
     Args:
-        before_s: What was returned before, 0.0 if nothing was.
-        since_s: Since when it was asked for.
+        before_s: The value returned before; 0.0 if there was none.
+        since_s: When the request was made.
         joined_s: When the machine joined the cluster.
         now_s: When it was granted.
     """
@@ -59,6 +60,6 @@ def grant_bound_s(took_s: float, rules: CapacityRules) -> float:
     """Return after how long without a grant a request counts as refused.
 
     Args:
-        took_s: How long a machine took to come of late; 0.0 if none came yet.
+        took_s: How long the last machines took to come; 0.0 if none has come yet.
     """
     return max(rules.late * took_s, rules.wait_s_min) if took_s else rules.guess_s

@@ -1,4 +1,4 @@
-"""Why an attempt ends: the kinds of faults and planned changes, and what each of them means."""
+"""Why an attempt ends: the kinds of faults and planned changes, and their properties."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.policies.budgets import FaultClass
 
 
 class Loss(StrEnum):
-    """What a fault takes from the run, as the choice of saving counts it."""
+    """What a fault takes from the run, as the choice of save intervals counts it."""
 
     NOTHING = "nothing"
     PROCESS = "process"
@@ -18,14 +18,14 @@ class Loss(StrEnum):
 
 
 class FaultKind(StrEnum):
-    """A kind of fault, or of planned change. A new kind is a member here, and its handler.
+    """A kind of fault, or of planned change. To add a kind, add a member here and its handler.
 
     Attributes:
-        weight: How much it explains. While an attempt is fenced, a kind of more weight replaces the
-            cause.
-        budget: What an attempt that it ended is charged to; None if to nothing.
+        weight: How much it explains. While an attempt is fenced, a kind with more weight replaces
+            the cause.
+        budget: The budget to which an attempt that it ended is charged; None for no budget.
         loss: What it takes from the run.
-        is_planned: Whether somebody wanted it: then it is no failure.
+        is_planned: Whether it was intended; then it is no failure.
         names: Whether a worker can be proven to have caused it.
     """
 
@@ -44,7 +44,7 @@ class FaultKind(StrEnum):
         names: bool = False,  # noqa: FBT001, FBT002
         is_planned: bool = False,  # noqa: FBT001, FBT002
     ) -> Self:
-        """Make a member of its value and what it means."""
+        """Make a member from its value and its properties."""
         member = str.__new__(cls, text)
         member._value_ = text
         member.weight, member.budget, member.loss = weight, budget, loss
@@ -57,19 +57,19 @@ class FaultKind(StrEnum):
     HANG = "hang", 3, FaultClass.INFRASTRUCTURE, Loss.PROCESS, True
     NODE_LOSS = "node_loss", 3, FaultClass.INFRASTRUCTURE, Loss.NODE, True
     PREEMPTION = "preemption", 3, FaultClass.PREEMPTION, Loss.NODE, True
-    # The program did something: on one rank, or alike on all.
+    # The program did something: on one rank, or the same on all.
     EXCEPTION = "exception", 2, FaultClass.USER, Loss.PROCESS, True
     DEVICE_MEMORY = "device_memory", 2, FaultClass.USER, Loss.PROCESS, True
     LAYOUT = "layout_refused", 2
     NOT_FINITE = "not_finite", 2, FaultClass.USER
     # Copies of one state differ: a machine computed or kept something wrong.
     DIVERGED = "diverged", 3, FaultClass.INFRASTRUCTURE, Loss.NOTHING, True
-    # It is not known which worker did, or none did.
+    # It is not known which worker caused it, or none did.
     UNDECIDED = "undecided", 1, FaultClass.UNDECIDED, Loss.NOTHING, True
     UNLOADABLE = "unloadable", 1, FaultClass.INFRASTRUCTURE
     LINK = "link", 1
     PEER_LOST = "peer_lost", 0, None, Loss.NOTHING, True
-    # Somebody wanted it.
+    # Intended changes.
     GROWTH = "growth", 0, None, Loss.NOTHING, False, True
     MOVE = "move", 0, None, Loss.NOTHING, False, True
     SLOW = "slow", 0, None, Loss.NOTHING, True, True

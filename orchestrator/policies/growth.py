@@ -1,7 +1,7 @@
-"""When new workers, or another layout, are worth a pause of the training ones.
+"""When new workers, or another layout, justify a pause of the training ones.
 
-Pure. A change costs everybody one re-formation and pays by a shorter step until the run ends or a
-fault changes the layout anyway; several newcomers that come close together share one pause.
+Pure. A change costs all workers one re-formation. It pays by shorter steps, until the run ends or a
+fault changes the layout anyway. Several newcomers that come close together share one pause.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class GrowthRules:
         interval_s_min: Least time between two planned changes.
         gather_s: How long the first newcomer waits at most for others that are nearly ready.
         pause_guess_s: Cost of a re-formation before one was measured.
-        gain_min: The time won must exceed the pause by this factor (a flap guard: estimates of
-            both are rough, peers use 2 to 3 %; a planned pause also costs peace of mind).
-        node_fault_s: Time between the faults of one node before any was seen; it counts as much as
+        gain_min: The time saved must exceed the pause by this factor: both estimates are rough
+            (peers use 2 to 3 %), and it prevents flapping.
+        node_fault_s: Time between the faults of one node before any occurred; it weighs as much as
             one fault. In traces of the spot market (``tests/fixtures/spot``) a node was lost every
-            1.6 to 10 hours, in the training of Llama 3 (arXiv 2407.21783) every 6,300: a day is
-            between them, and a run soon knows better.
+            1.6 to 10 hours, in the training of Llama 3 (arXiv 2407.21783) every 6,300. One a day
+            lies between them, and a run soon has its own numbers.
     """
 
     interval_s_min: float = 5.0
@@ -36,16 +36,16 @@ class GrowthRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowthFacts:
-    """What the decision is made from.
+    """The facts of the decision.
 
     Attributes:
         num_members: Workers in the attempt.
         num_after: Workers that the other layout would use.
-        step_ratio: Duration of a step then over that of one now.
-        num_coming: Workers that are starting on reserved reservations and may join the same change.
+        step_ratio: Step time of the other layout divided by that of the current one.
+        num_coming: Workers that are starting on granted reservations and may join the same change.
         waiting_since_s: When the first newcomer became ready.
-        last_change_s: When the present attempt began to train.
-        step_s: Smoothed duration of a step now; 0.0 if none was seen.
+        last_change_s: When the current attempt began to train.
+        step_s: Smoothed duration of a step now; 0.0 if unknown.
         num_steps_left: Steps until the end of the run.
         pause_s: Measured duration of the last re-formation; 0.0 if there was none.
         next_fault_s: For how long the layout is expected to stay.
@@ -77,8 +77,8 @@ def next_fault_s(seen: FaultsSeen, observed_s: float, num_nodes: int, rules: Gro
     """Return the expected time to the next fault that takes a worker or a node.
 
     Args:
-        seen: Since the run began.
-        observed_s: How long that is ago.
+        seen: The faults since the run began.
+        observed_s: How long ago that is.
         num_nodes: Nodes that train.
     """
     prior_s = rules.node_fault_s / num_nodes
@@ -93,7 +93,7 @@ def decide(facts: GrowthFacts, rules: GrowthRules) -> GrowthDecision:
     left_s = min(facts.num_steps_left * facts.step_s, facts.next_fault_s)
     won_s = left_s * (1 - facts.step_ratio)
     if won_s < pause_s * rules.gain_min:
-        # With a step that was not measured yet there is nothing to weigh: look again soon.
+        # Without a measured step there is nothing to compare: look again soon.
         retry_at_s = never if facts.step_s else facts.now_s + rules.interval_s_min
         reason = f"would win {won_s:.1f} s and cost {pause_s:.1f} s"
         return GrowthDecision(grow=False, retry_at_s=retry_at_s, reason=reason)

@@ -1,13 +1,13 @@
 """The order of an attempt's nodes, in which their ranks are numbered. Pure.
 
 Collectives send around the ring of ranks. NCCL's and gloo's all-gather send to the next rank,
-gloo's all-reduce to the one before it, and trees use both ways, so a slow link counts between
-neighbours whichever way round they are. A ring that enters each rack once crosses between racks as
-seldom as can be, and each crossing shares the racks' uplink (C4, arXiv 2406.04594, section 4, plans
-paths; the order is what can be chosen above a transport).
+gloo's all-reduce to the one before it, and trees use both directions. So a slow link between
+neighbours counts in either order. A ring that enters each rack once crosses between racks as rarely
+as possible, and each crossing shares the racks' uplink. (C4, arXiv 2406.04594, section 4, plans
+paths; above a transport only the order can be chosen.)
 
-Least first: slow links between neighbours, crossings, and what ranks would have to load from other
-nodes. Three nodes are all neighbours.
+In order of priority it minimises slow links between neighbours, crossings, and the state that ranks
+would load from other nodes. With three nodes, all are neighbours.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 Node = TypeVar("Node", bound=Hashable)
 
-#: Up to so many nodes all orders are compared; beyond, nodes change places while that helps.
+#: Up to this many nodes all orders are compared; beyond it, nodes swap places while that helps.
 EXACT_MAX: Final = 8
-#: Parts of the state are compared this exactly.
+#: Precision at which parts of the state are compared.
 _PARTS: Final = 1000
 
 #: (slow links between neighbours, crossings, parts of the state to move).
@@ -40,7 +40,7 @@ class _Case(Generic[Node]):
     total: int
 
     def step(self, before: Node, node: Node) -> Cost:
-        """Return what two neighbours cost."""
+        """Return the cost of two neighbours."""
         rack, other = self.racks.get(before, ""), self.racks.get(node, "")
         is_crossing = bool(rack and other and rack != other)
         num_slow = ((before, node) in self.slow) + ((node, before) in self.slow)
@@ -65,10 +65,10 @@ def chosen(
 
     Args:
         nodes: Each with its number of ranks, in the order that they have now.
-        racks: What lies behind one uplink: the rack, or zone, of each node, where it is known.
+        racks: The rack (or zone) of each node, if known.
         slow: (sender, receiver) of each slow link.
-        held: The part of the ranks' state that each node has, as (from, to) within (0, 1); as if
-            ranks were numbered in the given order if nothing is held.
+        held: The part of the ranks' state that each node has, as (from, to) within (0, 1), as if
+            ranks were numbered in the given order.
     """
     counts, where = dict(nodes), held or _as_they_are(nodes)
     used = frozenset((a, b) for a, b in slow if a in counts and b in counts)
@@ -86,7 +86,7 @@ def _chosen(
     slow: frozenset[tuple[Node, Node]],
     held: tuple[tuple[Node, tuple[float, float]], ...],
 ) -> tuple[Node, ...]:
-    """Return the order; eight nodes take 40 ms, and the same question comes after each step."""
+    """Return the order; cached, because eight nodes take 40 ms and every step asks again."""
     names, total = [node for node, _ in nodes], sum(num for _, num in nodes)
     case = _Case(dict(nodes), dict(racks), slow, dict(held), total)
     found = _exact(names, case) if len(names) <= EXACT_MAX else _greedy(names, case)
@@ -157,7 +157,7 @@ def _exact(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
 
 
 def _greedy(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
-    """Return a good order: racks together as they come, then single nodes elsewhere."""
+    """Return a good order: nodes grouped by rack in their order, then single nodes moved."""
     racks = dict.fromkeys(case.racks.get(node, "") for node in names)
     order = [node for rack in racks for node in names if case.racks.get(node, "") == rack]
     for node in names:

@@ -1,9 +1,9 @@
-"""Which run gives workers to which where several share a cluster. Pure.
+"""Which runs give workers to which others on a shared cluster. Pure.
 
-A run that lacks workers takes them from runs of lower priority, down to their least number; runs of
-one priority share evenly. Each run decides only what it gives itself, from what all say of
-themselves, and by the same rule, so they need no judge. What all say is a little old: a run that
-gave waits until the others had time to take it, and gives nothing more to one that did not.
+A run that lacks workers takes them from runs of lower priority, down to their minimum; runs of
+equal priority share evenly. Each run decides only what it gives up, by the same rule and from the
+reports of all, so no judge is needed. Reports are slightly stale, so a run that gave workers waits
+until the others had time to take them. It gives nothing more to a run that did not take them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a run says of itself to the others.
+    """A run's report to the others.
 
     Attributes:
         run: Its id on the cluster.
         priority: A higher one takes from a lower one.
         num_min: With fewer workers it does not train.
-        has_begun: Whether it ever did; from then on it is left so many.
+        has_begun: Whether it has ever trained; from then on it keeps at least ``num_min``.
         num_held: Workers that it has room for, on nodes that stay.
-        num_lacking: How many more it has asked for and not got in the time that Ray needs.
+        num_lacking: How many more it has requested and not got in the time that Ray needs.
         unit: Its workers come in multiples of this.
         needs: ``(resource, amount)`` of the room for one worker.
     """
@@ -45,12 +45,12 @@ class SharingRules:
 
     Attributes:
         needs: As in ``Share``.
-        lack_s: A request counts as not granted after this; Ray places one within a second where
+        lack_s: A request counts as not granted after this time; Ray places one within a second if
             there is room.
-        settle_s: What was given is taken within this, or not at all: the others are asked every
-            two seconds, and Ray places a request in one.
-        deaf_s: A run gets nothing for so long after nobody took what it was given: what it waits
-            for is something else.
+        settle_s: Workers that were given are taken within this time or not at all: runs ask each
+            other every two seconds, and Ray places a request in one.
+        deaf_s: How long a run gets nothing after it did not take what it was given: it waits for
+            something else.
     """
 
     priority: int = 0
@@ -61,14 +61,14 @@ class SharingRules:
 
 
 class Sharing(NamedTuple):
-    """What a run has made of its share.
+    """A run's current decision about its share.
 
     Attributes:
-        limit: The most workers that it asks for and holds; -1 if the others need none of them.
-        runs: Who needs the others, while there is a limit.
-        settled_s: Before then nothing is decided anew: what was given is on its way.
+        limit: The most workers that it requests and holds; -1 if the others need none of them.
+        runs: The runs that need the others, while there is a limit.
+        settled_s: No new decision before this time: the last workers given are still on their way.
         num_others: What all others held before.
-        deaf: ``(run, until_s)`` of those to which something was given, and nobody took it.
+        deaf: ``(run, until_s)`` of the runs that did not take what they were given.
     """
 
     limit: int = -1
@@ -82,10 +82,10 @@ class Sharing(NamedTuple):
 def decide(
     before: Sharing, own: Share, others: Sequence[Share], rules: SharingRules, *, now_s: float
 ) -> Sharing:
-    """Return what a run makes of its share, given what all runs on the cluster say.
+    """Return a run's new decision, from the reports of all runs on the cluster.
 
     Args:
-        before: What it made of it before.
+        before: Its previous decision.
     """
     is_giving = 0 <= before.limit < own.num_held
     deaf = tuple((run, until_s) for run, until_s in before.deaf if until_s > now_s)
@@ -116,22 +116,23 @@ def decide(
         return Sharing(left, names, now_s + rules.settle_s, given, num_others, deaf)
     limit = before.limit
     if limit >= 0 and all(other.priority == own.priority for other in rivals):
-        # What is new is for all alike.
+        # New arrivals change the shares of all.
         limit = max(limit, min(other.num_held for other in rivals) + own.unit)
     return Sharing(limit, names if limit >= 0 else (), deaf=deaf)
 
 
 def _after_giving(own: Share, others: Sequence[Share]) -> tuple[int, tuple[str, ...]]:
-    """Return how many workers a run is left with, and which runs it gave to.
+    """Return how many workers a run keeps, and the runs to which it gave some.
 
-    All give in turn, a unit at a time: the lowest priority first, among equals who has the most.
+    Runs give in turn, one unit at a time: the lowest priority first, and among equals the run with
+    the most.
     """
     shares = {share.run: share for share in (own, *others)}
     held: dict[str, float] = {run: share.num_held for run, share in shares.items()}
     takers: set[str] = set()
     for taker in sorted(shares.values(), key=_place):
         wanted = float(taker.num_lacking)
-        # Before all have an even share, each has enough to train.
+        # Every run first gets enough to train, then an even share.
         num_due = _num_due(taker, [*shares.values()], held)
         while wanted > 0:
             givers = [giver for giver in shares.values() if _may_give(giver, taker, held, num_due)]
@@ -149,7 +150,7 @@ def _after_giving(own: Share, others: Sequence[Share]) -> tuple[int, tuple[str, 
 
 
 def _may_give(giver: Share, taker: Share, held: dict[str, float], num_due: int) -> bool:
-    """Return whether a run may give one step more; the taker is to have ``num_due`` anyway."""
+    """Return whether a run may give one more step; the taker will have ``num_due`` anyway."""
     step = _step(giver, held)
     if not 0 < step <= _num_spare(giver, held) or not _serves(giver, taker, held):
         return False
@@ -166,12 +167,12 @@ def _serves(giver: Share, taker: Share, held: dict[str, float]) -> bool:
         return False
     if _trains(giver, held) or giver.priority != taker.priority:
         return giver.priority <= taker.priority
-    # Neither trains: one of them gets all, or both might wait for ever.
+    # If neither trains, one of them gets all; otherwise both might wait for ever.
     return _trains(taker, held) or _missing(taker) < _missing(giver)
 
 
 def _num_due(taker: Share, shares: Sequence[Share], held: dict[str, float]) -> int:
-    """Return with how many a run begins that does not train yet; 0 if so many cannot be had."""
+    """Return how many workers a run that does not train yet would start with; 0 if too few."""
     spare = sum(
         _num_spare(giver, held) / _num_for_one(taker, giver)
         for giver in shares
@@ -185,12 +186,12 @@ def _trains(share: Share, held: dict[str, float]) -> bool:
 
 
 def _num_spare(share: Share, held: dict[str, float]) -> float:
-    """Return how many workers a run may have taken from it: one that trains goes on."""
+    """Return how many workers other runs may take from a run: one that trains continues."""
     return held[share.run] - (share.num_min if _trains(share, held) else 0)
 
 
 def _place(share: Share) -> tuple[int, bool, int, str]:
-    """Return whose turn it is to take: those that could begin come first."""
+    """Return the run whose turn it is to take: those that could start come first."""
     return (-share.priority, share.has_begun, *_missing(share))
 
 
@@ -199,7 +200,7 @@ def _missing(share: Share) -> tuple[int, str]:
 
 
 def _step(giver: Share, held: dict[str, float]) -> int:
-    """Return how many workers a run gives at a time: first those that it has no use for."""
+    """Return how many workers a run gives at a time: first those that it cannot use."""
     return int(held[giver.run]) % giver.unit or min(giver.unit, int(held[giver.run]))
 
 

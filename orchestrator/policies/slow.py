@@ -1,10 +1,10 @@
-"""Whether to do without a slow worker: waiting for it costs, and so does going on without it.
+"""Whether to replace a slow worker: waiting for it costs time, and so does a change.
 
-Pure. The cost of the wait so far is known, and for how long the worker will stay slow is not. So
-it is waited for until that has cost as much as the change would: at most twice what knowing would
-(ski rental, Karlin et al., "Competitive snoopy caching", Algorithmica 3, 1988). The pause is not
-all that a change costs, so the wait must have cost some steps as well. And the change must pay
-over the time that is left.
+Pure. The cost of the wait so far is known; how long the worker will stay slow is not. So the run
+waits until the wait has cost as much as the change would, which is at most twice the optimum (ski
+rental, Karlin et al., "Competitive snoopy caching", Algorithmica 3, 1988). A change costs more than
+its pause, so the wait must have cost some steps as well. And the change must pay within the
+remaining time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class SlowRules:
     """Limits of what is done about slow workers.
 
     Attributes:
-        lasts_s: A worker must have been slow for so long: what else runs on a machine comes and
-            goes within seconds.
-        steady_s: The same for one that is as slow in each of several steps in a row.
-        lost_steps: The wait must have cost the time of so many healthy steps: that of 4 steps
-            which take 3 times as long, or of 31 which take 1.2 times as long.
+        lasts_s: A worker must have been slow for this long: other load on a machine comes and goes
+            within seconds.
+        steady_s: The same for a worker that was as slow in each of several steps in a row.
+        lost_steps: The wait must have cost the time of this many healthy steps: 4 steps that take 3
+            times as long, or 31 that take 1.2 times as long.
         agreed_lost_steps: The same where all workers of a node agree: each was measured by itself.
-        replace_s: A replacement is waited for so long before the run goes on with fewer workers.
+        replace_s: How long to wait for a replacement before the run continues with fewer workers.
         convictions_max: Most convictions within the window.
         window_s: Its length.
     """
@@ -48,9 +48,9 @@ class SlowFacts:
         node: Where the worker is.
         since_s: Since when it has been slow.
         is_steady: It was about as slow in each of the last steps.
-        times: How many times as long as it should its micro-batches take.
+        times: How many times as long as normal its micro-batches take.
         step_s: Duration of a step now.
-        usual_step_s: That before it was slow; 0.0 if it is not known.
+        usual_step_s: Duration of a step before it was slow; 0.0 if unknown.
         num_steps_left: Steps until the end of the run.
         pause_s: Measured duration of the last re-formation; 0.0 if there was none.
         next_fault_s: For how long the layout is expected to stay.
@@ -73,21 +73,21 @@ class SlowFacts:
 
     @property
     def healthy_step_s(self) -> float:
-        """Return how long a step would take without the slow worker, with a healthy one instead.
+        """Return how long a step would take with a healthy worker in its place.
 
-        A step has more in it than the work of this rank, so it is not ``times`` as long.
+        A step contains more than the work of this rank, so it is not ``times`` as long.
         """
         return min(max(self.step_s / self.times, self.usual_step_s), self.step_s)
 
     @property
     def lost_share(self) -> float:
-        """Return the share of a step that is lost by waiting for it."""
+        """Return the share of a step that is lost to waiting for it."""
         return 1.0 - self.healthy_step_s / self.step_s if self.step_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowDecision:
-    """Do without the worker's node, or look again at ``retry_at_s``; infinity: when asked."""
+    """Replace the worker's node, or look again at ``retry_at_s`` (infinity: when asked)."""
 
     convict: bool
     retry_at_s: float
@@ -103,7 +103,7 @@ def decide(facts: SlowFacts, rules: SlowRules, growth: GrowthRules) -> SlowDecis
     if won_s < pause_s:
         return _wait(inf, f"would win {won_s:.1f} s and cost {pause_s:.1f} s")
     if len(recent) >= rules.convictions_max:
-        return _wait(inf, f"{len(recent)} nodes were left for slow workers of late")
+        return _wait(inf, f"{len(recent)} nodes were left recently for slow workers")
     if recent and recent[-1][1] == facts.node and recent[-1][0] > facts.since_s:
         return _wait(inf, f"node {facts.node[:8]} was left for it, and nothing new is known")
     lost_steps = rules.agreed_lost_steps if facts.is_agreed else rules.lost_steps
@@ -111,7 +111,7 @@ def decide(facts: SlowFacts, rules: SlowRules, growth: GrowthRules) -> SlowDecis
     lasts_s = rules.steady_s if facts.is_steady else rules.lasts_s
     ripe_s = facts.since_s + max(lasts_s, price_s / facts.lost_share)
     if facts.now_s < ripe_s:
-        return _wait(ripe_s, "it may be well again soon")
+        return _wait(ripe_s, "it may soon be healthy again")
     reason = f"wins {won_s:.1f} s for a pause of {pause_s:.1f} s"
     return SlowDecision(convict=True, retry_at_s=inf, reason=reason)
 

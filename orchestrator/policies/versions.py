@@ -1,9 +1,9 @@
-"""Which version to resume from, and which node losses it survives, by what keepers hold.
+"""Which version to resume from, and which node losses it survives, given what keepers hold.
 
-Pure. A version in memory is there when the parts of all its ranks are, wherever they are held, or
-can be computed from parities; it counts by the same rule as a commit in storage
-(``ucp_core/SPEC.md``, 5). Memory can be lost with a node, so every answer is about the
-inventories that it was made from and about no others.
+Pure. A version in memory exists when keepers hold the parts of all its ranks, or parities from
+which to compute them. It counts by the same rule as a commit in storage (``ucp_core/SPEC.md``, 5).
+Memory can be lost with a node, so every answer holds only for the inventories that it was made
+from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ucp_core.lineage import Lineage, counts
 from workers.protocol import Held, HeldParity, Inventory, Member, parity_places
 
-#: Where a version is loaded from.
+#: The tiers from which a version is loaded.
 MEMORY = "memory"
 STORAGE = "storage"
 
@@ -28,7 +28,7 @@ class Holding(NamedTuple):
         node: Ray node id, hex.
         host: Where the keeper serves bytes.
         arena: Name of the arena on the node.
-        held: What is in one of its buffers.
+        held: The content of one of its buffers.
     """
 
     node: str
@@ -49,7 +49,7 @@ class ParityHolding(NamedTuple):
     Attributes:
         node: Ray node id, hex.
         host: Where the keeper serves bytes.
-        parity: What is in one of its buffers.
+        parity: The content of one of its buffers.
     """
 
     node: str
@@ -66,8 +66,8 @@ class Version:
         step: The step after which the state was taken.
         attempt: The attempt that took it.
         source: "memory" or "storage".
-        parts: In memory, every holder of every rank's part, by rank; () in storage. A rank
-            without one is computed from parities.
+        parts: In memory, every holder of every rank's part, by rank; () in storage. A rank without
+            a holder is computed from parities.
         parities: In memory, every holder of parities of it.
     """
 
@@ -83,7 +83,7 @@ class Version:
         return next(iter(_world_sizes(self)), 0)
 
     def members(self) -> dict[int, Member]:
-        """Return what is known of every part that went into a parity, by rank."""
+        """Return the known facts about every part that went into a parity, by rank."""
         return {
             member.rank: member
             for holding in self.parities
@@ -98,8 +98,8 @@ class Protection:
 
     Attributes:
         step: Step of the newest version that is complete in memory; 0 if there is none.
-        node_losses_survived: How many nodes may be lost, whichever, with a version left that is
-            complete in memory: 0, 1 or 2.
+        node_losses_survived: How many nodes, whichever they are, may be lost while a complete
+            version stays in memory: 0, 1 or 2.
     """
 
     step: int
@@ -107,7 +107,7 @@ class Protection:
 
 
 def complete(inventories: Iterable[Inventory], lineage: Lineage) -> list[Version]:
-    """Return the versions that count and of which every rank's part can be had, newest first."""
+    """Return the versions that count and whose parts are all available, newest first."""
     return list(_complete(inventories, lineage))
 
 
@@ -163,14 +163,14 @@ def newest(
     *,
     total_steps: int,
 ) -> Version | None:
-    """Return the version to resume from; None if the run has to begin at its start.
+    """Return the version to resume from; None if the run must start from the beginning.
 
     Args:
         inventories: What the living keepers hold.
         stored: ``(step, attempt)`` of the newest version in storage that counts, (0, 0) if none.
         lineage: Says which versions count.
-        total_steps: Length of the run. Its last step is only done once it is in storage, so a
-            snapshot of it is no place to resume from: nothing would be left to do.
+        total_steps: Length of the run. The last step is only done once it is in storage, so the run
+            cannot resume from a snapshot of it: no work would be left.
     """
     held = (v for v in _complete(inventories, lineage) if v.step < total_steps)
     found = next(held, None)
@@ -210,7 +210,7 @@ def protects(
 ) -> bool:
     """Return whether ``nodes`` alone hold a version of ``attempt`` that survives ``wanted`` losses.
 
-    Any other keeper then holds nothing that is needed. As for ``newest``, the last step is no
+    Any other keeper then holds nothing that the run needs. As for ``newest``, the last step is no
     version.
     """
 
@@ -231,7 +231,7 @@ def protects(
 
 
 def without(version: Version, is_lost: Callable[[str], bool]) -> Version | None:
-    """Return what is left of a version in memory when nodes are lost; None if a part is missing."""
+    """Return the rest of a version in memory after nodes are lost; None if a part is missing."""
     left = replace(
         version,
         parts=tuple(part for part in version.parts if not is_lost(part.node)),
@@ -305,7 +305,7 @@ def _dependencies(version: Version) -> frozenset[_Dependency]:
 
 
 def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str]) -> int:
-    """Return how many nodes may be lost with one of several versions left, two at most.
+    """Return how many nodes may be lost while one of several versions is left, at most two.
 
     Args:
         fatal: Of every version, what ``_Dependency.fatal`` returns.
@@ -324,12 +324,13 @@ def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str
 
 
 def newest_stored(known: int, read: int, damaged: Collection[int]) -> int:
-    """Return the newest step in storage that a run may not fall behind.
+    """Return the newest step in storage below which the run must not fall.
 
     Args:
-        known: The one known so far; 0 if nothing was ever committed.
+        known: The current one; 0 if nothing was ever committed.
         read: The newest that storage has now, 0 for none.
-        damaged: Newer steps that it has, but with damaged bytes. Only for these the run may resume
-            from an older one. It never begins anew: somebody may repair one.
+        damaged: Newer steps that storage has with damaged bytes. The run may resume from an older
+            step only because of these. It never restarts from the beginning, because a person may
+            repair one.
     """
     return max(read, 1) if known in damaged else max(read, known)

@@ -1,4 +1,4 @@
-"""The recovery that would follow now if machines or processes were lost.
+"""The recovery that would follow if machines or processes were lost now.
 
 Pure, and by the same rules that the controller and the loaders follow: newest version first,
 memory before storage, a rank's own node before another one.
@@ -27,7 +27,7 @@ from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY
 
 #: Kinds of source, the fastest first.
 SOURCES = (LOCAL_MEMORY, PEER_MEMORY, PARITY, STORAGE)
-#: What an entry of ``lose`` begins with if it is a worker and no node.
+#: Prefix of an entry of ``lose`` that names a worker instead of a node.
 _WORKER = "worker:"
 
 
@@ -59,13 +59,13 @@ class LossFacts:
     Attributes:
         step: Last completed step.
         num_members: Workers that train.
-        reservations: Number of reservations by node; every node of the run is in it.
+        reservations: Number of reservations by node, for every node of the run.
         leaving: Nodes that are about to be taken away.
-        workers: Processes that could train: those that do in the order of ranks, then standbys.
+        workers: Processes that could train: members in the order of ranks, then standbys.
         held: Versions that are complete in memory, newest first (``versions.complete``).
         layout: What a layout must satisfy.
-        refused: Layouts that could not train.
-        steps: Layouts that did, each with the seconds of a step.
+        refused: Layouts that cannot train.
+        steps: Layouts that trained, each with its seconds per step.
     """
 
     step: int
@@ -87,19 +87,20 @@ class LossFacts:
         return replace(self.layout, refused=self.refused, steps=self.steps)
 
     def choose(self, rooms: Rooms) -> ParallelLayout | None:
-        """Return the layout that workers with these rooms would take."""
+        """Return the layout that workers with these rooms would use."""
         return choose(rooms, self.max_workers, self.rules, self.min_workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSource:
-    """From where some of the part of one rank of the version would come.
+    """A source for some of the part of one rank.
 
     Attributes:
         rank: The rank that saved it.
-        source: One of ``SOURCES``; local and peer are as the workers see it that would load it.
-        node: The node that holds it; "" in storage, and of what is computed from many.
-        size_bytes: How much of it.
+        source: One of ``SOURCES``; local and peer are from the view of the workers that would load
+            it.
+        node: The node that holds it; "" in storage, or if it is computed from several.
+        size_bytes: Its size.
     """
 
     rank: int
@@ -113,19 +114,19 @@ class RecoveryPlan:
     """What would happen.
 
     Attributes:
-        lost_nodes: Nodes that are taken for lost, whole ids.
+        lost_nodes: Nodes that are assumed lost, whole ids.
         lost_workers: Workers that are gone, those of the lost nodes included.
-        step: Training would go on after this step; 0 is the beginning.
+        step: Training would continue after this step; 0 is the beginning.
         attempt: The attempt that took that version.
         source: "memory", "storage", or "" if there is none.
         lost_steps: Completed steps that would be redone.
-        parts: Where each rank's part of the version would come from, as if every worker took an
-            equal share of the state in the order of ranks.
-        bytes_by_source: The same in sums.
+        parts: Where each rank's part of the version would come from, if every worker took an equal
+            share of the state in the order of ranks.
+        bytes_by_source: The sums by source.
         workers_before: Workers that train now.
         workers_after: Workers that would train; 0: the run would wait for capacity.
         layout_after: Their layout, for people.
-        step_s_after: How long a step would take, by those of this run; 0.0 if there was none.
+        step_s_after: Estimated step time, from steps of this run; 0.0 if unknown.
     """
 
     lost_nodes: tuple[str, ...]
@@ -150,7 +151,7 @@ def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
     """Return what the run would do if all of ``lose`` were lost at once, now.
 
     Args:
-        lose: Ids of nodes, or the beginning of one; ``worker:w0003`` for a process alone.
+        lose: Ids of nodes, or the beginning of one; ``worker:w0003`` for a single process.
 
     Raises:
         ConfigError: Something in ``lose`` is not in the run, or could be several nodes.
@@ -222,7 +223,7 @@ def _listed(names: Iterable[str]) -> str:
 def _usable(facts: LossFacts, lost_nodes: set[str], lost_workers: set[str]) -> dict[str, int]:
     """Return how many workers would train on each node, if all could, in the order of ranks.
 
-    As ``core.formation``: on nodes that leave only where the run would stand still without them.
+    Like ``core.formation``: leaving nodes count only if the run would stop without them.
     """
     nodes = (*(place.node for place in facts.workers), *facts.reservations)
     left = dict.fromkeys((node for node in nodes if node not in lost_nodes), 0)
@@ -242,7 +243,7 @@ def _from_memory(version: Version, readers: Sequence[str]) -> list[PartSource]:
     """Return the sources that each worker would load from.
 
     Args:
-        version: What is left of it.
+        version: The rest of the version.
         readers: The node of each worker that would load it, by rank; empty if the run waits.
     """
     holders: dict[int, list[Holding]] = {}
@@ -273,7 +274,8 @@ def _shares(
     if not readers:
         return [("", total)]
     shares: list[tuple[str, int]] = []
-    # Both divide the state evenly: in units of 1 / (world_size * num_readers) all is whole.
+    # Both divide the state evenly, so in units of 1 / (world_size * num_readers) all bounds are
+    # whole numbers.
     first = rank * num_readers
     for number, node in enumerate(readers):
         start = max(number * world_size, first)

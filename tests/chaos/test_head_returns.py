@@ -71,7 +71,7 @@ def test_nobody_notices_a_head_that_is_away_for_a_minute(
     assert summary["weights_digest"] == digest_alone(tmp_path, steps)
     assert run.driver.wait(60) == 0
     assert "training continues without it" in run.said()
-    assert "the controller is back in charge" in run.said()
+    assert "the controller answers again" in run.said()
 
 
 def test_a_run_is_stopped_while_its_head_is_away(cluster: NetworkCluster, tmp_path: Path) -> None:

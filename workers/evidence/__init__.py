@@ -1,4 +1,4 @@
-"""Evidence of what a worker did, taken from outside: its stacks, however stuck it is, its ring."""
+"""Evidence of a worker, taken from outside: its stacks, however stuck it is, and its ring."""
 
 from workers.evidence.evidence import RINGS, STACKS, Evidence, copies
 from workers.evidence.kernel import kernel_facts

@@ -1,4 +1,4 @@
-"""The evidence of a node: what is taken when an attempt ends, and where it is stored."""
+"""The evidence of a node: what to take when an attempt ends, and where to store it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Evidence:
         """Write a file each below ``folder``.
 
         Raises:
-            StorageError: One could not be written.
+            StorageError: A file could not be written.
         """
         for worker, text in self.stacks.items():
             path = join(folder, STACKS, f"{worker}.txt")
@@ -36,7 +36,7 @@ class Evidence:
 
 
 def copies(rings: Mapping[str, Path]) -> dict[str, bytes]:
-    """Return the content of rings that are there, by worker; 10 ms for one of the largest."""
+    """Return the content of the existing rings, by worker; 10 ms for a large one."""
     found: dict[str, bytes] = {}
     for worker, path in rings.items():
         with contextlib.suppress(OSError):

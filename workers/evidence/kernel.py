@@ -1,4 +1,4 @@
-"""The kernel's word on a process that says nothing itself."""
+"""The kernel's report on a process that cannot report itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Final
 
-#: Threads that are told one by one; Ray's own take some dozens.
+#: Threads that are listed individually; Ray's own take some dozens.
 _NUM_THREADS_MAX: Final = 256
 
 
@@ -14,8 +14,8 @@ def kernel_facts(pid: int) -> str:
     """Return the state of a process, and of each thread: a line each, for people.
 
     Needs no help of the process, so it works while that is stopped or frozen. ``wchan`` is the
-    function of the kernel that a thread sleeps in, ``syscall`` the number and arguments of its
-    system call; they are left out where the kernel does not tell them.
+    kernel function in which a thread sleeps, ``syscall`` the number and arguments of its system
+    call; both are omitted if the kernel does not report them.
     """
     process = Path(f"/proc/{pid}")
     if not process.exists():

@@ -1,8 +1,8 @@
-"""The stacks of a process, written by itself: on a signal, or before it obeys a fence.
+"""The stacks of a process, which it writes itself: on a signal, or before it obeys a fence.
 
 ``faulthandler`` writes within the signal handler, so it needs neither the interpreter lock nor the
-thread that is stuck, and no debugger. A process that is stopped or frozen writes nothing: of it the
-kernel tells.
+stuck thread, nor a debugger. A stopped or frozen process writes nothing; the kernel reports on it
+instead.
 
 Counterparts: ``workers.process`` offers stacks, ``workers.keeper`` takes them.
 """
@@ -26,20 +26,20 @@ from workers.records import process_state
 STACKS_SIGNAL: Final = signal.SIGRTMIN + 7
 
 _SUFFIX: Final = ".stacks"
-#: A dump takes milliseconds. It is whole if it did not grow for two looks.
+#: A dump takes milliseconds. It is complete if it did not grow between two looks.
 _LOOK_S: Final = 0.002
 _SETTLED_LOOKS: Final = 2
-#: Above the stacks that a process wrote before it obeyed a fence.
+#: Header of the stacks that a process wrote before it obeyed a fence.
 _BEFORE: Final = b"Before the fence:\n\n"
-#: The kernel holds these: they write nothing.
+#: The kernel holds processes in these states: they write nothing.
 _HELD: Final = frozenset("Tt")
 
 
 class Subject(NamedTuple):
-    """A worker whose stacks are asked for.
+    """A worker whose stacks are wanted.
 
     Attributes:
-        pid: Its process; 0 if none is known.
+        pid: Its process; 0 if unknown.
         path: The file of ``offer_stacks``.
     """
 
@@ -49,17 +49,18 @@ class Subject(NamedTuple):
 
 
 def stacks_path(directory: Path, worker: str) -> Path:
-    """Return the file that ``worker`` writes its stacks to."""
+    """Return the file to which ``worker`` writes its stacks."""
     return directory / (worker + _SUFFIX)
 
 
 def offer_stacks(path: Path) -> int:
-    """Have this process append the stacks of all threads to ``path`` on ``STACKS_SIGNAL``.
+    """Make this process append the stacks of all threads to ``path`` on ``STACKS_SIGNAL``.
 
-    And on a fault that ends it, such as a segmentation fault. Returns the file, for
+    It also does so on a fatal fault, such as a segmentation fault. Returns the file, for
     ``write_stacks``; it is emptied when an attempt begins.
     """
-    # It stays open for as long as the process lives. Readers cut it, so it has to be appended to.
+    # It stays open while the process lives. Readers truncate it, so it must be opened for
+    # appending.
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file, all_threads=True)
@@ -67,8 +68,8 @@ def offer_stacks(path: Path) -> int:
 
 
 def write_stacks(file: int) -> None:
-    """Write the stacks of this process now: once a fence is obeyed, no thread is where it hung."""
-    # A full disk costs the evidence, and must not keep a process from obeying.
+    """Write the stacks of this process now: after it obeys a fence, no thread is where it hung."""
+    # A full disk costs the evidence, but must not keep a process from obeying.
     with contextlib.suppress(OSError):
         os.ftruncate(file, 0)
         os.write(file, _BEFORE)
@@ -76,7 +77,7 @@ def write_stacks(file: int) -> None:
 
 
 def take_stacks(subjects: Iterable[Subject], within_s: float) -> dict[str, str]:
-    """Return the stacks of workers by name, and what the kernel says of those that write none.
+    """Return the stacks of workers by name, and the kernel's report on those that write none.
 
     Blocks until all have written, at most for ``within_s``.
     """
@@ -97,9 +98,9 @@ def take_stacks(subjects: Iterable[Subject], within_s: float) -> dict[str, str]:
 
 
 def _ask(subject: Subject) -> bool:
-    """Send the signal, if the process will write; what came late of an older one is dropped.
+    """Send the signal, if the process will write; drop late output of an older one.
 
-    What it wrote before it obeyed a fence is kept: later stacks do not show where it was.
+    Stacks that it wrote before it obeyed a fence are kept: later stacks do not show where it was.
     """
     if not subject.pid or process_state(subject.pid).letter in GONE:
         return False
@@ -127,7 +128,7 @@ def _told(subject: Subject) -> str:
     head = f"{subject.worker}, process {subject.pid}\n\n"
     with contextlib.suppress(OSError):
         if written := subject.path.read_text(errors="replace"):
-            # The next dump there was written since then.
+            # The next dump there was written after that time.
             os.truncate(subject.path, 0)
             return head + written
     if not subject.pid:

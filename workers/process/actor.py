@@ -1,4 +1,4 @@
-"""The worker's Ray actor: orders in, outcomes out. Training runs in a thread of its own.
+"""The worker's Ray actor: orders in, outcomes out. Training runs in a separate thread.
 
 The actor's methods are coroutines on Ray's event loop, so they answer while the training thread is
 stuck in a collective. One thread runs every attempt from start to end: torch keeps sharding caches
@@ -43,18 +43,18 @@ from workers.protocol import (
 
 log = logging.getLogger(__name__)
 
-#: A worker that is ready otherwise waits this long for the top level of its script.
+#: How long an otherwise ready worker waits for the top level of its script.
 _SCRIPT_S = 20.0
-#: A process that ends by itself first lets its last outcome leave.
+#: A process that ends itself first lets its last outcome leave.
 _ANSWER_S = 1.0
 
-#: The reservation holds the resources. A dead worker is replaced, not restarted. Each controller
-#: that dies leaves pending calls behind, so there is room for many.
+#: The reservation holds the resources. A dead worker is replaced, not restarted. Each dead
+#: controller leaves pending calls behind, so there is room for many.
 OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000}
 
 
 class Worker:
-    """One training process. It needs no orchestrator between two membership changes.
+    """One training process. Between two membership changes it needs no orchestrator.
 
     Args:
         worker: Worker id, as ``w0007``.
@@ -68,20 +68,20 @@ class Worker:
     ) -> None:
         end_with_parent()
         ignore_schedulers()
-        # Before any library looks at it.
+        # This must come before any library reads it.
         forget_place(os.environ)
         with contextlib.suppress(OSError):
-            # Last: a script may import what is there, and nothing there shadows a library.
+            # Last: a script may import from there, but nothing there may shadow a library.
             sys.path.append(str(Path.cwd()))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        # What imports make stays. To look for garbage among it again and again is a quarter of the
-        # time until a worker is ready: 2.1 s of a core instead of 2.9 s.
+        # Objects created by imports stay. Searching them for garbage repeatedly takes a quarter of
+        # the time until a worker is ready: 2.1 s of a core instead of 2.9 s.
         gc.disable()
         from workers.keeper import progress_path
         from workers.records import ProgressRecord
 
         Path(directory).mkdir(parents=True, exist_ok=True)
-        # First: it shows from outside that a start which takes long gets on.
+        # First: it shows from outside that a long start makes progress.
         progress = ProgressRecord.create(progress_path(Path(directory), worker), worker=worker)
         progress.trains_here()
         from workers.process.runner import AttemptRunner
@@ -108,7 +108,8 @@ class Worker:
         gc.enable()
         termination.explain_handlers()
         termination.on_termination(self._runner.terminate)
-        # Then an attempt waits for it: a process that is not ready for long would be killed.
+        # After that an attempt waits for it: a process that is not ready for too long would be
+        # killed.
         self._has_read.wait(_SCRIPT_S)
 
     async def hello(self) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class Worker:
         }
 
     async def hold(self) -> None:
-        """Never return: the call fails when this process ends, which tells the caller."""
+        """Never return: the call fails when this process ends, which informs the caller."""
         await asyncio.Event().wait()
 
     async def enter(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> None:
@@ -128,7 +129,7 @@ class Worker:
         attempt = assignment.attempt
         if attempt not in self._ordered and not self._runner.is_fenced(attempt):
             self._ordered.add(attempt)
-            # Stacks of an earlier attempt's fence say nothing of this one.
+            # Stacks of an earlier attempt's fence say nothing about this one.
             os.ftruncate(self._stacks, 0)
             self._orders.put((assignment, gpu_ids))
 
@@ -137,9 +138,9 @@ class Worker:
         return await asyncio.wrap_future(self._future(attempt))
 
     async def notes(self, attempt: int, num_heard: int) -> tuple[Noted, ...]:
-        """Return what the training noted in ``attempt``, but the first ``num_heard``.
+        """Return the notes of the training in ``attempt``, without the first ``num_heard``.
 
-        Returns once there is more, or () once the attempt is left.
+        Returns once there are more, or () once the attempt is left.
         """
         return await self._runner.notes.after(attempt, num_heard, left=self._future(attempt))
 
@@ -159,15 +160,15 @@ class Worker:
     async def yield_at_boundary(self, attempt: int, durable: bool = True) -> None:  # noqa: FBT001, FBT002
         """Leave ``attempt`` at the next step boundary that all its ranks agree on.
 
-        The state is then in storage if ``durable``, else at least in the keepers' memory.
+        The state is then in storage if ``durable``, otherwise at least in the keepers' memory.
         """
         self._runner.yield_at_boundary(attempt, durable=durable)
 
     async def keep_pace(self, attempt: int, pace: Pace) -> SaveCosts | None:
-        """Set how often ``attempt`` saves; one of its ranks must be told.
+        """Set how often ``attempt`` saves; call it on one of its ranks.
 
         Returns:
-            What its steps and saves cost; None if the worker is not in ``attempt``.
+            The cost of its steps and saves; None if the worker is not in ``attempt``.
         """
         return self._runner.keep_pace(attempt, pace)
 
@@ -190,7 +191,7 @@ class Worker:
             # The attempt may end before ``attend`` is called.
             self._future(assignment.attempt).set_result(outcome)
             if isinstance(outcome, Superseded):
-                # No controller takes this process back, and its device is wanted elsewhere.
+                # No controller takes this process over, and others need its device.
                 log.critical("this worker ends, the run continues elsewhere: %s", outcome.why)
                 time.sleep(_ANSWER_S)
                 os._exit(1)

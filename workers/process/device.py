@@ -1,7 +1,7 @@
-"""A device that failed for good takes its process with it; a standby takes over.
+"""A device that failed for good ends its process; a standby takes over.
 
 After an illegal access, a failed assertion, or an error of its memory or links, every later CUDA
-call of the process fails. Other errors pass, such as running out of memory.
+call of the process fails. Other errors, such as running out of memory, pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Environment variables that training processes need when they start.
 
-glibc copies past the caches above a size of about the last-level cache. Blocks of a snapshot are
-smaller, so copying one reads the memory that it overwrites, and evicts from the caches what the
-next step needs. A tunable of glibc lowers the size to our blocks. glibc reads it when a process
-starts, so it must be set before Ray starts.
+Above about the size of the last-level cache, glibc copies past the caches. Blocks of a snapshot are
+smaller, so copying one reads the memory that it overwrites, and evicts what the next step needs. A
+tunable of glibc lowers that size to our blocks. glibc reads it when a process starts, so it must be
+set before Ray starts.
 
 Measured (Xeon, 260 MB of last-level cache; 50 and 300 MB for each of 1 and 4 workers,
 ``tests.benchmarks.bench_snapshot`` and ``bench_snapshot_load``): training waits 0.6 to 0.8 times as
@@ -19,8 +19,9 @@ from typing import Final
 VARIABLE: Final = "GLIBC_TUNABLES"
 _NAME: Final = "glibc.cpu.x86_non_temporal_threshold"
 #: Half a block of a snapshot (``workers.snapshot.buffer_layout.BLOCK_BYTES``), because the last
-#: block of a tensor is shorter. A quarter of 50 MB is in such blocks: training waits a tenth less
-#: than with a whole block. 64 and 32 KiB are no better; steps of the small preset take as long.
+#: block of a tensor is shorter. With such blocks a quarter of 50 MB is copied this way, and
+#: training waits a tenth less than with a whole block. 64 and 32 KiB are no better; steps of the
+#: small preset take as long.
 TUNABLE: Final = f"{_NAME}=0x20000"
 
 
@@ -34,7 +35,7 @@ def copies_past_caches(environment: Mapping[str, str]) -> bool:
 
 
 def tuned(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what to add to ``environment``; keeps a value set there and other tunables."""
+    """Return the variables to add to ``environment``; keep a value set there and other tunables."""
     if copies_past_caches(environment):
         return {}
     return {VARIABLE: ":".join(filter(None, (environment.get(VARIABLE, ""), TUNABLE)))}

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-#: One of them is there if a driver is; without one nobody waits for the import of torch.
+#: One of these exists if a driver does; without one, the import of torch is avoided.
 _DRIVERS: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
@@ -26,7 +26,7 @@ def gpus_here() -> tuple[str, ...]:
 
 
 def gpus_of_node(node: int, num_nodes: int, gpus: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the GPUs of one of ``num_nodes`` simulated nodes, which divide those of a machine.
+    """Return the GPUs of one of ``num_nodes`` simulated nodes, which divide the machine's.
 
     With fewer GPUs than nodes, several nodes have the same one.
     """
@@ -37,7 +37,7 @@ def gpus_of_node(node: int, num_nodes: int, gpus: tuple[str, ...]) -> tuple[str,
 
 
 def share_of_gpu(num_workers: int, num_nodes: int, num_gpus: int) -> float:
-    """Return the largest part of a GPU with which ``num_workers`` fit on simulated nodes."""
+    """Return the largest fraction of a GPU with which ``num_workers`` fit on simulated nodes."""
     on_node = math.ceil(num_workers / num_nodes)
     gpus_of_one = max(1, num_gpus // num_nodes)
     on_one = max(math.ceil(on_node / gpus_of_one), math.ceil(num_workers / num_gpus))

@@ -1,10 +1,10 @@
-"""Output of a script goes to ``RUN_DIR/logs/`` as well, one log per attempt and rank.
+"""Copy the output of a script to ``RUN_DIR/logs/``, one log per attempt and rank.
 
 A local file system gets ``logs/attempt-0001/rank0.log``, which grows. Object stores rewrite a file
 to append to it, so they get numbered pieces: ``rank0-0001.log``, ``rank0-0002.log``, ...
 
-A thread of its own writes. Printing waits for no storage and never fails because of it: what the
-storage refuses is tried again, and what exceeds ``PENDING_BYTES_MAX`` is dropped and counted.
+A separate thread writes. Printing never waits for storage and never fails because of it: refused
+output is retried, and output beyond ``PENDING_BYTES_MAX`` is dropped and counted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Final, TextIO
 from ucp_core.storage import LocalStore, Store, join
 from workers.protocol import LOGS
 
-#: Output that waits for the storage, per rank.
+#: Limit for output that waits for the storage, per rank.
 PENDING_BYTES_MAX: Final = 1 << 20
-#: A person who watches a terminal notices no delay; a print a step costs one write in ten steps.
+#: A person at a terminal notices no delay; one print per step costs one write in ten steps.
 LOCAL_S: Final = 0.2
 #: An object is a request and is billed as one.
 PIECE_S: Final = 10.0
@@ -38,7 +38,7 @@ class OutputLog:
 
     Args:
         attempt: The attempt; part of the path, so no later attempt writes to the same log.
-        interval_s: Time between two writes; None for what suits the store.
+        interval_s: Time between two writes; None for the store's default.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class OutputLog:
         self._has_more, self._is_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._write_all, name="output", daemon=True)
         self._thread.start()
-        # The process may end by an exception in the middle of an attempt.
+        # The process may end by an exception during an attempt.
         atexit.register(self.close)
 
     def add(self, text: str) -> None:
-        """Have ``text`` written soon. Any thread may call it; it waits for nothing."""
+        """Have ``text`` written soon. Any thread may call it; it does not block."""
         if os.getpid() != self._pid:
-            # A fork has no thread that writes, and may have inherited a lock that is held.
+            # A fork lacks the writing thread, and may have inherited a held lock.
             return
         data = text.encode(errors="backslashreplace")
         with self._lock:
@@ -111,7 +111,7 @@ class OutputLog:
             self._was_refused = False
         except Exception as error:  # noqa: BLE001  output is not worth a run
             if not self._was_refused:
-                log.warning("output is not written to %s, tried again: %s", self._path, error)
+                log.warning("output is not written to %s; trying again: %s", self._path, error)
             self._was_refused = True
             with self._lock:
                 self._pending[:0] = data
@@ -119,7 +119,7 @@ class OutputLog:
 
 
 class HeldOutput:
-    """Output from before there was a log: the first one gets it."""
+    """Output from before there was a log: the first log gets it."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -135,7 +135,7 @@ class HeldOutput:
 
 
 class _Copied:
-    """A text stream whose output goes to the log of the attempt as well, while there is one."""
+    """A text stream whose output also goes to the log of the attempt, while there is one."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -155,8 +155,8 @@ class _Copied:
         return getattr(self.stream, name)
 
 
-#: By the name in ``sys``. A script's logging handlers keep the stream that they found in their
-#: first attempt, so each stream is wrapped once.
+#: Keyed by the name in ``sys``. A script's logging handlers keep the stream of their first attempt,
+#: so each stream is wrapped once.
 _copied: Final[dict[str, _Copied]] = {}
 
 

@@ -1,4 +1,4 @@
-"""Run attempts one after the other in a worker process, and make it leave one.
+"""Run attempts one after the other in a worker process, and let others end them.
 
 The training thread calls ``run``; any other thread may call ``fence`` and ``yield_at_boundary``. A
 fence is final: a fenced attempt is never entered.
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Notes:
-    """Notes of attempts; the training thread adds them, coroutines of one loop wait for them."""
+    """Notes of attempts: the training thread adds them, coroutines of one loop wait for them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class Notes:
         self._news: Future[None] = Future()
 
     def add(self, note: Noted) -> None:
-        """Add a note; those of earlier attempts are forgotten."""
+        """Add a note; forget those of earlier attempts."""
         with self._lock:
             kept = self._notes if note.attempt == self._attempt else ()
             self._attempt, self._notes = note.attempt, (*kept, note)
@@ -65,7 +65,7 @@ class Notes:
         news.set_result(None)
 
     async def after(self, attempt: int, num_heard: int, *, left: Future[Any]) -> tuple[Noted, ...]:
-        """Return the notes of ``attempt`` but the first ``num_heard``, once there are some.
+        """Return the notes of ``attempt`` without the first ``num_heard``, once there are some.
 
         () once ``left`` is done and there are none.
         """
@@ -135,7 +135,9 @@ class AttemptRunner:
         self.attempt = 0
 
     def prepare(self, *, on_cpu: bool) -> None:
-        """Do once what would slow down the first attempt. Raises ``WorkerError`` if that fails.
+        """Do one-time work that would slow down the first attempt.
+
+        Raises ``WorkerError`` if that fails.
 
         No warm-up on GPUs: only the first reservation says which GPU it is.
         """
@@ -147,20 +149,20 @@ class AttemptRunner:
             open_built_in(settings)
         if on_cpu:
             warm_up(settings)
-        # Imports stay: garbage collection after an attempt need not look at them.
+        # Imports stay: garbage collection after an attempt need not scan them.
         gc.collect()
         gc.freeze()
 
     def run_top_level(self) -> None:
         """Run the script up to its call of ``everstep.run``, so that no attempt waits for it.
 
-        Never fails: what the script raises, it raises again in the attempt. What it prints goes to
-        the log of the first attempt.
+        Never fails: the script raises its errors again in the attempt. Its output goes to the log
+        of the first attempt.
         """
         with log_of(self._held):
             came_there = run_top_level(self._context.settings)
         if not came_there:
-            # It prints that again, too.
+            # It prints that again too.
             self._held = HeldOutput()
 
     def run(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> Outcome:
@@ -181,7 +183,7 @@ class AttemptRunner:
         self._held.hand_over(output)
         left = threading.Event()
         if assignment.rank == 0:
-            # Storage that does not answer holds up no attempt.
+            # Storage that does not answer must not delay an attempt.
             threading.Thread(target=self._hold, args=(left,), daemon=True).start()
         try:
             with log_of(output):
@@ -201,7 +203,7 @@ class AttemptRunner:
         if isinstance(outcome, Raised):
             output.add(outcome.traceback)
         if device.has_failed() and not device.is_of_script(outcome):
-            # No outcome: the error is not the script's. The run goes on without this worker.
+            # No outcome: the error is not the script's. The run continues without this worker.
             output.add(f"the GPU failed, so this process ends, and another takes over: {outcome}\n")
             output.close()
             os._exit(device.EXIT_CODE)
@@ -220,14 +222,14 @@ class AttemptRunner:
         """Hold the run's directory until the attempt is left: it may have no controller."""
         context = self._context
         try:
-            # To close the file of one attempt would release that of the next.
+            # Closing the file of one attempt would release the lock of the next.
             with (
                 self._holding,
                 held(context.store, context.directory, shared=True, is_named=False),
             ):
                 left.wait()
         except (HeldError, StorageError) as error:
-            # A script that took the run over has a newer claim, by which this one ends.
+            # A script that took the run over has a newer claim, which ends this one.
             log.warning("the lock on the run directory is not held: %s", error)
 
     def formed(self, attempt: int) -> Formed | None:
@@ -255,30 +257,30 @@ class AttemptRunner:
         """
         with self._lock:
             if durable:
-                # Before the request: a reader of the request must see this.
+                # Written before the request: a reader of the request must see this.
                 self._durably.add(attempt)
             self._yielding.add(attempt)
 
     def terminate(self, number: int) -> None:
-        """Have the process end for a signal at the next step boundary; at once if in no attempt."""
+        """End the process for a signal at the next step boundary; outside of attempts, at once."""
         self._signal = number
         if not self.attempt:
             os._exit(self.exit_code)
 
     @property
     def exit_code(self) -> int:
-        """Return what the process ends with that was told to."""
+        """Return the reason with which the process ends if a signal asked for it."""
         return termination.exit_code(self._signal)
 
     def _leaves(self, attempt: int) -> bool:
         """Return whether to leave ``attempt``.
 
-        It was asked to, its process was, or it has long lost its controller.
+        A call or a signal asked for it, or it has long lost its controller.
         """
         if self._signal:
             self.yield_at_boundary(attempt, durable=False)
         if attempt not in self._yielding and has_run_out(self._directory):
-            log.warning("no controller answers for too long: attempt %s is left", attempt)
+            log.warning("no controller has answered for too long: leaving attempt %s", attempt)
             self.yield_at_boundary(attempt, durable=True)
         return attempt in self._yielding
 

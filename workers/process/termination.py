@@ -1,6 +1,6 @@
 """SIGTERM and SIGINT of a worker process, and signal handlers of scripts.
 
-Only a process's main thread may set a signal handler. In a worker of Ray that is Ray's own thread;
+Only a process's main thread may set a signal handler. In a Ray worker that is Ray's own thread;
 actors and scripts run in others. Ray's handler would end the process in the middle of a step.
 """
 
@@ -16,23 +16,23 @@ import ray._private.worker
 
 from workers.errors import HandlerError
 
-#: What schedulers send to a process that is to end.
+#: The signals with which schedulers end a process.
 _ENDINGS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-#: What Ray's handler calls by this name of its module, in its main thread (Ray 2.60).
+#: Ray's handler calls its module's function of this name, in its main thread (Ray 2.60).
 _ENDS: Final = "raise_sys_exit_with_custom_error_message"
 
 
 def exit_code(number: int) -> int:
-    """Return what shells tell of a process that a signal ended."""
+    """Return the exit code that shells report for a process that a signal ended."""
     return 128 + number
 
 
 def on_termination(act: Callable[[int], None]) -> None:
-    """Call ``act`` in the main thread with each SIGTERM and SIGINT, which has the same meaning.
+    """Call ``act`` in the main thread on SIGTERM and SIGINT, which mean the same.
 
-    Does nothing if this Ray is another.
+    Does nothing if this is another version of Ray.
 
-    Ray's handler is called once, with something else to do: to set ours.
+    Ray's handler is called once with a replacement action: installing ours.
     """
     module: Any = ray._private.worker  # noqa: SLF001  no public way
     handler: Any = signal.getsignal(signal.SIGTERM)
@@ -53,7 +53,7 @@ def on_termination(act: Callable[[int], None]) -> None:
 
 
 def explain_handlers() -> None:
-    """Have a script that sets a signal handler be told what to do instead."""
+    """Tell a script that sets a signal handler what to do instead."""
     real = signal.signal
 
     def set_handler(number: int, handler: Any) -> Any:
@@ -62,8 +62,8 @@ def explain_handlers() -> None:
         why = "Ray runs a script outside of the main thread, and Python sets handlers there only"
         if number in _ENDINGS:
             why = (
-                "a worker leaves by itself when it is told to end, at the next step boundary and "
-                "with that step saved"
+                "a worker leaves by itself on SIGTERM, at the next step boundary and with "
+                "that step saved"
             )
         raise HandlerError(
             f"signal.signal({signal.Signals(number).name}, ...): {why}. Leave the handler out, or "

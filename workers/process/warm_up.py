@@ -1,8 +1,8 @@
 """Warm-up: imports, a tiny attempt alone and the script's top level, before a worker is ready.
 
-The first attempt of a process is slower than later ones: torch imports modules on first use,
-tokens are loaded, caches of kernels and sharding are filled. After the warm-up a standby joins as
-fast as a survivor (0.4 s of CPU less, small preset).
+The first attempt of a process is slower than later ones: torch imports modules on first use, tokens
+are loaded, and caches of kernels and sharding are filled. After the warm-up a standby joins as fast
+as a survivor (0.4 s of CPU less, small preset).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from workers.protocol import Completed, Raised
 from workers.settings import DataSettings, ModelSettings, Settings, TrainSettings
 from workers.train import attempt_alone, task_of
 
-#: The number of no attempt of a run.
+#: A number that no attempt of a run has.
 WARM_UP_ATTEMPT = 0
-#: Folders of packages that no user's project is.
+#: Folders of packages that contain no user's project.
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
-#: Enough that some are held out.
+#: Enough text that some is held out.
 _NUM_DOCUMENTS: Final = 16
 
 
 def warm_up(settings: Settings) -> None:
     """Train one step of a tiny model in this process; only warm caches remain.
 
-    The model, its text and its settings are the warm-up's own. It takes from the run what chooses
-    other kernels.
+    The model, its text and its settings are the warm-up's own. From the run it takes the settings
+    that choose other kernels.
 
     Raises:
         WorkerError: It failed, so this worker cannot train.
@@ -70,7 +70,7 @@ def warm_up(settings: Settings) -> None:
 def open_built_in(settings: Settings) -> None:
     """Read the text of the built-in training, and import what its model needs. Never fails.
 
-    The others of an attempt would wait for both. What is wrong with them, the attempt tells.
+    Otherwise the whole attempt waits for both. Errors are left for the attempt to report.
     """
     with contextlib.suppress(Exception):
         open_texts(settings.data)
@@ -82,14 +82,14 @@ def open_built_in(settings: Settings) -> None:
 def import_for(script: str) -> None:
     """Import the installed packages that a script imports at its top level. Never fails.
 
-    The others of an attempt wait while a new member runs the script, and Hugging Face's libraries
-    take ten seconds of a core to import. The script's own modules are left to the script: they may
-    look at the GPU, which is not known yet (``run_top_level``).
+    Otherwise an attempt waits while a new member runs the script, and Hugging Face's libraries take
+    ten seconds of a core to import. The script's own modules are left to the script: they may look
+    at the GPU, which is not known yet (``run_top_level``).
     """
     try:
         tree = ast.parse(Path(script).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        # The attempt tells of it.
+        # The attempt reports it.
         return
     for node in tree.body:
         names = [alias.name for alias in getattr(node, "names", ())]
@@ -101,15 +101,15 @@ def import_for(script: str) -> None:
                 if _is_installed(module.partition(".")[0]):
                     found = importlib.import_module(module)
                     for name in names if isinstance(node, ast.ImportFrom) else ():
-                        # Some packages import a name only when it is asked for.
+                        # Some packages import a name only on first access.
                         getattr(found, name, None)
 
 
 def run_top_level(settings: Settings) -> bool:
-    """Run the script up to its call of ``everstep.run``; return whether it came there.
+    """Run the script up to its call of ``everstep.run``; return whether it got there.
 
-    The others of an attempt would wait while a new member reads and prepares its data. Only for
-    processes without a GPU: a script that looks for one would take any, and keep it.
+    Otherwise an attempt waits while a new member reads and prepares its data. Only for processes
+    without a GPU: a script that looks for one would take any, and keep it.
     """
     try:
         task_of(settings)

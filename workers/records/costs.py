@@ -1,4 +1,4 @@
-"""The costs of steps for a rank, from the spans of its own work."""
+"""The costs of a rank's steps, from the spans of its own work."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from workers.protocol import StepCost
 
 
 class Span(NamedTuple):
-    """A span that is over; ``own_s`` is its time without what the rank waited for others.
+    """A finished span; ``own_s`` is its time without the rank's waits for others.
 
-    On a device it is 0.0 if unknown. ``tokens`` are those that it read, 0 if unknown.
+    On a device it is 0.0 if unknown. ``tokens`` is how many it read, 0 if unknown.
     """
 
     op: str
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 class Costs:
-    """Adds up spans to steps. A step is over with its ``optimizer`` span."""
+    """Add up spans to steps. A step ends with its ``optimizer`` span."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -36,9 +36,9 @@ class Costs:
         """Return the costs of the steps that end with these spans, oldest first.
 
         Args:
-            spans: Those after the ones that were added before.
-            has_gap: Whether some before them are lost; then their step is unknown.
-            on_device: Whether what a device took is unknown of some of them.
+            spans: The spans after those added before.
+            has_gap: Whether some spans before them are lost; then their step is unknown.
+            on_device: Whether the device time of some of them is unknown.
         """
         if has_gap:
             self._spans, self._has_gap = [], True
@@ -55,14 +55,14 @@ class Costs:
 
 
 def _cost(step: int, spans: Sequence[Span]) -> StepCost | None:
-    """Return what a step took by its spans; None without a forward pass.
+    """Return the duration of a step from its spans; None without a forward pass.
 
-    Several stages of a pipeline on one rank have a span of each micro-batch each: they are added.
+    Several pipeline stages on one rank each have a span of each micro-batch: they are added.
     """
     compute: dict[int, float] = defaultdict(float)
     waits: list[float] = []
     for span in spans:
-        # A step that was begun and left has no optimizer span of its own.
+        # A step that was started and abandoned has no optimizer span of its own.
         if span.step == step and span.op == "data":
             waits.append(span.own_s)
         elif span.step == step:
@@ -75,10 +75,12 @@ def _cost(step: int, spans: Sequence[Span]) -> StepCost | None:
 
 
 def _device_cost(step: int, spans: Sequence[Span]) -> StepCost | None:
-    """Return what a step took by its spans; None if no forward or no backward pass is known.
+    """Return the duration of a step from its spans.
 
-    The first pass may gather parameters in its forward, the last one reduce in its backward: the
-    fastest forward and the fastest backward are of any.
+    None if no forward or no backward pass is known.
+
+    The first pass may gather parameters in its forward, the last one reduce in its backward, so the
+    fastest forward and the fastest backward may come from different passes.
     """
     known: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for span in spans:

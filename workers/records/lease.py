@@ -1,10 +1,10 @@
-"""How long a node's trainers may go on by themselves: told by the keeper, in shared memory.
+"""How long a node's trainers may continue alone: the keeper stores it in shared memory.
 
-A controller that lives calls each keeper every few seconds, and the keeper renews the lease. When
-it runs out, trainers leave at the next step boundary, also where the keeper has gone too.
+A live controller calls each keeper every few seconds, and the keeper renews the lease. When it runs
+out, trainers leave at the next step boundary, even if the keeper is gone too.
 
-A lease is as long as Ray waits for a head that is away: a head that comes back in time takes over
-trainers that have never stopped.
+A lease is as long as Ray waits for an absent head: a head that returns in time takes over trainers
+that never stopped.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Final
 from workers.protocol import LEASE_S, LEAVE_SHARE
 from workers.records.ring import map_draft
 
-#: Ray's own: so many seconds after the head has gone the processes of a node end.
+#: Ray's own: the processes of a node end this many seconds after the head is gone.
 VARIABLE: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 _NAME: Final = "lease"
 _SIZE_BYTES: Final = 8
-#: A keeper that looked at its lease this late had been stopped, and could hear nobody.
+#: A keeper that checks its lease this late had been stopped, and could not hear the controller.
 _GAP_S: Final = 1.0
 
 
@@ -33,14 +33,14 @@ def lease_s(environment: Mapping[str, str]) -> float:
     try:
         found = float(environment.get(VARIABLE, LEASE_S))
     except ValueError:
-        return LEASE_S  # Ray, too, passes over what is no number
+        return LEASE_S  # Ray also ignores a value that is not a number.
     return found if math.isfinite(found) and found > 0.0 else LEASE_S
 
 
 class Lease:
     """The keeper's end: one time, by the machine's monotonic clock, in ns.
 
-    One that an earlier keeper left in ``directory`` goes on.
+    A lease that an earlier keeper left in ``directory`` continues.
 
     Raises:
         OSError: There is no room for it.
@@ -64,7 +64,7 @@ class Lease:
             draft.replace(path)
 
     def renew(self) -> None:
-        """Note that the controller was heard."""
+        """Record that the controller called."""
         self._until_ns[0] = time.monotonic_ns() + int(self._leave_s * 1e9)
 
     def look(self) -> None:

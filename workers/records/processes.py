@@ -10,15 +10,15 @@ from workers.protocol import GONE
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _KERNEL_BYTES_MAX: Final = 4096
-#: ``PF_EXITING`` of the kernel's flags: a stopped process has a status, too.
+#: ``PF_EXITING`` of the kernel's flags: a stopped process has a status too.
 _EXITING: Final = 4
 
 
 class ProcessState(NamedTuple):
     """The kernel's account of a process or of one of its threads.
 
-    ``exit_status`` is as ``waitpid`` gives it, and None of a process that lives or is gone. It is
-    known before the process has given back its memory, which takes 0.4 s a GiB.
+    ``exit_status`` is as ``waitpid`` returns it, and None for a process that lives or is gone. It
+    is known before the process has returned its memory, which takes 0.4 s per GiB.
     """
 
     letter: str
@@ -37,7 +37,7 @@ def process_state(pid: int, *, thread: int = 0) -> ProcessState:
         stat = _read_at_once(place)
     except (FileNotFoundError, ProcessLookupError):
         return ProcessState("X", 0, 0.0)
-    # The command name may contain spaces and brackets, what follows its last bracket not.
+    # The command name may contain spaces and brackets; the text after its last bracket does not.
     fields = stat[stat.rindex(b")") + 2 :].split()
     processor_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
     letter = fields[0].decode()
@@ -47,7 +47,7 @@ def process_state(pid: int, *, thread: int = 0) -> ProcessState:
 
 
 def num_runs(pid: int, thread: int) -> int:
-    """Return how often a thread of a process got a processor; 0 if the kernel does not tell."""
+    """Return how often a thread of a process got a processor; 0 if the kernel does not say."""
     try:
         return int(_read_at_once(f"/proc/{pid}/task/{thread}/schedstat").split()[2])
     except (FileNotFoundError, ProcessLookupError):
@@ -55,7 +55,7 @@ def num_runs(pid: int, thread: int) -> int:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield the living children of a process, theirs, and so on; takes 10 us for each thread."""
+    """Yield the living descendants of a process; takes 10 us for each thread."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208  a Path would cost as much again
     except FileNotFoundError:

@@ -1,12 +1,12 @@
-"""The progress record: where a worker is, stored by it and read by the keeper from outside.
+"""The progress record: a worker stores where it is, and the keeper reads it from outside.
 
-A worker sends no heartbeats. It stores into a small file in shared memory that stays readable while
-the process is stopped and after it died. The training thread stores its progress. A thread of its
-own stores a beat: a stuck process still beats, a stopped or starved one does not, and the kernel's
+A worker sends no heartbeats. It writes a small file in shared memory that stays readable while the
+process is stopped and after it died. The training thread stores its progress. A separate thread
+stores a beat: a stuck process still beats, a stopped or starved one does not, and the kernel's
 state of the beating thread distinguishes these two.
 
-As in the record ring, every state is kept twice and written alternately, framed by the number of
-its store: a reader always finds a complete copy.
+As in the record ring, every state is stored in two copies, written alternately and framed by the
+number of the store: a reader always finds a complete copy.
 
 Counterpart: ``workers.keeper`` reads.
 """
@@ -33,9 +33,9 @@ _VERSION: Final = 5
 # magic, version, pid, start time of the process in clock ticks since boot, worker id
 _HEADER = struct.Struct("<8sQQQ32s")
 _BEAT_AT: Final = 64
-# the kernel's number of the thread that beats
+# The kernel's id of the thread that beats.
 _BEATER_AT: Final = 72
-# and of the thread that trains
+# And of the thread that trains.
 _TRAINER_AT: Final = 80
 # store, attempt, rank, phase, phase_since_ns, step, micro_batch, moved_bytes, step_s, loss, facts,
 # store
@@ -51,7 +51,7 @@ _READ_TRIES_MAX: Final = 100
 _WORD = struct.Struct("<Q")
 #: The kernel's state letters of a process whose first thread waits for something.
 _SLEEPS: Final = frozenset("SDI")
-#: And of a thread that would run if the machine had a processor, or its page, to spare.
+#: And of a thread that would run if it had a processor or a page of memory.
 _HELD_UP: Final = frozenset("RD")
 _LATE_BEATS: Final = 3
 
@@ -62,9 +62,9 @@ class ProgressView:
 
     Attributes:
         pid: The worker's process.
-        started_ticks: Its start in clock ticks since boot: distinguishes later processes of this
+        started_ticks: Its start in clock ticks since boot: distinguishes later processes with this
             pid.
-        attempt: Attempt that the worker is in, 0 if none.
+        attempt: The worker's attempt, 0 if none.
         rank: Its rank there, -1 if none.
         phase_since_ns: When the phase began.
         step: Last step that it completed.
@@ -75,8 +75,8 @@ class ProgressView:
         facts: Its other figures.
         beat_ns: Last beat of the process.
         beater: The kernel's id of the beating thread; 0 before its first beat.
-        trainer: And of the one that loads, enters attempts and runs the script; 0 before.
-        place: Line of the script at which it has waited for others for long; "" if it does not.
+        trainer: The id of the thread that loads, enters attempts and runs the script; 0 before.
+        place: Line of the script at which it has long waited for others; "" if it does not.
     """
 
     worker: str
@@ -136,11 +136,10 @@ class ProgressRecord:
     def assign(self, attempt: int, rank: int) -> None:
         """Store that the worker enters ``attempt`` as ``rank``; (0, -1) when it is in none.
 
-        For the thread that trains in it.
+        Call it in the thread that trains.
 
-        Step duration, loss and facts are reset, but for the last evaluation's: the first step of an
-        attempt is judged by its own bound.
-        The last completed step stays until ``resumed`` or ``completed``.
+        Resets step duration, loss and facts, except for the last evaluation's: the first step of an
+        attempt has its own bound. The last completed step stays until ``resumed`` or ``completed``.
         """
         with self._lock:
             self._attempt, self._rank = attempt, rank
@@ -152,7 +151,7 @@ class ProgressRecord:
         self.waits_at("")
 
     def trains_here(self) -> None:
-        """Store that the calling thread is the one that loads and trains."""
+        """Store that the calling thread loads and trains."""
         _WORD.pack_into(self._memory, _TRAINER_AT, threading.get_native_id())
 
     def enter(self, phase: WorkerPhase) -> None:
@@ -168,13 +167,13 @@ class ProgressRecord:
             self._store()
 
     def micro_batch(self, num_done: int) -> None:
-        """Store how many micro-batches of the step under way are done."""
+        """Store how many micro-batches of the current step are done."""
         with self._lock:
             self._micro_batch = num_done
             self._store()
 
     def moved(self, num_bytes: int) -> None:
-        """Store that so many more bytes were moved; required while loading or saving takes long."""
+        """Store that this many more bytes were moved; required if loading or saving takes long."""
         with self._lock:
             self._moved_bytes += num_bytes
             self._store()
@@ -193,10 +192,13 @@ class ProgressRecord:
             self._store()
 
     def waits_at(self, place: str) -> None:
-        """Store at which line of the script the worker waits for others; "" if it does not."""
+        """Store the line of the script at which the worker waits for others.
+
+        "" if it does not wait.
+        """
         text = place.encode()[:_PLACE_BYTES_MAX]
         with self._lock:
-            # A reader takes what has the same length before and after.
+            # A reader accepts a text whose length is the same before and after.
             _WORD.pack_into(self._memory, _PLACE_AT, 0)
             self._memory[_PLACE_AT + 8 : _PLACE_AT + 8 + len(text)] = text
             _WORD.pack_into(self._memory, _PLACE_AT, len(text))
@@ -233,7 +235,7 @@ class ProgressReader:
         self._memory = memory
 
     def view(self) -> ProgressView | None:
-        """Return what the record says now; None if it is not one of ours."""
+        """Return the current content of the record; None if it is not one of ours."""
         memory = self._memory
         magic, version, pid, started_ticks, worker = _HEADER.unpack_from(memory, 0)
         if (magic, version) != (_MAGIC, _VERSION):
@@ -277,7 +279,7 @@ def open_progress(path: str | os.PathLike[str]) -> ProgressReader | None:
 
 
 def read_progress(path: str | os.PathLike[str]) -> ProgressView | None:
-    """Return what the record at ``path`` says; None if there is none."""
+    """Return the content of the record at ``path``; None if there is none."""
     reader = open_progress(path)
     return None if reader is None else reader.view()
 
@@ -291,15 +293,15 @@ def report_on(
     children_s: float = 0.0,
     digest: Digest | None = None,
 ) -> WorkerReport:
-    """Return what is seen of ``worker`` from outside its process.
+    """Return how ``worker`` looks from outside its process.
 
     Args:
         worker: Worker id.
-        view: Its progress record; None is reported as a process that is gone.
-        ring: What its record ring says; ignored if of another attempt.
-        now_ns: The machine's monotonic clock, which ages count to.
-        children_s: Processor time of its children, as far as is known.
-        digest: What its record ring says of its own work; ignored if of another attempt.
+        view: Its progress record; None counts as a process that is gone.
+        ring: The content of its record ring; ignored if of another attempt.
+        now_ns: The machine's monotonic clock, up to which ages count.
+        children_s: Processor time of its children, as far as known.
+        digest: Its own work from its record ring; ignored if of another attempt.
     """
     if view is None:
         return WorkerReport(
@@ -310,7 +312,7 @@ def report_on(
     letter, started_ticks, processor_s, _ = process_state(view.pid)
     beat_age_ns = max(0, now_ns - view.beat_ns)
     if letter in _SLEEPS and beat_age_ns > _LATE_BEATS * BEAT_S * 1e9 and view.beater > 0:
-        # The beating thread may only wait for a processor, or for a page of its memory.
+        # The beating thread may only be waiting for a processor, or for a page of its memory.
         beater = process_state(view.pid, thread=view.beater).letter
         letter = beater if beater in _HELD_UP else letter
     is_current = ring.attempt == view.attempt
@@ -344,7 +346,7 @@ def _read_state(memory: mmap.mmap) -> tuple[Any, ...] | None:
     for _ in range(_READ_TRIES_MAX):
         copies = [memory[at : at + _STATE.size] for at in _COPIES_AT]
         again = [memory[at : at + _STATE.size] for at in _COPIES_AT]
-        # Twice, because a store begins by zeroing the copy from its head on.
+        # Twice, because a store first zeroes the copy from its head on.
         states = [_STATE.unpack(a) for a, b in zip(copies, again, strict=True) if a == b]
         whole = [state for state in states if state[0] == state[-1] > 0]
         if whole:

@@ -1,20 +1,19 @@
 """The record ring: a process's collectives and own work, readable after it stopped or died.
 
-One file per worker and attempt, mapped into memory: a header, one state per process group, and the
-last records one by one, of 64 bytes each. The writer makes no system call, so a record survives
+There is one file per worker and attempt, mapped into memory: a header, one state per process group,
+and the last records, of 64 bytes each. The writer makes no system call, so a record survives
 SIGSTOP and SIGKILL of the writer. These are the communicator and operation records of C4 (arXiv
 2406.04594, section 3), kept outside the communication library.
 
 A record is a collective, or a span of the rank's own work: data, forward, backward, optimizer.
-Spans follow each other and do not nest. A span knows how long the training thread was blocked in
-it, from the call of a wait to its end: the rest is the rank's own time. Collectives that were
-started ahead overlap with computing, so their times say nothing about that. On a device the host's
-times are not the device's: there a forward or backward span has what the device took for it, if
-that is known.
+Spans follow each other and do not nest. A span knows how long it blocked the training thread, from
+the call of a wait to its end: the rest is the rank's own time. Collectives that were started ahead
+overlap with computation, so their times say nothing about that. On a device the host's times are
+not the device's: there a forward or backward span has the device's time, if known.
 
-A reader must not take half a store for a whole one. A group's state is therefore kept twice and
-written alternately, each copy framed by the number of its store: a writer that is stopped during a
-store leaves the other copy intact.
+A reader must not mistake half a store for a whole one. So a group's state is stored in two copies,
+written alternately and framed by the number of the store: a writer that is stopped during a store
+leaves the other copy intact.
 
 Counterparts: ``workers.collectives`` writes, ``workers.records.ring_reader`` reads.
 """
@@ -73,13 +72,13 @@ from workers.records.ring_format import (
 )
 from workers.records.ring_reader import records_per_s
 
-#: A ring holds about so much of the time of a run.
+#: A ring holds about this much of a run's time.
 _HELD_S: Final = 60.0
 _US_MAX: Final = 0xFFFFFFFF
 
 
 class Waited(NamedTuple):
-    """A collective that this process waits for.
+    """A collective for which this process waits.
 
     Attributes:
         group: Name of the group.
@@ -102,23 +101,23 @@ class _GroupWriter:
 
     def __init__(self, offset: int, name: str, ranks: tuple[int, ...]) -> None:
         self.offset, self.name, self.ranks = offset, name, ranks
-        # On a device, those that were called are entered when the device reaches them.
+        # On a device, called collectives are entered when the device reaches them.
         self.called = self.entered = self.finished = 0
         self.stores = self.size_bytes = self.call = self.history = self.sent_bytes = 0
         self.in_flight: deque[_InFlight] = deque()
-        # Number and entered_ns of the one that a thread waits for.
+        # Number and entered_ns of the one for which a thread waits.
         self.waited = (0, 0)
         self.on_device = False
 
     def now_waited(self) -> tuple[int, int]:
-        """Return number and entered_ns of what is waited for; on a device of the first one."""
+        """Return number and entered_ns of the wait; on a device, of the first collective."""
         if self.on_device and self.in_flight and self.in_flight[0].entered_ns:
             return self.in_flight[0][:2]
         return self.waited
 
 
 class _InFlight(NamedTuple):
-    """A collective that was called and not seen to end; not entered yet if ``entered_ns`` is 0."""
+    """A call whose end was not seen; not entered yet if ``entered_ns`` is 0."""
 
     seq: int
     entered_ns: int
@@ -129,10 +128,10 @@ class _InFlight(NamedTuple):
 class RecordRing:
     """The writing end, thread-safe. One per attempt, made by the thread that trains in it.
 
-    It replaces what was at ``path`` atomically, which then is at ``last_ring_path``. It is made as
-    large as that ring's records say, for 60 s of them.
+    It replaces the file at ``path`` atomically, and moves that one to ``last_ring_path``. Its size
+    follows from the rate of that ring's records, for 60 s of them.
 
-    ``path`` is in memory-backed storage; ``num_ranks`` bounds the room for the groups' members.
+    ``path`` is in memory-backed storage; ``num_ranks`` limits the room for the groups' members.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, attempt: int, num_ranks: int) -> None:
@@ -149,7 +148,7 @@ class RecordRing:
             kept = draft.with_suffix(".kept")
             kept.hardlink_to(path)
             kept.replace(last_ring_path(path))
-        # A new file under the old name: a reader of the last ring keeps what it mapped.
+        # A new file under the old name: a reader of the last ring keeps its mapping.
         draft.replace(path)
         self._view = memoryview(self._memory)
         self._words, self._halves = self._view.cast("Q"), self._view.cast("I")
@@ -158,7 +157,7 @@ class RecordRing:
         self._num_stored = 0
         self._trainer, self._blocked_ns = threading.get_ident(), 0
         self._step = self._micro_batch = 0
-        # The newest span: number of its record + 1, and what was blocked before it.
+        # The newest span: number of its record + 1, and the blocked time before it.
         self._span, self._is_open, self._blocked_before_ns = 0, False, 0
 
     def _allocated(self, path: Path) -> tuple[int, Path, mmap.mmap]:
@@ -166,7 +165,8 @@ class RecordRing:
         needed = int(records_per_s(path) * _HELD_S)
         num_records = min(max(needed, NUM_RECORDS), NUM_RECORDS_MAX)
         if num_records > NUM_RECORDS:
-            # Shared memory may be small (64 MiB in a container): a shorter past is a past, too.
+            # Shared memory may be small (64 MiB in a container): a shorter past is better than
+            # none.
             with contextlib.suppress(OSError):
                 size_bytes = self._records_at + num_records * RECORD.size
                 return num_records, *map_draft(path, size_bytes)
@@ -203,10 +203,10 @@ class RecordRing:
     def enter(
         self, group: int, op: str, size_bytes: int, dtype: int = 0, *, on_device: bool = False
     ) -> tuple[int, int]:
-        """Record a call of a collective; return its number in the group, and its record's.
+        """Record a call of a collective; return its number in the group, and its record's number.
 
-        One on a device is entered when the device reaches it, see ``reach``: the host is far ahead.
-        Until then it is counted as ahead.
+        On a device a collective is entered when the device reaches it, see ``reach``: the host is
+        far ahead. Until then it is counted as ahead.
         """
         if group < 0:
             return 0, -1
@@ -227,12 +227,13 @@ class RecordRing:
             return seq, number
 
     def span(self, op: str, *, step: int = 0, micro_batch: int = 0, tokens: int = 0) -> int:
-        """Record that the span before ends, and that ``op`` of a micro-batch begins, if not "".
+        """Record that the last span ends, and that ``op`` of a micro-batch begins, if not "".
 
-        For the thread that made the ring. Collectives from now on are of this step and micro-batch.
+        Call it in the thread that made the ring. Later collectives belong to this step and
+        micro-batch.
 
         Args:
-            tokens: How many the span that ends has read.
+            tokens: How many the ending span has read.
 
         Returns:
             The number of the span's record, -1 if none begins.
@@ -250,13 +251,13 @@ class RecordRing:
                 self._blocked_before_ns = self._blocked_ns
                 number = self._put(NO_GROUP, OP_CODES[op], 0, 0, 0, self._span, now_ns)
                 self._is_open, self._span = True, number + 1
-                # Last: a reader finds the record by it.
+                # Last: it is how a reader finds the record.
                 self._words[SPAN_WORD] = number + 1
                 return number
             return -1
 
     def measured(self, number: int, device_s: float) -> None:
-        """Record how long a span that is over took the device."""
+        """Record the device time of a finished span."""
         with self._lock:
             at = self._records_at + number % self._num_records * RECORD.size
             if self._words[at // 8] == number + 1:
@@ -277,7 +278,7 @@ class RecordRing:
         return number
 
     def _end(self, number: int, flags: int, now_ns: int, blocked_ns: int) -> int:
-        """Record the end; return where the record is, 0 if it is overwritten by now."""
+        """Record the end; return where the record is, 0 if it is already overwritten."""
         at = self._records_at + number % self._num_records * RECORD.size
         if self._words[at // 8] != number + 1:
             return 0
@@ -288,7 +289,7 @@ class RecordRing:
     def reach(self, group: int, seq: int) -> None:
         """Record that the device has reached ``seq`` of ``group``; earlier ones come first.
 
-        It counts as waited for from now on: nothing shows when a stream waits.
+        It counts as waited for from now on, because a stream does not show when it waits.
         """
         if group < 0:
             return
@@ -318,11 +319,11 @@ class RecordRing:
     def leave(self, group: int, seq: int, number: int, flags: int, blocked_ns: int = 0) -> None:
         """Record the end of the collective ``seq`` of ``group``.
 
-        ``FINISHED`` ends the earlier ones of the group, too: this rank has the result of a later
-        one, so every member has called the earlier ones.
+        ``FINISHED`` also ends the group's earlier ones: this rank has the result of a later one, so
+        every member has called the earlier ones.
 
         Args:
-            blocked_ns: For how long the calling thread was blocked until now.
+            blocked_ns: How long the calling thread was blocked until now.
         """
         with self._lock:
             if blocked_ns and threading.get_ident() == self._trainer:
@@ -341,7 +342,10 @@ class RecordRing:
                 self._store(state)
 
     def waited(self, since_ns: int) -> Waited | None:
-        """Return a collective that is waited for since then, or since longer; None without one."""
+        """Return a collective for which a thread has waited since then or longer.
+
+        None without one.
+        """
         with self._lock:
             for state in self._groups:
                 seq, entered_ns = state.now_waited()
@@ -356,12 +360,12 @@ class RecordRing:
             return next((state.called for state in self._groups if state.name == name), 0)
 
     def num_in_flight(self) -> int:
-        """Return how many collectives were called and not seen to end."""
+        """Return how many collectives were called without a seen end."""
         with self._lock:
             return sum(len(state.in_flight) for state in self._groups)
 
     def close(self) -> None:
-        """Mark the attempt as left: readers see no groups any more. The file stays."""
+        """Mark the attempt as left: readers no longer see its groups. The file stays."""
         with self._lock:
             self._words[LEFT_WORD] = 1
 
@@ -382,12 +386,12 @@ class RecordRing:
 
 
 def map_draft(path: Path, size_bytes: int) -> tuple[Path, mmap.mmap]:
-    """Return a new file that is to replace ``path``, and its memory, all allocated.
+    """Return a new file to replace ``path``, and its memory, fully allocated.
 
     If shared memory is full, the first store to an unallocated page would be a bus error.
 
     Raises:
-        OSError: There is not that much.
+        OSError: There is not enough memory.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     with draft.open("w+b") as file:

@@ -1,4 +1,4 @@
-"""The file of a record ring: what is where in it.
+"""The layout of a record ring's file.
 
 A header, the state of each process group, the members of the groups, and the records. All numbers
 are little-endian. ``ring`` writes it, ``ring_reader`` reads it.
@@ -17,11 +17,11 @@ VERSION: Final = 3
 #: Groups beyond this many are counted and not recorded. A rank of a 5-axis mesh is in about 10
 #: groups, and pipeline pairs add 2 per neighbour.
 NUM_GROUPS_MAX: Final = 128
-#: The fewest records of a ring: some steps' worth in 256 KiB.
+#: The fewest records of a ring: a few steps in 256 KiB.
 NUM_RECORDS: Final = 4096
-#: And the most: 8 MiB.
+#: The most: 8 MiB.
 NUM_RECORDS_MAX: Final = 131072
-#: The ring of the attempt before is kept under its name with this after it.
+#: Suffix for the ring of the previous attempt.
 LAST_SUFFIX: Final = ".last"
 
 #: Bits of ``Record.flags``; none while the collective is in flight.
@@ -30,7 +30,7 @@ FAILED: Final = 2
 ABORTED: Final = 4
 FLAG_BITS: Final = 3
 
-#: A rank's own work; recorded as the collectives are, in no group.
+#: A rank's own work; recorded like collectives, but in no group.
 SPANS: Final = ("data", "forward", "backward", "optimizer")
 #: The recorded operations; a record holds the index.
 OPS: Final = (
@@ -48,7 +48,7 @@ OPS: Final = (
     "recv",
     *SPANS,
 )
-#: The type of a tensor; a record holds the index. Others than these are "".
+#: The type of a tensor; a record holds the index. All other types are "".
 DTYPES: Final = (
     "",
     "float32",
@@ -62,7 +62,7 @@ DTYPES: Final = (
     "bool",
 )
 OP_CODES: Final = {op: code for code, op in enumerate(OPS)}
-#: The group of a span.
+#: The group index of a span.
 NO_GROUP: Final = 0xFFFF
 
 # magic, version, attempt, pid, number of ints for ranks, number of records
@@ -104,17 +104,18 @@ EXIT_WORD: Final = 7
 
 _KNUTH: Final = 0x9E3779B97F4A7C15
 _SEND: Final = OP_CODES["send"]
-#: Calls of one number have one payload on all members; of other calls payloads may differ.
+#: Calls with one number have the same payload on all members; payloads of other calls may differ.
 _SAME_SIZE: Final = frozenset(
     OP_CODES[op] for op in ("all_reduce", "broadcast", "reduce", "send", "recv")
 )
 
 
 def sent_bytes(op: str, size_bytes: int, num_members: int) -> int:
-    """Return what a rank sends to one other, as rings do it.
+    """Return how many bytes a rank sends to one other, as rings do it.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", JPDC 69, 2009. A root that sends or hears all is counted as one of a ring.
+    workstations", JPDC 69, 2009. A root that sends or receives everything counts as a member of a
+    ring.
     """
     if op == "recv":
         return 0
@@ -137,7 +138,7 @@ def history_after(history: int, op: int, dtype: int, size_bytes: int) -> int:
 
 
 def packed_call(op: int, dtype: int, history: int) -> int:
-    """Return a call as the state of a group holds it."""
+    """Return a call in the form in which the state of a group holds it."""
     return op | dtype << 8 | history << 32
 
 
@@ -163,5 +164,5 @@ def records_offset(num_ints: int) -> int:
 
 
 def last_ring_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of the ring of the attempt before the one whose ring is at ``path``."""
+    """Return the path of the previous attempt's ring, given the current one at ``path``."""
     return Path(os.fspath(path) + LAST_SUFFIX)

@@ -1,4 +1,4 @@
-"""The reading end of record rings, in another process or after the writer's end."""
+"""Read record rings from another process, or after the writer has ended."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Record:
         micro_batch: Number of the micro-batch among this rank's of the step, from 0.
         history: Hash of the group's calls up to this one.
         blocked_s: How long this rank waited: for the collective, or for any during the span.
-        device_s: How long a span took the device; 0.0 if unknown.
+        device_s: Device time of a span; 0.0 if unknown.
         size_bytes: Payload of this rank.
-        enter_ns: When it was called, on the machine's monotonic clock; the host calls long before
-            a device gets there.
+        enter_ns: When it was called, on the machine's monotonic clock; the host calls long before a
+            device reaches it.
         exit_ns: When its result was seen; 0 while it is in flight.
         flags: ``FINISHED``, ``FAILED`` and ``ABORTED``.
     """
@@ -81,15 +81,15 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """All that a ring holds, for a look afterwards.
+    """The whole content of a ring, for later analysis.
 
     Attributes:
-        rank: The process's in the attempt, -1 if it had none yet.
+        rank: The process's rank in the attempt, -1 if it had none yet.
         place: Its (dp, pp, tp) in the mesh; None if unknown.
         node: Its machine, "" if unknown.
-        on_device: Whether it computes on a device, of which the host's times say nothing.
+        on_device: Whether it computes on a device, about which the host's times say nothing.
         groups: State of each group that was called, by ``Record.group``.
-        num_dropped: Groups that did not fit, so that nothing of them is in ``records``.
+        num_dropped: Groups that did not fit, so ``records`` has nothing of them.
         records: The last collectives, oldest first.
     """
 
@@ -107,9 +107,9 @@ class RingView(NamedTuple):
     """The content of a ring at one moment.
 
     Attributes:
-        attempt: The attempt that it is of, 0 without a ring.
+        attempt: Its attempt, 0 without a ring.
         groups: The groups in which a collective was called; none once the writer has left.
-        num_dropped: Groups that did not fit, of which nothing is recorded.
+        num_dropped: Groups that did not fit and are not recorded.
     """
 
     attempt: int
@@ -128,10 +128,12 @@ class RingReader:
         self._costs, self._last_span = Costs(), 0
 
     def look(self, *, now_ns: int | None = None) -> RingView:
-        """Return what the ring says now. Works while the writer runs, is stopped, or is gone.
+        """Return the current content of the ring.
+
+        Works while the writer runs, is stopped, or is gone.
 
         Args:
-            now_ns: Monotonic time that ``waiting_s`` counts to; by default now.
+            now_ns: Monotonic time up to which ``waiting_s`` counts; by default now.
         """
         try:
             found = os.stat(self._path)  # noqa: PTH116  a Path would cost as much again
@@ -148,10 +150,10 @@ class RingReader:
         return _view_of(self._memory, now_ns, self._ranks)
 
     def digest(self, *, now_ns: int) -> Digest | None:
-        """Return what the ring of the last look says of the rank's own work since the last digest.
+        """Return the rank's own work since the last digest, from the ring of the last look.
 
         None if it has no span, or its writer has left. Spans of a device get their times when the
-        step ends: until then they are left for the next digest.
+        step ends; until then they wait for the next digest.
         """
         memory = self._memory
         if memory is None or _word(memory, LEFT_WORD) or not (newest := _word(memory, SPAN_WORD)):
@@ -176,7 +178,7 @@ class RingReader:
                     own_s = took / 1e6
                 found.append(Span(OPS[op], step, micro_batch, own_s, tokens))
             else:
-                # Only the newest one may be open; it is read again when it is over.
+                # Only the newest one may be open; it is read again when it has ended.
                 now_in, since_ns, newest = op, enter_ns, before
             at = before
         self._last_span = newest
@@ -195,9 +197,9 @@ def is_ring(path: str | os.PathLike[str]) -> bool:
 
 
 def read_ring(path: str | os.PathLike[str]) -> Ring:
-    """Return what the ring at ``path`` holds, also after its writer left the attempt.
+    """Return the content of the ring at ``path``, also after its writer left the attempt.
 
-    Waits count to the last record in it: a copy does not say when it was made.
+    Waits count up to its last record: a copy does not say when it was made.
     """
     records = read_records(path)
     with _mapped(path) as memory:
@@ -225,7 +227,7 @@ def read_ring(path: str | os.PathLike[str]) -> Ring:
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
-    """Return the last collectives, oldest first, without those being stored at this moment."""
+    """Return the last collectives, oldest first, without those that are being stored right now."""
     with _mapped(path) as memory:
         if memory is None:
             return ()
@@ -257,7 +259,7 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
 
 
 def records_per_s(path: str | os.PathLike[str]) -> float:
-    """Return how many records a second the ring at ``path`` got; 0.0 without two of them."""
+    """Return the rate of records per second in the ring at ``path``; 0.0 without two of them."""
     with _mapped(path) as memory:
         if memory is None:
             return 0.0
@@ -287,7 +289,7 @@ def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap | None]:
 
 
 def _map(path: str | os.PathLike[str]) -> tuple[mmap.mmap | None, tuple[int, int]]:
-    """Return the ring at ``path`` and its inode; None and no inode if there is none."""
+    """Return the ring at ``path`` and its inode; None and no inode without one."""
     try:
         with Path(path).open("rb") as file:
             found = os.fstat(file.fileno())
@@ -320,7 +322,7 @@ def _read_group(
     for _ in range(_READ_TRIES_MAX):
         copies = [STATE.unpack_from(memory, offset + i * STATE.size) for i in (0, 1)]
         again = [STATE.unpack_from(memory, offset + i * STATE.size) for i in (0, 1)]
-        # Twice, because the store begins by zeroing the copy from its head on.
+        # Twice, because the store first zeroes the copy from its head on.
         whole = [a for a, b in zip(copies, again, strict=True) if a == b and a[0] == a[8]]
         if whole:
             break

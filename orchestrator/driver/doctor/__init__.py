@@ -1,4 +1,4 @@
-"""Checks a cluster before a run: ``asking`` asks each node, ``findings`` judges the answers."""
+"""Check a cluster before a run: ``asking`` asks each node, ``findings`` judges the answers."""
 
 from typing import TYPE_CHECKING
 

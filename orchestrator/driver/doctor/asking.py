@@ -1,6 +1,6 @@
 """Ask every node of a cluster about itself, for ``everstep doctor``.
 
-A short-lived process on each node collects the facts. Nothing stays behind in the run directory.
+A short-lived process on each node collects the facts. Nothing stays in the run directory.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from workers.process import copies_past_caches
 
 T = TypeVar("T")
 
-#: Their versions must be equal on all machines, as must the first two numbers of Python's.
+#: Their versions must be equal on all machines; so must Python's first two numbers.
 _PACKAGES = ("everstep", "ray", "torch")
-#: A node that starts no process within this would start no worker in time either.
+#: A node that starts no process within this time would also start no worker in time.
 ANSWER_S_MAX = 60.0
 _CONNECT_S_MAX = 3.0
 
@@ -53,12 +53,12 @@ _CONNECT_S_MAX = 3.0
 def examine(
     config: RunConfig | None, *, address: str | None
 ) -> tuple[list[Finding], list[NodeFacts]]:
-    """Return what was found, and the facts about each machine.
+    """Return the findings, and the facts about each machine.
 
     Args:
-        config: The run's, which is checked too; None if there is none.
-        address: A Ray cluster's. Without it, ``config`` or ``RAY_ADDRESS`` names one; without
-            those, only this machine is checked.
+        config: The run's configuration, which is checked too; None for no run.
+        address: Address of a Ray cluster. Without it, ``config`` or ``RAY_ADDRESS`` names one;
+            without those, only this machine is checked.
 
     Raises:
         CapacityError: No cluster answers there.
@@ -114,7 +114,7 @@ def _simulated() -> Finding:
 
 
 def _watched(config: RunConfig | None, address: str | None) -> dict[str, str]:
-    """Return where the run would ask whether a node is taken."""
+    """Return the sources that would announce the end of a node."""
     if config is None:
         return {"cloud": "auto" if address else "none"}
     cluster = config.cluster.model_copy(update={"address": address})
@@ -156,7 +156,7 @@ def facts_of(node: str, watched: Mapping[str, str]) -> NodeFacts:
 
 
 def _own_resources(config: RunConfig | None) -> dict[str, float]:
-    """Return what simulated nodes would have: they are made to hold all workers."""
+    """Return the resources that simulated nodes would have: enough for all workers."""
     if config is None:
         return {}
     needed = config.worker_resources()
@@ -173,7 +173,7 @@ class Examiner:
         self._socket = socket.create_server((self._host, 0), family=family)
 
     def address(self) -> tuple[str, int]:
-        """Return where this process can be reached by the other nodes."""
+        """Return the address at which other nodes reach this process."""
         return self._host, self._socket.getsockname()[1]
 
     def facts(self) -> tuple[NodeFacts, float]:
@@ -181,7 +181,7 @@ class Examiner:
         return facts_of(self._node, self._watched), wall_time()
 
     def unreachable(self, others: dict[str, tuple[str, int]]) -> tuple[str, ...]:
-        """Return those of ``others`` to which no connection could be opened."""
+        """Return those of ``others`` that accept no connection."""
         return tuple(name for name, place in others.items() if not _reaches(place))
 
     def storage_problem(self, run_url: str, probe: str, answer: str) -> str:
@@ -225,7 +225,7 @@ def _ask_nodes(run_url: str, watched: dict[str, str]) -> tuple[list[NodeFacts], 
     places = _answers({node: each.address.remote() for node, each in examiners.items()})
     asked_s = wall_time()
     told = _answers({node: examiners[node].facts.remote() for node in places})
-    # Each clock was read at an unknown instant between asking and now.
+    # Each clock was read at an unknown time between the request and now.
     slack_s = (wall_time() - asked_s) / 2
     others = {names[node]: place for node, place in places.items()}
     cut_off = _answers({node: examiners[node].unreachable.remote(others) for node in told})
@@ -257,13 +257,13 @@ def _nodes_there() -> list[NodeKind]:
 
 
 def _on_head(ask: Callable[..., T], *arguments: Any) -> T | None:
-    """Return the answer of a function that runs where the controller will; None without one."""
+    """Run a function where the controller will run; return its result, None without a cluster."""
     answer: T | None = _answers({"head": on_head(ask, *arguments)}).get("head")
     return answer
 
 
 def _why_no_port(port: int) -> str:
-    """Return why nothing can listen on a port of this machine, "" if something can."""
+    """Return why nothing can listen on a port of this machine; "" if something can."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
@@ -272,7 +272,7 @@ def _why_no_port(port: int) -> str:
 
 
 def _types_here() -> list[NodeKind] | None:
-    """Return what the autoscaler that runs on this machine was told, None if none does."""
+    """Return the configuration of the autoscaler on this machine; None without one."""
     from ray.autoscaler.v2.instance_manager.config import FileConfigReader
 
     option = b"--autoscaling-config="
@@ -280,7 +280,7 @@ def _types_here() -> list[NodeKind] | None:
         try:
             words = path.read_bytes().split(b"\0")
         except OSError:
-            continue  # it has just ended
+            continue  # It has just ended.
         told = [word.removeprefix(option).decode() for word in words if word.startswith(option)]
         if told and told[0] and any(word.endswith(b"monitor.py") for word in words):
             config = FileConfigReader(told[0]).get_cached_autoscaling_config()
@@ -332,7 +332,7 @@ def _answers(calls: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beyond(offset_s: float, slack_s: float) -> float:
-    """Return the part of an offset that the duration of asking does not explain."""
+    """Return the part of an offset that the time of the request does not explain."""
     return max(0.0, abs(offset_s) - slack_s) * (1 if offset_s > 0 else -1)
 
 

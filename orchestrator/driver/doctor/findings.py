@@ -1,4 +1,4 @@
-"""Judge a cluster before money is spent on it: facts about nodes in, findings out. Pure.
+"""Judge a cluster before a run spends money on it: facts about nodes in, findings out. Pure.
 
 Each check finds something that would fail a run, or slow its recoveries, hours later and with a
 less clear message.
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from orchestrator.config import Alternative, RunConfig
 from workers.process import TUNABLE, VARIABLE
 
-#: Progress records and record rings of a worker take less than a MiB; with less than this free,
-#: something else fills it up.
+#: Progress records and record rings of a worker take less than a MiB. If less than this is free,
+#: something else fills the memory.
 SHARED_MEMORY_BYTES_MIN = 64 << 20
 #: Ray alone holds some hundred connections on a node; Ray advises 65536.
 OPEN_FILES_MIN = 4096
-#: Incidents compare the times of several machines.
+#: Incidents compare times of several machines.
 CLOCK_S_MAX = 1.0
 
 
@@ -38,7 +38,7 @@ class Finding:
     Attributes:
         about: The subject of the check, in one or two words.
         message: The result; names the nodes.
-        advice: How to mend it; "" if there is nothing to do.
+        advice: How to fix it; "" if there is nothing to do.
     """
 
     level: Level
@@ -53,18 +53,19 @@ class NodeFacts:
 
     Attributes:
         node: Its host name and the beginning of Ray's id; "this machine" without Ray.
-        versions: By package, those of Python and of all that must be equal on all machines.
-        clock_ahead_s: How far its clock is ahead of ours.
+        versions: Versions by package, of Python and of everything that must be equal on all
+            machines.
+        clock_ahead_s: Lead of its clock over ours.
         shared_memory_bytes: Free in /dev/shm.
-        open_files: How many a process may open.
-        resources: Ray's resources that are free there, by Ray's names.
-        holds_workers: Whether it may; a head without processors has only the controller.
+        open_files: Limit of open files per process.
+        resources: Ray's free resources there, by Ray's names.
+        holds_workers: Whether it may; a head without processors holds only the controller.
         copies_past_caches: Whether large copies in Ray's processes bypass the processor's caches.
         storage_problem: Why it cannot use the run directory; "" if it can, or none was named.
-        unreachable: Nodes to which it could open no connection.
-        watched: Sources that would tell it that it is taken, beside Ray.
-        unheard: A line for each of them that does not answer.
-        interface_problem: Why collectives find no interface there; "" if they find one.
+        unreachable: Nodes that accepted no connection from it.
+        watched: Sources, besides Ray, that would announce its end.
+        unheard: A line for each of these sources that does not answer.
+        interface_problem: Why collectives find no network interface there; "" if they find one.
     """
 
     node: str
@@ -84,11 +85,12 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKind:
-    """A node that is there, or a type of node that an autoscaler may bring.
+    """An existing node, or a type of node that an autoscaler may add.
 
     Attributes:
         name: For people.
-        resources: In all, by Ray's names; empty if the autoscaler finds out when it is there.
+        resources: Total resources, by Ray's names; empty if the autoscaler only learns them from a
+            running node.
         labels: Ray's labels.
     """
 
@@ -112,10 +114,10 @@ class NodeKind:
 def unserved(
     config: RunConfig, *, there: Sequence[NodeKind], types: Sequence[NodeKind] | None
 ) -> list[Finding]:
-    """Return which alternatives of capacity no node can serve; without any, the room of a worker.
+    """Return which alternatives of capacity no node can serve; without any, the worker's room.
 
-    ``there`` are the nodes of the cluster, and ``types`` those that its autoscaler may bring; None
-    if that is not known.
+    ``there`` are the nodes of the cluster, and ``types`` those that its autoscaler may add; None if
+    unknown.
     """
     findings: list[Finding] = []
     for number, wanted in enumerate(config.alternatives()):
@@ -127,10 +129,10 @@ def unserved(
         needs = {**{n: f"{a:g}" for n, a in wanted.resources.items()}, **wanted.selector()}
         what = ", ".join(f"{name} {value}" for name, value in needs.items())
         if types is None:
-            message = f"no node has {what}; which nodes an autoscaler may bring is not known"
-            advice = "see that it has a type of node for it"
+            message = f"no node has {what}; it is not known which nodes an autoscaler may add"
+            advice = "check that it has a type of node for it"
         else:
-            message = f"no node has {what}, and no type of node that the autoscaler may bring"
+            message = f"no node has {what}, and no type of node that the autoscaler may add"
             advice = (
                 f"change {change}, or add such a type; it has "
                 f"{'; '.join(map(str, types)) or 'none'}"
@@ -146,7 +148,9 @@ def port_taken(port: int, why: str) -> Finding:
         f"port {port} of the controller's machine: {why}; the run would take a free one, so "
         "Prometheus would look at the wrong port"
     )
-    advice = f"name another port; `ss -ltnp sport = :{port}` there says who has this one"
+    advice = (
+        f"name another port; `ss -ltnp sport = :{port}` there shows the process that uses this one"
+    )
     return Finding(Level.WARN, "cluster.metrics_port", message, advice)
 
 
@@ -156,15 +160,15 @@ def diagnose(
     """Return the result of every check of ``nodes``.
 
     Args:
-        nodes: The head and the nodes for workers that answered; only ``here`` without a cluster.
-        here: The machine that asks; the nodes must have its versions.
-        config: The run's; None checks what every run needs.
+        nodes: The head and the nodes for workers that answered; without a cluster only ``here``.
+        here: The machine of this process; the nodes must have its versions.
+        config: The run's configuration; None checks what every run needs.
     """
     findings = [_finding(check, nodes, here) for check in _OF_EACH]
     if list(nodes) != [here]:
         between = [_finding(check, nodes, here) for check in _BETWEEN]
         if not any(facts.holds_workers for facts in nodes):
-            # One node reads what it wrote, and connects to itself.
+            # A single node reads its own file and connects to itself.
             between = [finding for finding in between if finding.level is not Level.OK]
             between.append(_NO_NODES)
         findings += between
@@ -201,12 +205,12 @@ def _little_shared_memory(facts: NodeFacts, _: NodeFacts) -> str:
 
 
 def _watched(nodes: Sequence[NodeFacts], _: NodeFacts) -> str:
-    """Return what tells the nodes that they are taken."""
+    """Return the finding about sources of notices."""
     if watched := sorted({name for facts in nodes for name in facts.watched}):
         return f"{' and '.join(watched)}: asked, and it answers"
     return (
-        "no cloud is asked (none is recognised, notices.cloud is none, or nodes are simulated); "
-        "only Ray's own drains are followed (SIGTERM of a pod, `ray drain-node`)"
+        "no cloud is asked (none is recognised, notices.cloud is none, or nodes are "
+        "simulated); only Ray's own drains are followed (SIGTERM of a pod, `ray drain-node`)"
     )
 
 
@@ -230,7 +234,7 @@ _OF_EACH = (
         "versions",
         _differing,
         _versions,
-        "install the same on every node: one image, or a runtime environment of Ray",
+        "install the same version on every node: use one image, or a runtime environment of Ray",
         Level.FAIL,
     ),
     _Check(
@@ -249,14 +253,15 @@ _OF_EACH = (
         "interfaces",
         lambda f, _: f.interface_problem,
         "collectives find one",
-        "mend the variable where Ray is started, or leave it out",
+        "fix the variable where Ray is started, or leave it out",
         Level.FAIL,
     ),
     _Check(
         "notices",
         lambda f, _: ", ".join(f.unheard),
         _watched,
-        "do as the brackets say; a node that is taken is else found when it is gone",
+        "do as the brackets say; otherwise the run notices that a node is taken only when it "
+        "is gone",
     ),
 )
 #: Checks that compare or connect nodes.
@@ -279,35 +284,39 @@ _BETWEEN = (
         "clocks",
         lambda f, _: f"{f.clock_ahead_s:+.1f} s" if abs(f.clock_ahead_s) > CLOCK_S_MAX else "",
         f"all agree within {CLOCK_S_MAX:g} s",
-        "set them by NTP: incidents compare times of several machines",
+        "synchronise them by NTP: incidents compare times of several machines",
     ),
     _Check(
         "copies",
         lambda f, _: "" if f.copies_past_caches else "large copies go through the caches",
         "large copies bypass the processor's caches",
-        f"start Ray with {VARIABLE}={TUNABLE}: training waits less for snapshots",
+        f"start Ray with {VARIABLE}={TUNABLE}: snapshots then delay training less",
     ),
 )
 _NO_NODES = Finding(
     Level.WARN,
     "nodes",
-    "none that could have workers is there and answers: storage and network between nodes were not "
-    "checked",
-    "add one, or begin the run so that an autoscaler brings one, and ask again",
+    "no node that could hold workers is there and answers: storage and network between nodes "
+    "were not checked",
+    "add a node, or start the run so that an autoscaler adds one, and ask again",
 )
 
 
 def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str]) -> str:
     """Return why Gloo or NCCL finds no interface on a machine; "" if both find one.
 
-    Gloo takes whole names. NCCL takes beginnings, or whole names behind "=", or all others than
-    those behind "^".
+    Gloo takes whole names. NCCL takes prefixes, or whole names after "=", or all names except those
+    after "^".
     """
     found = []
     gloo = environment.get("GLOO_SOCKET_IFNAME", "")
     unknown = [name for name in gloo.split(",") if name and name not in interfaces]
     if unknown:
-        why = "which is no interface" if unknown[0][0] not in "^=" else "and Gloo takes whole names"
+        why = (
+            "which is not an interface"
+            if unknown[0][0] not in "^="
+            else "and Gloo takes whole names"
+        )
         found.append(f"GLOO_SOCKET_IFNAME={gloo} has {unknown[0]}, {why}")
     nccl = environment.get("NCCL_SOCKET_IFNAME", "")
     is_exact = nccl.lstrip("^").startswith("=")
@@ -323,14 +332,14 @@ def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str])
 
 
 def _sharing(config: RunConfig) -> list[Finding]:
-    """Return how many workers share a GPU, and what that costs."""
+    """Return a finding about workers that share a GPU, and the cost."""
     share = config.cluster.gpus_per_worker
     if not 0 < share < 1:
         return []
     message = (
-        f"up to {int(1 / share)} workers share a GPU: each has {share:.0%} of its memory, and they "
-        "take turns, so a step takes as long as all of theirs together, and a collective some "
-        "milliseconds more"
+        f"up to {int(1 / share)} workers share a GPU: each has {share:.0%} of its memory, and "
+        "they take turns, so a step takes as long as all of theirs together, and a collective "
+        "some milliseconds more"
     )
     return [Finding(Level.OK, "sharing", message)]
 
@@ -364,7 +373,7 @@ def report(findings: Sequence[Finding], nodes: Sequence[NodeFacts]) -> dict[str,
 
 
 def advice_lines(findings: Sequence[Finding]) -> list[str]:
-    """Return a line for each finding, followed by one that says what to do."""
+    """Return a line for each finding, followed by one with its advice."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.level:<5} {finding.about}: {finding.message}")

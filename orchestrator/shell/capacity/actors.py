@@ -1,7 +1,7 @@
 """The run's actors of one kind: the keepers by node, or the workers by name.
 
-They are detached, so they outlive the controller, and the next one finds them by name. Ray is
-called in threads: its head may be slow to answer.
+They are detached, so they outlive the controller, and the next controller finds them by name. Ray
+is called in threads, because its head may answer slowly.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class ActorPool:
         return None
 
     async def kill(self, handle: Any, *, restart: bool = False) -> None:
-        """SIGKILL an actor; Ray starts it again with ``restart``."""
+        """SIGKILL an actor; Ray restarts it with ``restart``."""
         with contextlib.suppress(RayError, ValueError):
             await in_thread(RAY, ray.kill, handle, no_restart=not restart)
 
     async def close(self) -> None:
-        """Kill what is still being started."""
+        """Kill the actors that are still starting."""
         started = await asyncio.gather(*self._starting, return_exceptions=True)
         handles = [handle for handle in started if not isinstance(handle, BaseException)]
         await asyncio.gather(*map(self.kill, handles))
@@ -91,7 +91,7 @@ class ActorPool:
 
 
 async def answer(asked: Awaitable[_T], within_s: float) -> _T | None:
-    """Return what an actor answers; None if it is late, or Ray does not reach it."""
+    """Return an actor's answer; None if it is late, or Ray does not reach it."""
     with contextlib.suppress(RayError, TimeoutError):
         async with asyncio.timeout(within_s):
             return await asked

@@ -1,7 +1,7 @@
 """Reads from Ray's autoscaler which requests it cannot serve.
 
-Ray tells a placement group nothing: it is pending, whether its machine is on the way, sold out, or
-of no type that the cluster has. The autoscaler reports both to Ray's head.
+Ray gives no reason for a pending placement group: its machine may be on the way, sold out, or of a
+type that the cluster lacks. The autoscaler reports both to Ray's head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ANSWER_S = 5
 class AutoscalerWatch:
     """Finds which alternatives of capacity are refused."""
 
-    #: Which alternative was asked for when a type of node was first refused.
+    #: The alternative that was requested when a type of node was first refused.
     _meant: dict[str, int] = field(default_factory=dict)
     _last_failed_s: int = -1
 
@@ -30,8 +30,8 @@ class AutoscalerWatch:
         """Return a line for people for each alternative that was refused since the last call.
 
         Args:
-            asked: The alternative of every pending group, by the group's id, without those that
-                were refused before.
+            asked: The alternative of every pending group, by the group's id, without those already
+                refused.
         """
         state = _autoscaling_state()
         found: dict[int, str] = {}
@@ -42,7 +42,8 @@ class AutoscalerWatch:
         failed = list(state.failed_instance_requests)
         new = [each for each in failed if each.failed_ts > self._last_failed_s]
         for each in sorted(new, key=lambda each: each.failed_ts):
-            # The report names a type of node and no group: the best that is not refused yet.
+            # The report names a type of node and no group: assume the best alternative that is not
+            # refused yet.
             best = min(asked.values(), default=-1)
             alternative = self._meant.setdefault(each.ray_node_type_name, best)
             if alternative in asked.values():
@@ -54,7 +55,7 @@ class AutoscalerWatch:
 
 
 def _autoscaling_state() -> Any:
-    # Both modules are compiled, and have no types.
+    # Both modules are compiled, without type information.
     raylet: Any = _raylet
     messages: Any = autoscaler_pb2
     client = raylet.GcsClient(ray.get_runtime_context().gcs_address)

@@ -1,4 +1,4 @@
-"""The keepers on the run's nodes: they are started, met, asked whether they live, and ended."""
+"""The keepers on the run's nodes: start, connect to, check and end them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.threads import Tasks
 from workers.protocol import Ending
 
-#: A keeper that is being started again is called this often.
+#: How often to call a keeper that is restarting.
 RETRY_S = 0.1
-#: A keeper that lives answers a new controller in 1 to 50 ms.
+#: A live keeper answers a new controller in 1 to 50 ms.
 MEET_S = 2.0
-#: How often a keeper is asked whether it is there.
+#: How often to ask a keeper whether it lives.
 ASK_S = 5.0
-#: To remove its files takes a keeper milliseconds; one that stands still must not hold up the end.
+#: A keeper removes its files in milliseconds; a stuck one must not delay the end.
 CLEAR_S = 5.0
-#: A keeper has so long to say how a process ended: the recovery waits for it.
+#: How long a keeper has to say how a process ended: the recovery waits for it.
 ENDING_S = 1.2
-#: Evidence is taken for so long, and what is taken then may take so long to be stored.
+#: How long keepers may take evidence, and how long they may then store it.
 EVIDENCE_S = 0.5
 STORE_S = 60.0
 
@@ -56,7 +56,7 @@ class Keepers:
         self._restarts = Tasks()
 
     async def meet(self) -> None:
-        """Meet the keepers that run already, at most for ``MEET_S``; then set ``Nodes.met``."""
+        """Connect to running keepers, for at most ``MEET_S``; then set ``Nodes.met``."""
         await self._nodes.seen.wait()
         nodes = list(self._nodes.views)
         found = await asyncio.gather(*map(self._pool.find, nodes))
@@ -71,12 +71,12 @@ class Keepers:
         self._nodes.met.set()
 
     def start(self, node: str) -> None:
-        """Start a keeper on ``node``, or meet the running one."""
+        """Start a keeper on ``node``, or connect to the running one."""
         view = self._nodes.views.get(node)
         if view is None or view.lost.is_set() or view.starting is not None:
             return
         if view.ending is not None:
-            # Ray would return the keeper that ends.
+            # Otherwise Ray would return the keeper that is ending.
             view.ending.add_done_callback(lambda _: self.start(node))
             return
         view.starting = asyncio.create_task(self._pool.start(node, node))
@@ -108,19 +108,19 @@ class Keepers:
         return bool(await answer(view.keeper.kill.remote(worker), PROBE_S))
 
     async def kill_node(self, node: str) -> None:
-        """Have the keeper of ``node`` SIGKILL the raylet there, with which all ends."""
+        """Have the keeper of ``node`` SIGKILL its raylet, which ends everything there."""
         view = self._nodes.views.get(node)
         if view is not None and view.keeper is not None:
             await answer(view.keeper.kill_node.remote(), PROBE_S)
 
     async def take_evidence(self, node: str, attempt: int) -> None:
-        """Have the keeper of ``node`` take evidence of ``attempt``; return once it has."""
+        """Have the keeper of ``node`` take evidence of ``attempt``; return when it has."""
         view = self._nodes.views.get(node)
         if view is not None and view.keeper is not None and not view.is_dead:
             await answer(view.keeper.take_evidence.remote(attempt), EVIDENCE_S)
 
     async def store_evidence(self, node: str, attempt: int, folder: str) -> None:
-        """Have it store what it took below ``folder`` of the run directory."""
+        """Have the keeper store that evidence below ``folder`` of the run directory."""
         view = self._nodes.views.get(node)
         if view is not None and view.keeper is not None and not view.is_dead:
             await answer(view.keeper.store_evidence.remote(attempt, folder), STORE_S)
@@ -133,7 +133,7 @@ class Keepers:
         return await answer(view.keeper.ending.remote(pid), ENDING_S) or Ending("")
 
     async def close(self) -> None:
-        """End every keeper of the run; those that can be reached leave nothing behind."""
+        """End every keeper of the run; reachable ones leave nothing behind."""
         views = list(self._nodes.views.values())
         for view in views:
             for task in view.tasks:
@@ -164,12 +164,12 @@ class Keepers:
         await asyncio.gather(self._accompany(view), self._ask_often(view))
 
     async def _accompany(self, view: NodeView) -> None:
-        """Keep a held call on the keeper; a failing one is a reason to look at the node."""
+        """Keep a pending call on the keeper; if it fails, look at the node."""
         while True:
             try:
                 hello = await view.keeper.hello.remote()
             except ActorUnavailableError:
-                # A call to a process that is only just starting fails like that.
+                # A call to a process that is still starting fails in the same way.
                 await asyncio.sleep(RETRY_S)
                 continue
             except RayError as error:
@@ -178,9 +178,9 @@ class Keepers:
                 return
             view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
             view.lease_s = hello["lease_s"]
-            # Less than it is by the time that the answer took.
+            # The true value is larger by the time that the answer took.
             view.clock_ahead_s = max(0.0, hello["wall_time"] - wall_time())
-            # After a restart it listens elsewhere, and asks for another secret.
+            # After a restart it listens elsewhere, with another secret.
             view.host, view.port = hello["host"], hello["port"]
             view.secret = hello["secret"]
             view.is_returning = False
@@ -190,10 +190,10 @@ class Keepers:
             try:
                 await view.keeper.hold.remote()
             except RayError as error:
-                # Until it is back it is not asked, and no peer is told of it.
+                # Until it is back, it gets no requests and no peer learns of it.
                 view.secret, view.keeper_pid = b"", 0
-                # If the raylet answers, the machine lives: training need not stop for this.
-                # Callers wait until this is known.
+                # If the raylet answers, the machine lives: training need not stop for this. Callers
+                # wait until this is known.
                 view.is_returning = True
                 detail = type(error).__name__
                 self._inbox.post(KeeperDied(at_s=self._inbox.at_s(), node=view.node, detail=detail))
@@ -202,7 +202,7 @@ class Keepers:
                     return
 
     async def _ask_often(self, view: NodeView) -> None:
-        """Report a keeper that takes calls and says nothing: Ray takes it for alive."""
+        """Report a keeper that accepts calls but does not answer: Ray considers it alive."""
         while True:
             is_there = view.greeted.is_set() and not view.is_returning
             bound_s = self._bounds.keeper_silent_s if is_there else self._bounds.keeper_return_s
@@ -213,6 +213,6 @@ class Keepers:
                 at_s = self._inbox.at_s()
                 self._inbox.post(KeeperSilent(at_s=at_s, node=view.node, silent_s=bound_s))
             except RayError:
-                # The held call has failed as well.
+                # The pending call has failed as well.
                 pass
             await asyncio.sleep(ASK_S)

@@ -1,7 +1,7 @@
-"""Slow links of the attempt: seen in its own traffic, then timed by keepers, then suspected.
+"""Slow links of the attempt: found in its own traffic, then timed by keepers, then suspected.
 
-Training goes on meanwhile. A look at what reports say costs nothing; keepers send each other 4 MB
-at most, all pairs of four nodes in six rounds of 0.2 s at most.
+Training continues meanwhile. Reading the reports costs nothing. Keepers send each other at most 4
+MB: all pairs of four nodes, in six rounds of at most 0.2 s.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.inbox import Inbox
 from workers.protocol import Peer
 
-#: The traffic of so long is compared: some seconds, so that a step that is like no other counts
-#: for little, and below the ten in which a slow link is to be named.
+#: The period whose traffic is compared: some seconds, so that one unusual step counts little, but
+#: less than the ten in which a slow link must be named.
 WINDOW_S: Final = 4.0
 LOOK_S: Final = 1.0
-#: It is timed after so many looks in a row that found it slow, and well after as many that did not.
+#: A link is timed after it looked slow this many times in a row, and counts as healthy after as
+#: many others.
 _NUM_LOOKS: Final = 2
-#: A keeper has so long for one transfer.
+#: How long a keeper has for one transfer.
 _TIMED_S: Final = 1.0
 #: The kernel counts in milliseconds: a fast link may seem to take no time.
 _LEAST_RATIO: Final = 0.01
-#: Links that were timed are timed again after this, and each time after twice as long.
+#: Timed links are timed again after this, and each time after twice as long.
 _AGAIN_S: Final = 10.0
 _AGAIN_S_MAX: Final = 600.0
 
@@ -46,17 +47,17 @@ class Suspect(Protocol):
         times: float,
         is_confirmed: bool,
     ) -> None:
-        """Take what is suspected of links now."""
+        """Process what is suspected of links now."""
 
 
 class LinkWatch:
-    """Compares what nodes send each other.
+    """Compare the traffic between nodes.
 
     Args:
-        inbox: Takes which links the next order of nodes is to leave out.
-        suspect: Takes what keepers found.
+        inbox: Takes the links that the next order of nodes should avoid.
+        suspect: Takes the keepers' findings.
         views: The nodes by name.
-        attempt: Returns the attempt that trains and the node of each rank; () while none does.
+        attempt: Returns the attempt that trains and the node of each rank; () while none trains.
     """
 
     def __init__(
@@ -80,13 +81,13 @@ class LinkWatch:
         self._again_s, self._pause_s = -math.inf, _AGAIN_S
 
     async def watch_forever(self) -> None:
-        """Look again and again until cancelled."""
+        """Check repeatedly until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             await self.look()
 
     async def look(self) -> None:
-        """Compare what was sent of late; have it timed if something was slow for long enough."""
+        """Compare recent traffic; have a link timed if it was slow for long enough."""
         at_s, (number, nodes) = self._inbox.at_s(), self._attempt()
         transfers = {
             pair: one
@@ -96,7 +97,7 @@ class LinkWatch:
         found = links.suspects(transfers, WINDOW_S)
         if not found:
             self._num_slow = 0
-            # While nothing is sent, as in an evaluation, nothing is known.
+            # While no data is sent, as in an evaluation, nothing is known.
             is_well = self._suspects and links.costs(transfers).keys() >= set(self._suspects)
             self._num_well = self._num_well + 1 if is_well else 0
             if self._num_well == _NUM_LOOKS:
@@ -118,7 +119,7 @@ class LinkWatch:
         ranks = {node: [r for r, other in enumerate(nodes) if other == node] for node in nodes}
         trained = {pair: one.num_bytes / WINDOW_S for pair, one in transfers.items()}
         if told := links.slow(rates, found, ranks, trained):
-            # A keeper that had to wait for a processor was slow once.
+            # A keeper that had to wait for a processor looked slow once.
             again = await self._time(timed)
             rates = {pair: max(rate, again.get(pair, 0.0)) for pair, rate in rates.items()}
             told = links.slow(rates, found, ranks, trained)
@@ -165,7 +166,7 @@ class LinkWatch:
 def _slow(
     told: Sequence[Verdict], nodes: Sequence[str], rates: Mapping[links.Pair, float]
 ) -> set[tuple[str, str, float]]:
-    """Return what is slow as (sender, receiver, bytes a second), "" for all others."""
+    """Return the slow ones as (sender, receiver, bytes a second); "" stands for all others."""
     found: set[tuple[str, str, float]] = set()
     for one in told:
         found |= {(nodes[a], nodes[b], rates[nodes[a], nodes[b]]) for a, b in one.guilty.links}

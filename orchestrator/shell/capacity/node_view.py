@@ -17,21 +17,21 @@ class NodeView:
 
     Attributes:
         node: Ray node id, hex.
-        rack: Nodes of one rack fail together; "" if none is known.
+        rack: Nodes of one rack fail together; "" if unknown.
         state: alive, draining or lost.
-        notice: The source of the notice that it ends; "" without notice.
-        taken_s: When it ends, on the run's clock; infinity if no time is known.
-        raylet_pid: Process id of the raylet; 0 before the keeper said it.
+        notice: The source of the notice of its end; "" without notice.
+        taken_s: When it ends, on the run's clock; infinity if unknown.
+        raylet_pid: Process id of the raylet; 0 before the keeper reported it.
         keeper_pid: Process id of the keeper; 0 while there is none.
         clock_ahead_s: Lower bound of its clock's lead over the controller's; 0 if behind.
         lease_s: How long its trainers continue without a controller.
         lost_s: When it was declared lost, on the run's clock.
-        is_dead: Whether it is lost, and no process of it can be alive.
-        is_returning: Whether its keeper died alone and is being started again.
-        starting: Set once a keeper was asked for; its result is the handle.
+        is_dead: Whether it is lost, and none of its processes can be alive.
+        is_returning: Whether only its keeper died and is restarting.
+        starting: Set once a keeper was requested; its result is the handle.
         host: Where the keeper serves snapshots; "" if it keeps none.
-        secret: Peers must show it to the keeper; b"" before the keeper answered.
-        tasks: Run until the node is lost.
+        secret: Peers must send it to the keeper; b"" before the keeper answered.
+        tasks: Tasks that run until the node is lost.
         care: The one of ``tasks`` that ends with the keeper.
         ending: Set while the keeper is being ended.
         greeted: Set once the keeper has answered.
@@ -63,7 +63,7 @@ class NodeView:
 
 
 def view_of(row: Mapping[str, Any], rack_label: str) -> NodeView:
-    """Return what a row of Ray's node table says of a node; ``rack_label`` as for ``Nodes``."""
+    """Return a node from a row of Ray's node table; ``rack_label`` as for ``Nodes``."""
     return NodeView(
         node=row["NodeID"],
         raylet_address=(row["NodeManagerAddress"], row["NodeManagerPort"]),

@@ -1,9 +1,9 @@
 """The node watcher: which machines the cluster has, and which of them are lost.
 
-Ray's own verdict on a dead machine takes 14 to 62 s. This watcher looks at a node as soon as its
-raylet hangs up, or a process on it is gone: a raylet that refuses connections is dead, and its node
-is lost. So is one whose machine answers nothing for some seconds, while others do; if all are
-silent at once, it is the controller's own machine that is cut off, and Ray decides.
+Ray takes 14 to 62 s to declare a machine dead. This watcher looks at a node as soon as its raylet
+closes the connection or a process on it is gone: a raylet that refuses connections is dead, and its
+node is lost. A node is also lost if its machine is silent for some seconds while others answer. If
+all are silent at once, the controller's own machine is cut off, and Ray decides.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from orchestrator.shell.threads import RAY, Tasks, in_thread
 from workers.keeper import hung_up
 from workers.protocol import LEASE_S, Notice
 
-#: The node table and drain notices are read this often, 2.6 ms of processor time a read. Lost
-#: nodes are found by their connections; a new one and a notice of 30 s can wait this long.
+#: How often to read the node table and drain notices, which takes 2.6 ms of processor time.
+#: Connections reveal lost nodes; a new node and a notice of 30 s can wait this long.
 POLL_S = 2.0
-#: A node that was declared lost and is there all the same is taken in again after this.
+#: A node that was declared lost but still lives is accepted again after this.
 RETURN_S = 5.0
-#: One that lives hangs up on who says nothing after two minutes, and is called again. So is one
-#: that dies, in case its port outlived the connection.
+#: A live raylet closes idle connections after two minutes, and is called again. So is a dying one,
+#: in case its port outlived the connection.
 RECALL_S = 0.05
 
 #: Ray's node table, and the drain notices: the deadline of a node in ms since the epoch.
@@ -40,7 +40,7 @@ def read_cluster() -> Cluster:
     """Return what Ray's head knows of the nodes."""
     from ray._private.state import state as ray_state
 
-    # In this order: the notice of a node that dies in between is not taken for withdrawn.
+    # In this order: otherwise the notice of a node that dies in between would look withdrawn.
     notices = dict(ray_state.get_draining_nodes())
     return ray.nodes(), notices
 
@@ -53,9 +53,9 @@ class Nodes:
         needs: The resources that a worker may need; smaller nodes are ignored.
         rack_label: Ray's label of a node that names its rack; "" if there is none.
         here: The controller's node, which may be too small for workers.
-        own_notice: Returns the notice that it ends; None if it stays.
+        own_notice: Returns the notice of its end; None if it stays.
         drained: As for ``Notices``.
-        read: Returns the cluster as Ray knows it; called in a thread.
+        read: Returns the cluster's state from Ray; called in a thread.
 
     Attributes:
         here: As above.
@@ -85,10 +85,10 @@ class Nodes:
         self._looks = Tasks()
         self.views: dict[str, NodeView] = {}
         self.notices = Notices(self.views, inbox, here, drained)
-        #: Set when the cluster was looked at for the first time.
+        #: Set after the first look at the cluster.
         self.seen = asyncio.Event()
-        #: Set when the controller has met the keepers that were running when it started. One that
-        #: restarts in the middle of a recovery must not take unknown memory for no memory.
+        #: Set when the controller has connected to the keepers that were running when it started. A
+        #: controller that restarts during a recovery must not mistake unknown memory for no memory.
         self.met = asyncio.Event()
 
     async def watch_forever(self) -> None:
@@ -98,7 +98,7 @@ class Nodes:
             await asyncio.sleep(POLL_S)
 
     async def look(self) -> None:
-        """Report what has changed since the last look."""
+        """Report changes since the last look."""
         table, notices = await in_thread(RAY, self._read)
         for row in table:
             self._compare(row)
@@ -114,7 +114,7 @@ class Nodes:
             self._inbox.post(NodeLost(at_s=self._inbox.at_s(), node=node, cause=cause))
 
     def give_up(self, node: str) -> None:
-        """Take ``node`` for lost."""
+        """Mark ``node`` as lost."""
         view = self.views.get(node)
         if view is None or view.lost.is_set():
             return
@@ -143,14 +143,14 @@ class Nodes:
         }
 
     async def is_gone(self, node: str) -> bool:
-        """Return whether ``node`` is lost; ask its raylet's port if that is not known.
+        """Return whether ``node`` is lost; if unknown, ask its raylet's port.
 
-        A raylet that refuses connections is dead, and a node's processes end with their raylet.
-        One that does not answer at all is not decided here.
+        A raylet that refuses connections is dead, and a node's processes end with their raylet. A
+        raylet that does not answer at all is not judged here.
         """
         view = self.views.get(node)
         if view is None:
-            # A controller that was restarted has not seen any yet.
+            # A restarted controller has not seen any node yet.
             return self.seen.is_set()
         if not view.lost.is_set() and await accepts(view.raylet_address) is False:
             view.is_dead = True
@@ -158,9 +158,9 @@ class Nodes:
         return view.lost.is_set()
 
     def look_around(self, host: str) -> str:
-        """Find out of every node whether it is lost, without waiting.
+        """Find out whether each node is lost, without waiting.
 
-        Returns the node with the address ``host``; "" if none or several have it.
+        Return the node with the address ``host``; "" if none or several have it.
         """
         there = self._living()
         for view in there:
@@ -169,11 +169,11 @@ class Nodes:
         return found[0] if host and len(found) == 1 else ""
 
     def longest_lease_s(self) -> float:
-        """Return the longest of any node that is there."""
+        """Return the longest of all present nodes."""
         return max((view.lease_s for view in self._living()), default=LEASE_S)
 
     def kept(self) -> list[NodeView]:
-        """Return the nodes that are there and have a keeper."""
+        """Return the nodes that are present and have a keeper."""
         return [view for view in self._living() if view.keeper is not None]
 
     def _living(self) -> list[NodeView]:
@@ -184,7 +184,7 @@ class Nodes:
         view = self.views.get(node)
         if not row["Alive"]:
             if view is None and node not in self._buried:
-                # It may have gone while no controller looked.
+                # It may have gone while there was no controller.
                 self._buried.add(node)
                 cause = "Ray declared it dead"
                 self._inbox.post(NodeLost(at_s=self._inbox.at_s(), node=node, cause=cause))
@@ -205,10 +205,10 @@ class Nodes:
         )
 
     async def _listen(self, view: NodeView) -> None:
-        """Look at the node as soon as its raylet hangs up, or its machine answers nothing.
+        """Check the node as soon as its raylet closes the connection, or its machine is silent.
 
-        A dead raylet hangs up at once; Ray takes up to a second to fail the calls of a process that
-        it knows to be gone.
+        A dead raylet closes it at once; Ray takes up to a second to fail the calls of a process
+        that it knows to be gone.
         """
         while True:
             if await hung_up(view.raylet_address):

@@ -1,4 +1,4 @@
-"""The notices that nodes end: Ray's, those that keepers ask for, and those of the own machine."""
+"""Notices of the end of nodes: from Ray, from keepers, and of the controller's own machine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from workers.protocol import Notice
 
 log = logging.getLogger(__name__)
 
-#: A notice that names no time is followed when a replacement is there, and in a year at last.
+#: A notice without a time is followed once there is a replacement, and after a year at the latest.
 FAR_S = 365 * 86400.0
-#: The sources of notices: Ray, the node's keeper, the controller on its own machine, a person.
+#: The sources of notices: Ray, the node's keeper, the controller on its own machine, a user.
 _RAY, _KEEPER, _CONTROLLER, _USER = "ray", "keeper", "controller", "user"
 #: A person's notice; the page offers to take it back.
 DRAINED = "drained from the page"
 
 
 class _Said(NamedTuple):
-    """A source's notice of the end of a node, and the time on the run's clock."""
+    """A source's notice of the end of a node, with the time on the run's clock."""
 
     said: Hashable
     by_s: float
@@ -32,7 +32,7 @@ class _Said(NamedTuple):
 
 
 class Notices:
-    """Merges the notices of each node: its earliest end counts.
+    """Merge the notices of each node: the earliest end counts.
 
     Args:
         views: The nodes; their state follows the notices.
@@ -61,7 +61,10 @@ class Notices:
         return _first(self._known.get(self._here, {})).what
 
     def is_draining(self, node: str) -> bool:
-        """Return whether ``node`` was given notice. Ray forgets when the node dies; we do not."""
+        """Return whether ``node`` got notice.
+
+        Ray forgets it when the node dies; this class does not.
+        """
         return bool(self._known.get(node))
 
     def joined(self, node: str) -> None:
@@ -74,30 +77,31 @@ class Notices:
             self.on_user(node, said.by_s - self._inbox.at_s())
 
     def on_ray(self, deadlines_ms: Mapping[str, int]) -> None:
-        """Take in Ray's notices: a deadline in ms since the epoch by node, 0 if there is none."""
+        """Process Ray's notices: a deadline in ms since the epoch by node; 0 for none."""
         for node in {**deadlines_ms, **self._known}:
             said = deadlines_ms.get(node)
             view = self._views.get(node)
-            # A pod that must go tells Ray by its own clock, and Ray does not say whose clock it is.
-            # The later clock counts, so that the node is left too early at worst.
+            # A pod reports its end to Ray by its own clock, and Ray does not say whose clock it is.
+            # The later clock counts, so that the run leaves the node too early rather than too
+            # late.
             ahead_s = view.clock_ahead_s if view is not None else 0.0
             left_s = said / 1000.0 - wall_time() - ahead_s if said else 0.0
             self._note(node, _RAY, said, left_s, "drained by Ray")
 
     def on_keeper(self, node: str, notice: Notice | None) -> None:
-        """Take in what a node itself knows of its end; None if it stays."""
+        """Process what a node knows of its own end; None if it stays."""
         self._note_own(node, _KEEPER, notice)
 
     def on_controller(self, notice: Notice | None) -> None:
-        """Take in what the controller knows of the end of its machine; None if it stays."""
+        """Process what the controller knows of the end of its machine; None if it stays."""
         self._note_own(self._here, _CONTROLLER, notice)
 
     def on_user(self, node: str, left_s: float) -> None:
-        """Take in that a person wants the run to leave ``node`` within ``left_s``."""
+        """Record that a user wants the run to leave ``node`` within ``left_s``."""
         self._note(node, _USER, True, left_s, DRAINED)
 
     def withdraw(self, node: str) -> bool:
-        """Take that back; return whether there was anything to take back."""
+        """Withdraw that; return whether there was something to withdraw."""
         was = _USER in self._known.get(node, {})
         self._note(node, _USER, None, math.inf, "")
         return was
@@ -132,7 +136,7 @@ class Notices:
                 draining = NodeDraining(at_s=at_s, node=node, deadline_s=now.by_s, notice=now.what)
                 self._inbox.post(draining)
         if node == self._here and is_news:
-            log.critical("the machine of the controller is taken: %s", now.what or "no more")
+            log.critical("the provider takes the controller's machine: %s", now.what or "no more")
             self._inbox.post(ControllerDraining(at_s=at_s, deadline_s=now.by_s, notice=now.what))
 
 

@@ -1,7 +1,8 @@
-"""On which node Ray is to reserve room for the next worker, so that tensor groups find one each.
+"""The node on which Ray should reserve room for the next worker, so that each tensor group fits.
 
-Ray 2.60 spreads groups of one bundle: six on three nodes of four are two on each, and a tensor
-group of four has no node. A group of four bundles is no way out: Ray cannot give back a part of it.
+Ray 2.60 spreads groups of one bundle: six on three nodes of four put two on each, and no node is
+left for a tensor group of four. A group of four bundles does not help, because Ray cannot release a
+part of it.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Final
 
 from ray._private.state import available_resources_per_node
 
-#: Ray's view of a node shows a reservation a moment later. Requests of one moment are counted here
+#: Ray's view of a node shows a reservation a moment later. Simultaneous requests are counted here
 #: instead.
 _FRESH_S: Final = 1.0
 
 
 class Packing:
-    """Chooses nodes for requests, in any thread.
+    """Choose nodes for requests; works in any thread.
 
     Args:
-        group: Workers that belong on one node.
+        group: Workers that must be on one node.
     """
 
     def __init__(self, group: int) -> None:
@@ -39,7 +40,7 @@ class Packing:
         """Return the node for a worker that needs these resources; None if any will do.
 
         Args:
-            held: Nodes of the run's reservations, None for those that are not placed.
+            held: Nodes of the run's reservations; None for pending ones.
         """
         if self._group == 1:
             return None
@@ -63,12 +64,12 @@ class Packing:
 def choose(
     room: Mapping[str, int], begun: Mapping[str, int], group: int, avoid: Collection[str] = ()
 ) -> str | None:
-    """Return where a group is begun and has room, else the node with the most room, if any.
+    """Return the node of an incomplete group with room, else the node with the most room, if any.
 
     Args:
         room: How many more workers each node has room for.
-        begun: How many the run has on each.
-        group: Workers that belong on one node.
+        begun: How many workers the run has on each.
+        group: Workers that must be on one node.
     """
     open_ = {node: free for node, free in room.items() if free > 0 and node not in avoid}
     return max(

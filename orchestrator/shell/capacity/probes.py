@@ -1,4 +1,4 @@
-"""Whether machines answer: the controller's own probes, and those of keepers among each other."""
+"""Whether machines answer: the controller's own probes, and the keepers' probes of each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE_S = 0.5
 #: A probe between two nodes ends after 1.2 s, and a busy keeper takes a while to answer. Below
 #: ``Bounds.probe_s``.
 PROBED_S = 2.5
-#: So many other machines are asked whether this one is cut off.
+#: How many other machines to ask whether this one is cut off.
 NUM_ASKED = 32
 
 
@@ -35,7 +35,7 @@ async def accepts(address: tuple[str, int]) -> bool | None:
 
 
 async def is_silent(view: NodeView, views: Mapping[str, NodeView], own_host: str) -> bool:
-    """Return whether a machine answers nothing, and not because this one is cut off."""
+    """Return whether a machine is silent while this one is not cut off."""
     names = list(views)
     at = names.index(view.node) if view.node in names else 0
     others = [views[name] for name in (*names[at + 1 :], *names[:at])]
@@ -50,13 +50,13 @@ async def is_silent(view: NodeView, views: Mapping[str, NodeView], own_host: str
 
 
 async def probe_links(order: ProbeLinks, views: Mapping[str, NodeView], inbox: Inbox) -> None:
-    """Have keepers find out which nodes reach each other; post their answers."""
+    """Have keepers find which nodes reach each other; post their answers."""
     there = {
         view.node: (view.host, view.port) if view.port else view.raylet_address
         for view in views.values()
         if not view.lost.is_set()
     }
-    # One for all of them: a keeper may as well try to reach itself.
+    # One target for all: a keeper may try to reach itself.
     everybody = {node: there[node] for node in order.nodes if node in there}
     wanted = dict.fromkeys(everybody, everybody)
     for source, target in (way for pair in order.pairs for way in (pair, pair[::-1])):

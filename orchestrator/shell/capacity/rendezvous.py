@@ -1,14 +1,13 @@
-"""The store in which the members of an attempt find each other.
+"""The store through which the members of an attempt find each other.
 
-It lives beside the controller, outside every member: the death of any rank, rank 0
-included, leaves it standing. Each attempt gets a server of its own, so that nothing of an
-old attempt can reach a new one.
+It runs beside the controller, outside every member, so it survives the death of any rank, rank 0
+included. Each attempt gets its own server, so that nothing of an old attempt can reach a new one.
 
-The servers are in a process of their own, as they are torch's: its import takes seconds, and for a
-second of that nothing else in its process goes on. The next one is made ahead: where no name
-server answers, torch looks for the name of the first connection for as long.
+The servers are torch's, so they run in a separate process: importing torch takes seconds, and
+blocks its process for one of them. The next server is created ahead: if no name server answers,
+torch spends as long on the name of the first connection.
 
-This file is that process, too. It ends with the controller.
+This file is also that process. It ends with the controller.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final
 
-#: How long a client waits for a key before it gives up; the fence ends the wait far earlier.
+#: How long a client waits for a key before it gives up; the fence ends the wait much earlier.
 CLIENT_TIMEOUT = timedelta(seconds=120)
 
 _THREAD: Final = ThreadPoolExecutor(1, thread_name_prefix="rendezvous")
 
 
 class Rendezvous:
-    """Serves one store at a time; the last one stays up until the next is asked for."""
+    """Serve one store at a time; the last one stays up until the next is requested."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -37,14 +36,17 @@ class Rendezvous:
         self._next: asyncio.Future[int] | None = None
 
     def prepare(self) -> None:
-        """Begin to make the store that ``open`` returns next; does not wait. On the loop."""
+        """Start to create the store that ``open`` returns next, without waiting.
+
+        Call it on the loop.
+        """
         if self._next is None:
             self._next = asyncio.get_running_loop().run_in_executor(_THREAD, self._make)
 
     async def open(self) -> tuple[str, int]:
-        """Return the host and port of a fresh store, which members connect to."""
+        """Return the host and port of a fresh store, to which members connect."""
         if self._process is not None and self._process.poll() is not None:
-            self._next = None  # it ended with its process
+            self._next = None  # It ended with its process.
         self.prepare()
         coming, self._next = self._next, None
         self.prepare()
@@ -52,12 +54,12 @@ class Rendezvous:
         return self._host, await coming
 
     def _make(self) -> int:
-        """Have the process make one more store; return its port."""
+        """Have the process create one more store; return its port."""
         process = self._process
         if process is None or process.poll() is not None:
             if process is not None:
-                process.communicate()  # closes what led to it
-            # Closed by the kernel when this process ends, its input ends that one.
+                process.communicate()  # Close the pipes to it.
+            # The kernel closes this when this process ends; end of input ends the child.
             process = self._process = subprocess.Popen(  # noqa: S603  our own file
                 [sys.executable, "-P", __file__, self._host],
                 stdin=subprocess.PIPE,
@@ -73,7 +75,7 @@ class Rendezvous:
 
 
 def _serve(host: str) -> None:
-    """Make a store for each line that is read; write its port. The last two stay up."""
+    """Create a store for each line of input; write its port. The last two stay up."""
     from torch.distributed import TCPStore
 
     stores: deque[Any] = deque(maxlen=2)
@@ -85,5 +87,5 @@ def _serve(host: str) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):  # the controller has ended meanwhile
+    with contextlib.suppress(BrokenPipeError):  # The controller has ended meanwhile.
         _serve(sys.argv[1])

@@ -1,9 +1,9 @@
 """Capacity as a set of placement groups, one per reservation.
 
-Ray 2.60 cannot resize a placement group, so a run's capacity is a set of them: growing is
-creating one, shrinking is removing one, and pending ones are the demand that the autoscaler
-sees. A reservation only reserves resources; which process uses it is the controller's to say, so a
-warm standby takes over the reservation of a dead worker at once.
+Ray 2.60 cannot resize a placement group, so a run's capacity is a set of them: growing creates one,
+shrinking removes one, and the autoscaler sees pending ones as demand. A reservation only reserves
+resources. The controller decides which process uses it, so a warm standby takes over the
+reservation of a dead worker at once.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
 
-#: Pending groups are looked at this often, and none are while all are placed. Ray offers no push
-#: that costs no worker process.
+#: How often to check pending groups; placed ones need no checks. Ray offers no push without a
+#: worker process.
 POLL_S = 0.2
-#: If Ray is slow, a dead controller's request can come into force after the next controller has
-#: looked. So long are such reservations looked for.
+#: If Ray is slow, a dead controller's request can take effect after the next controller has looked.
+#: How long to look for such reservations.
 STRAYS_S = 30.0
-#: A reservation that has not said by then which GPUs it has is asked again. Ray starts a process
-#: in it for that: this takes seconds, and for ever if its node is gone and there is no other.
+#: A reservation that has not reported its GPUs by then is asked again. Ray starts a process in it
+#: for that: this takes seconds, or for ever if its node is gone and there is no other.
 GPU_S_MAX = 60.0
-#: Poll period and bound for removing a placement group that Ray is still placing: a node that does
-#: not answer must not keep a run from its end.
+#: Poll period and bound for removing a placement group that Ray is still placing: an unresponsive
+#: node must not delay the end of a run.
 BUSY_POLL_S = 0.02
 BUSY_S_MAX = 30.0
-#: Ray's words for a group that waits for room, which nothing is put aside for.
+#: Ray's states of a group that waits for room, for which nothing is set aside.
 WAITING = frozenset({"NO_RESOURCES", "INFEASIBLE", "FAILED_TO_COMMIT_RESOURCES"})
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Capacity:
     """The run's reservations; posts one ``ReservationGranted`` per grant.
 
     Args:
-        group: Workers that belong on one node.
+        group: Workers that must be on one node.
     """
 
     def __init__(
@@ -76,19 +76,19 @@ class Capacity:
         self._alternatives = alternatives
         self._reservations: dict[int, _Reservation] = {}
         self._asked = asyncio.Event()
-        # Groups that are being created: the caller may be gone before they are there.
+        # Groups that are being created: the caller may be gone before they exist.
         self._creations: set[asyncio.Future[PlacementGroup]] = set()
         self._grants: dict[int, asyncio.Future[None]] = {}
         self._strays_until_s = float("-inf")
 
     def pending(self) -> list[int]:
-        """Return the reservations that are asked for and not placed."""
+        """Return the reservations that are requested but not placed."""
         return sorted(
             number for number, reservation in self._reservations.items() if reservation.node is None
         )
 
     def pending_groups(self) -> dict[str, int]:
-        """Return the reservations that Ray has not placed, by its id of their groups."""
+        """Return the reservations that Ray has not placed, by the ids of their groups."""
         return {
             reservation.group.id.hex(): number
             for number, reservation in self._reservations.items()
@@ -109,7 +109,10 @@ class Capacity:
         return entry.gpu_ids if entry is not None else ()
 
     async def request(self, reservation: int, avoid: Sequence[str], alternative: int = 0) -> None:
-        """Ask for ``reservation`` on any node but ``avoid``; does not wait. Twice is once."""
+        """Request ``reservation`` on any node but ``avoid``, without waiting.
+
+        Repeating it has no effect.
+        """
         if reservation in self._reservations:
             return
         self._reservations[reservation] = _Reservation(group=None)
@@ -121,27 +124,30 @@ class Capacity:
         group = await asyncio.shield(creation)
         self._creations.discard(creation)
         entry = self._reservations.get(reservation)
-        if entry is None:  # released while it was being created
+        if entry is None:  # It was released while it was being created.
             await self._give_back([reservation])
         else:
             entry.group = group
 
     async def release(self, reservation: int) -> None:
-        """Give ``reservation`` back. Ray kills what runs *inside* the group; our workers do not."""
+        """Release ``reservation``.
+
+        Ray kills processes *inside* the group; our workers are outside.
+        """
         entry = self._reservations.pop(reservation, None)
         if entry is not None and entry.group is not None:
             await self._give_back([reservation])
 
     async def release_all(self) -> None:
-        """Give every reservation back, also one that is only being asked for."""
+        """Release every reservation, also ones that are still being requested."""
         self._reservations.clear()
         for creation in tuple(self._creations):
             await creation
-        # Also what a controller that died asked for so late that this one has not seen it.
+        # Also those that a dead controller requested so late that this one has not seen them.
         await self._give_back(await in_thread(RAY, self._rows))
 
     async def poll_forever(self) -> None:
-        """Report grants, and give back strays, until cancelled."""
+        """Report grants, and release strays, until cancelled."""
         while True:
             self._asked.clear()
             if not self.pending() and time.monotonic() >= self._strays_until_s:
@@ -151,12 +157,12 @@ class Capacity:
                 entry = self._reservations.get(number)
                 is_new = entry is not None and entry.node is None and entry.group is not None
                 if is_new and number not in self._grants:
-                    # One that does not say which GPUs it has must not keep the others waiting.
+                    # A reservation that does not report its GPUs must not delay the others.
                     self._grants[number] = asyncio.ensure_future(self._grant(number, node))
             for number in [number for number, grant in self._grants.items() if grant.done()]:
                 self._grants.pop(number).result()
             if time.monotonic() < self._strays_until_s:
-                # A controller knows the reservations that it asked for before they are there.
+                # A controller knows its requested reservations before they exist.
                 strays = rows.keys() - self._reservations.keys()
                 settled = [number for number in strays if not _is_being_placed(rows[number])]
                 await in_thread(RAY, self._remove, settled)
@@ -165,19 +171,19 @@ class Capacity:
     async def _grant(self, number: int, node: str) -> None:
         entry = self._reservations.get(number)
         if entry is None:
-            return  # it was given back in the same turn of the loop
+            return  # It was released in the same iteration of the loop.
         assert entry.group is not None
         gpu_ids = await self._held_gpus(entry.group)
         if gpu_ids is None or self._reservations.get(number) is not entry:
             return
         if gpu_ids and dict(_placed(await in_thread(RAY, self._rows))).get(number) != node:
-            return  # it lost that node meanwhile
+            return  # It lost that node meanwhile.
         entry.gpu_ids, entry.node = gpu_ids, node
         at_s = self._inbox.at_s()
         self._inbox.post(ReservationGranted(at_s=at_s, reservation=number, node=node))
 
     async def adopt(self) -> None:
-        """After a restart of the controller: find the run's groups again by their names."""
+        """After a restart of the controller, find the run's groups again by their names."""
         self._strays_until_s = time.monotonic() + STRAYS_S
         rows = await in_thread(RAY, self._rows)
         await asyncio.gather(*(self._adopt(number, row) for number, row in rows.items()))
@@ -186,18 +192,18 @@ class Capacity:
         group = await in_thread(RAY, get_placement_group, row["name"])
         node = _node_of(row)
         gpu_ids = await self._held_gpus(group) if node else ()
-        # One that does not say what it has is as good as lost: it is given back and asked for anew.
+        # If one does not report its GPUs, it counts as lost: release and request it again.
         is_there = node is not None and gpu_ids is not None
         self._reservations[number] = _Reservation(
             group=group, node=node if is_there else None, gpu_ids=gpu_ids or ()
         )
 
     async def _held_gpus(self, group: PlacementGroup) -> tuple[int, ...] | None:
-        """Ask inside the group: its GPUs stay the same for as long as it is placed.
+        """Ask inside the group: its GPUs stay the same while it is placed.
 
-        None if it does not answer: it was given back meanwhile, or its node is lost.
+        None if it does not answer: it was released meanwhile, or its node is lost.
         """
-        # That of every alternative is the same.
+        # It is the same for every alternative.
         num_gpus = self._alternatives[0].resources.get("GPU", 0)
         if not num_gpus:
             return ()
@@ -207,7 +213,7 @@ class Capacity:
         try:
             return tuple(await asyncio.wait_for(asked, GPU_S_MAX))
         except (RayError, TimeoutError) as error:
-            log.warning("Ray does not say which GPUs a reservation has: %s", error)
+            log.warning("Ray does not report which GPUs a reservation has: %s", error)
             with contextlib.suppress(RayError, ValueError):
                 ray.cancel(asked)
             return None
@@ -220,7 +226,7 @@ class Capacity:
         node = self._packing.node_for(asked.resources, avoid, held)
         group: PlacementGroup = placement_group(
             [asked.resources],
-            # Ray takes the hint for no other strategy, and of one bundle all are the same.
+            # Ray accepts the hint for no other strategy; with one bundle all strategies are equal.
             strategy="STRICT_PACK" if node else "PACK",
             _soft_target_node_id=node,
             name=self._names.reservation(reservation),
@@ -230,10 +236,10 @@ class Capacity:
         return group
 
     async def _give_back(self, numbers: Iterable[int]) -> None:
-        """Remove the groups of ``numbers``, each once Ray is not busy placing it.
+        """Remove the groups of ``numbers``, each once Ray is not placing it.
 
-        Ray 2.60 forgets the processor or GPU that a node has put aside for a group that is removed
-        meanwhile, until the node restarts (ray-project/ray, issue 64693).
+        If a group is removed while Ray sets resources aside for it, Ray 2.60 forgets that processor
+        or GPU until the node restarts (ray-project/ray, issue 64693).
         """
         left = set(numbers)
         until_s = time.monotonic() + BUSY_S_MAX
@@ -242,7 +248,8 @@ class Capacity:
             left &= rows.keys()
             is_late = time.monotonic() >= until_s
             free = [number for number in left if is_late or not _is_being_placed(rows[number])]
-            # First what waits for room: Ray would begin to place it where another has left.
+            # First the groups that wait for room: Ray would start to place one where another has
+            # left.
             free.sort(key=lambda number: rows[number]["state"] == "CREATED")
             await in_thread(RAY, self._remove, free)
             left.difference_update(free)
@@ -251,11 +258,11 @@ class Capacity:
 
     def _remove(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            with contextlib.suppress(ValueError):  # it is gone by now
+            with contextlib.suppress(ValueError):  # It is gone by now.
                 remove_placement_group(get_placement_group(self._names.reservation(number)))
 
     def _rows(self) -> dict[int, dict[str, Any]]:
-        """Return what Ray says of the run's groups, by reservation."""
+        """Return Ray's state of the run's groups, by reservation."""
         prefix = self._names.reservation_prefix
         return {
             int(row["name"].removeprefix(prefix)): row

@@ -1,9 +1,9 @@
-"""The run's worker processes: start, assign, fence and kill them, and report their ends.
+"""The run's worker processes: start, assign, fence and kill them, and report how they end.
 
-Every worker is a detached actor, so it outlives the controller and is found again by name.
-The controller holds one call per worker that never returns (the process's end makes it fail,
-30 ms after a crash and about 1.5 s after the loss of a machine) and one per attempt that
-returns how the worker left.
+Every worker is a detached actor, so it outlives the controller and can be found again by name. The
+controller holds one call per worker that never returns (it fails when the process ends: 30 ms after
+a crash, about 1.5 s after the loss of a machine) and one per attempt that returns how the worker
+left.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _HOW = {
     protocol.Unloadable: core.Leaving.UNLOADABLE,
 }
 
-#: A killed process whose node does not answer is taken for gone after this: it is fenced by
-#: its attempt number, so waiting longer buys nothing.
+#: A killed process whose node does not answer counts as gone after this: its attempt number fences
+#: it, so a longer wait gains nothing.
 KILL_CONFIRM_S = 0.5
-#: It is killed again so often, until its node says that it is gone, or it has ended itself.
+#: How often the kill is repeated, until its node confirms it or the worker has ended itself.
 KILL_AGAIN_S = 1.0
-#: Ray's words in the error of an actor that is gone.
+#: Ray's phrases in the error of a dead actor.
 _IN_START = "error raised in its creation task"
 _SHORT_OF_MEMORY = "running low on memory"
 #: A worker answers in 1 to 50 ms, also while it trains.
@@ -61,7 +61,7 @@ class _Member:
 
 
 class Workers:
-    """Handles of the run's workers; turns what happens to them into events."""
+    """Hold the run's workers, and turn what happens to them into events."""
 
     def __init__(self, inbox: Inbox, *, nodes: Nodes, keepers: Keepers, pool: ActorPool) -> None:
         self._inbox = inbox
@@ -70,19 +70,19 @@ class Workers:
         self._pool = pool
         self._members: dict[str, _Member] = {}
         self._tasks = Tasks()
-        #: Kills of workers on nodes that may still live, until they are known to have worked.
+        #: Kills of workers on nodes that may still live, until they are confirmed.
         self._killing: dict[asyncio.Task[Any], str] = {}
 
     def start(self, worker: str, node: str) -> None:
         """Start ``worker`` on ``node``; ``WorkerReady`` or ``WorkerExited`` follows.
 
-        It waits for those there that were killed and may still live, and use the node's devices.
+        Waits for killed workers there that may still live and use the node's devices.
         """
         member = self._members[worker] = _Member(handle=None, node=node)
         self._tasks.spawn(self._start(worker, member))
 
     def kill(self, worker: str) -> None:
-        """SIGKILL ``worker``; ``WorkerExited`` follows, also if its node no longer answers."""
+        """SIGKILL ``worker``; ``WorkerExited`` follows, also if its node does not answer."""
         member = self._members.get(worker)
         if member is None or member.handle is None:
             why = "it was already gone" if member is None else "it was not started yet"
@@ -92,17 +92,17 @@ class Workers:
         self._tasks.spawn(self._kill(worker, member))
 
     def enter(self, worker: str, assignment: protocol.Assignment, gpu_ids: tuple[int, ...]) -> None:
-        """Put ``worker`` to work; ``WorkerLeft`` or ``WorkerRaised`` follows when it leaves."""
+        """Assign ``worker``; ``WorkerLeft`` or ``WorkerRaised`` follows when it leaves."""
         member = self._members.get(worker)
         if member is None:
-            return  # its WorkerExited is on the way
+            return  # Its WorkerExited is on the way.
         member.handle.enter.remote(assignment, gpu_ids)
         self.attend(worker, assignment.attempt, is_first=assignment.rank == 0)
 
     def attend(self, worker: str, attempt: int, *, is_first: bool = False) -> None:
         """Hold the call that returns how ``worker`` left ``attempt``; one per attempt.
 
-        The first rank is also asked what happens meanwhile: a ``NotFiniteFound`` each.
+        The first rank is also asked for its notes: each becomes a ``NotFiniteFound``.
         """
         member = self._members.get(worker)
         if member is None or attempt in member.attended:
@@ -112,9 +112,9 @@ class Workers:
         self._tasks.spawn(self._attend(worker, member.handle.attend.remote(attempt), hearing))
 
     def fence(self, attempt: int, workers: Iterable[str]) -> None:
-        """Abort ``attempt`` in ``workers``; every one that lives answers by an event.
+        """Abort ``attempt`` in ``workers``; every live one answers by an event.
 
-        One that is not inside answers too: it will refuse to enter.
+        A worker that is not inside answers too: it will refuse to enter.
         """
         for worker in workers:
             if worker in self._members:
@@ -124,17 +124,17 @@ class Workers:
     def yield_at_boundary(self, attempt: int, workers: Iterable[str], *, durable: bool) -> None:
         """Ask ``workers`` to leave ``attempt`` at the next step boundary.
 
-        With ``durable`` its state is in storage then, and else at least in keepers' memory.
+        With ``durable`` its state is then in storage, otherwise at least in keepers' memory.
         """
         for worker in workers:
             if worker in self._members:
                 self._members[worker].handle.yield_at_boundary.remote(attempt, durable)
 
     async def survey(self, workers: Iterable[tuple[str, str, float]]) -> list[tuple[str, str, int]]:
-        """After a controller restart, find ``workers`` (name, node, seconds to wait for it) again.
+        """After a controller restart, reconnect to ``workers`` (name, node, seconds to wait).
 
-        Returns (worker, node, attempt) of each that lives. The attempt is 0 for a worker in none,
-        and ``UNKNOWN_ATTEMPT`` for one that does not answer in time.
+        Returns (worker, node, attempt) of each live one. The attempt is 0 for a worker in none, and
+        ``UNKNOWN_ATTEMPT`` for one that does not answer in time.
         """
         asked = (self._ask(worker, node, timeout_s) for worker, node, timeout_s in workers)
         return sorted(found for found in await asyncio.gather(*asked) if found is not None)
@@ -142,7 +142,7 @@ class Workers:
     async def keep_pace(
         self, worker: str, attempt: int, pace: protocol.Pace
     ) -> protocol.SaveCosts | None:
-        """Have ``attempt`` save so often, by telling its rank 0; return what saves cost there.
+        """Tell rank 0 of ``attempt`` how often to save; return the cost of its saves.
 
         None if it does not answer, or is not in that attempt.
         """
@@ -152,7 +152,7 @@ class Workers:
         return await answer(member.handle.keep_pace.remote(attempt, pace), PACE_S)
 
     async def close(self) -> None:
-        """Stop listening; SIGKILL every worker, also one that is only being started."""
+        """Stop listening; SIGKILL every worker, also ones that are still starting."""
         for task in self._tasks:
             task.cancel()
         handles = [member.handle for member in self._members.values()]
@@ -166,7 +166,7 @@ class Workers:
         if member.gone:
             return
         handle = await self._pool.start(worker, member.node, worker=worker)
-        if self._members.get(worker) is not member:  # it was killed meanwhile
+        if self._members.get(worker) is not member:  # It was killed meanwhile.
             await self._pool.kill(handle)
             return
         member.handle = handle
@@ -187,9 +187,9 @@ class Workers:
         self._inbox.post(core.WorkerReady(at_s=at_s, worker=worker, node=member.node, pid=pid))
 
     async def _hear(self, handle: Any, attempt: int) -> None:
-        """Post what the first rank notes, until it has left the attempt."""
+        """Post the notes of the first rank, until it has left the attempt."""
         num_heard = 0
-        with contextlib.suppress(RayError):  # its end is on the way
+        with contextlib.suppress(RayError):  # Its end is on the way.
             while notes := await handle.notes.remote(attempt, num_heard):
                 for number, note in enumerate(notes, start=num_heard + 1):
                     self._inbox.post(
@@ -208,7 +208,7 @@ class Workers:
         try:
             outcome = await held
             if hearing is not None:
-                # Its last notes come before its end, which may be that of the run.
+                # Its last notes come before its end, which may be the end of the run.
                 await hearing
         except RayError as error:
             self._ended(worker, error)
@@ -220,7 +220,7 @@ class Workers:
         self._inbox.post(_left(self._inbox.at_s(), worker, outcome, unreached))
 
     def note_formed(self, worker: str, attempt: int, at_s: float) -> None:
-        """Post that ``worker`` has formed, with what it says that it took."""
+        """Post that ``worker`` has formed, with what it reports."""
         if worker in self._members:
             handle = self._members[worker].handle
             self._tasks.spawn(self._note_formed(worker, handle, attempt, at_s))
@@ -229,7 +229,7 @@ class Workers:
         try:
             formed: protocol.Formed | None = await handle.formed.remote(attempt)
         except RayError:
-            return  # its end is on the way
+            return  # Its end is on the way.
         if formed is not None:
             self._inbox.post(
                 core.WorkerFormed(
@@ -250,7 +250,7 @@ class Workers:
             self._exited(worker, "killed", "its node does not confirm the kill")
 
     async def _end(self, worker: str, member: _Member) -> None:
-        """Kill a process once, and from then on in the background until it is known to be gone."""
+        """Kill a process once, then again in the background until it is known to be gone."""
         if not await self._kill_once(worker, member):
             killing = self._tasks.spawn(self._kill_again(worker, member))
             self._killing[killing] = member.node
@@ -263,7 +263,7 @@ class Workers:
                     await asyncio.sleep(KILL_AGAIN_S)
 
     async def _kill_once(self, worker: str, member: _Member) -> bool:
-        # First, because Ray calls an actor dead when it has asked it to go.
+        # This comes first, because Ray calls an actor dead as soon as it has asked it to exit.
         is_gone = await self._keepers.kill_worker(member.node, worker)
         await self._pool.kill(member.handle)
         return is_gone
@@ -277,7 +277,7 @@ class Workers:
             async with asyncio.timeout(timeout_s):
                 hello = await handle.hello.remote()
         except TimeoutError:
-            # It is still starting, or it is stuck: alive, and perhaps ready later.
+            # It is still starting, or stuck: alive, and perhaps ready later.
             self._tasks.spawn(self._accompany(worker, member))
             return (worker, node, core.UNKNOWN_ATTEMPT)
         except ActorDiedError:
@@ -286,7 +286,7 @@ class Workers:
         except RayError:
             # It is unreachable and perhaps alive: keep it, so that it can be killed.
             return None
-        # It may have got ready while no controller listened.
+        # It may have become ready while there was no controller.
         self._ready(worker, member, hello["pid"])
         self._tasks.spawn(self._accompany(worker, member))
         return (worker, node, hello["attempt"])
@@ -300,10 +300,10 @@ class Workers:
             self._tasks.spawn(self._find_cause(worker, member, error))
 
     async def _find_cause(self, worker: str, member: _Member, error: RayError) -> None:
-        """Say that ``worker`` is gone, and whether its whole node is."""
+        """Report that ``worker`` is gone, and whether its whole node is."""
         is_node = not member.killed and await self._nodes.is_gone(member.node)
         if not isinstance(error, ActorDiedError) and not is_node:
-            # Unreachable is perhaps alive: end it, so that "exited" is true.
+            # Unreachable may mean alive: kill it, so that "exited" is true.
             await self._end(worker, member)
         if is_node:
             self._exited(worker, "node", "its node is lost")
@@ -321,7 +321,7 @@ class Workers:
         return "out_of_memory" if found.is_out_of_memory else "crash"
 
     async def _how(self, member: _Member, error: ActorDiedError) -> protocol.Ending:
-        """Return how a process ended: Ray says neither a signal nor an exit code."""
+        """Return how a process ended: Ray reports neither a signal nor an exit code."""
         told = str(error)
         pid = member.pid or int(next(iter(re.findall(r"pid[:=] ?(\d+)", told)), 0))
         if _IN_START in told:

@@ -1,9 +1,9 @@
 """A Ray cluster of simulated nodes on this machine.
 
-Each node is a real raylet with its own worker processes: to kill one is to kill a machine.
-``python -m orchestrator.shell.local.cluster`` hosts a cluster in a process of its own. That host
-ends with the command that started it, however that command ends, unless the cluster was detached.
-It also ends when the run's directory is deleted.
+Each node is a real raylet with its own worker processes: killing one is like killing a machine.
+``python -m orchestrator.shell.local.cluster`` hosts a cluster in a separate process. That host ends
+with the command that started it, however that command ends, unless the cluster was detached. It
+also ends when the run's directory is deleted.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from workers.process import gpus_of_node, tuned
 
 #: Ray notices the death of a simulated node after about 3 s instead of 12 s to 62 s. The run does
 #: not wait for that, but a returned node must not meet the entry of the dead one for long. A killed
-#: raylet refuses the check at once; one that does not answer is only slow, so the timeout is long.
+#: raylet refuses the check at once. One that does not answer is only slow, so the timeout is long.
 SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 30_000,
     "health_check_failure_threshold": 3,
-    # Only Ray's dashboard shows these, and it is not started. Without them an idle process needs
-    # an eighth less processor time.
+    # Only Ray's dashboard, which is not started, shows these. Without them an idle process needs an
+    # eighth less processor time.
     "event_stats": False,
     "task_events_report_interval_ms": 0,
     "enable_metrics_collection": False,
 }
-#: The head holds no trainers. With Ray's usual niceness of 15 its processes would queue behind the
-#: trainers that share this machine.
+#: The head holds no trainers. With Ray's default niceness of 15 its processes would queue behind
+#: the trainers on this machine.
 HEAD_ENVIRONMENT = {"RAY_worker_niceness": "0"}
-#: Small, because the run moves nothing through Ray's object store.
+#: Small, because the run moves no data through Ray's object store.
 OBJECT_STORE_BYTES = 80 * 2**20
 START_S_MAX = 240.0
 #: Ray gives a node 30 s to start, which is too short on a busy machine.
 STARTS_MAX = 3
-#: How often the host looks after its starter and after the run.
+#: How often the host checks its starter and the run.
 LOOK_S = 0.5
 #: A connection within this machine takes microseconds.
 _CONNECT_S_MAX = 3.0
@@ -73,12 +73,12 @@ _RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that the nodes of a cluster, and their workers, need."""
+    """Return the environment variables for the nodes of a cluster, and their workers."""
     return {**_RAY_ENVIRONMENT, **tuned(os.environ)}
 
 
 class _Nodes:
-    """Simulated nodes that this process starts and ends, beside a head that holds no workers."""
+    """Simulated nodes that this process starts and ends, beside a head without workers."""
 
     def __init__(self, *, num_nodes: int, cpus_per_node: int, gpus: Sequence[str]) -> None:
         os.environ.update(_environment())
@@ -119,17 +119,17 @@ class _Nodes:
         return str(node.node_id)
 
     def kill_node(self, node: str) -> None:
-        """SIGKILL the raylet of ``node``, with which its workers end."""
+        """SIGKILL the raylet of ``node``, which ends its workers."""
         infos = list(itertools.chain(*self.running.pop(node).all_processes.values()))
         for info in infos:
             info.process.kill()
         for info in infos:
-            # Before it is reaped, a dead raylet counts as alive and its workers train on.
+            # Until it is reaped, a dead raylet counts as alive and its workers train on.
             info.process.wait()
 
 
 class HostedCluster:
-    """A local cluster in a process of its own, reached over a unix socket.
+    """A local cluster in a separate process, reached over a unix socket.
 
     It ends with this process, however that ends, unless it is detached.
 
@@ -160,8 +160,9 @@ class HostedCluster:
             if number == STARTS_MAX or time.monotonic() >= deadline_s:
                 tried = f"tried {counted(number, 'time')}"
                 raise CapacityError(
-                    f"the simulated nodes did not start, {tried}: {_last_words(kept)}. All that "
-                    f"their processes said is in {kept}; `everstep doctor` checks this machine"
+                    f"the simulated nodes did not start, {tried}: {_last_words(kept)}. The "
+                    f"output of their processes is in {kept}; `everstep doctor` checks this "
+                    "machine"
                 )
 
     @property
@@ -189,7 +190,7 @@ class HostedCluster:
         self._ask("serve_run_detached" if detached else "serve_run", directory)
 
     def shutdown(self) -> None:
-        """Leave the cluster, stop it and its host; at once if a signal ends the wait for that."""
+        """Leave the cluster, stop it and its host; at once if a signal interrupts the wait."""
         try:
             # Ray ends a process that stays connected a minute after its cluster.
             ray.shutdown()
@@ -198,12 +199,12 @@ class HostedCluster:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(30)
         finally:
-            # Also if the host has ended: one whose shutdown failed left Ray's daemons behind.
+            # Also if the host has ended: a failed shutdown leaves Ray's daemons behind.
             self.kill()
 
     def kill(self) -> None:
         """End the cluster at once, with all its processes."""
-        # Half a cluster takes no command; Ray's daemons are in the host's process group.
+        # A partly killed cluster accepts no command; Ray's daemons are in the host's process group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -211,7 +212,7 @@ class HostedCluster:
 
     def _start(self, num_nodes: int, cpus_per_node: int, gpus: Sequence[str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=own_folder()))
-        # -P: a file of the user's in the working directory, as attrs.py, shadows no library.
+        # -P: a user's file in the working directory, such as attrs.py, must not shadow a library.
         command = [sys.executable, "-P", "-m", "orchestrator.shell.local.cluster"]
         command += [str(self._folder), str(os.getpid())]
         command += [str(num_nodes), str(cpus_per_node), *gpus]
@@ -221,13 +222,13 @@ class HostedCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C in a terminal is for the command alone
+                start_new_session=True,  # Ctrl-C in a terminal is for the command alone.
                 # Ray's default is a folder that only the first user of a machine can write.
                 env={**os.environ, **_environment(), "RAY_TMPDIR": str(own_folder())},
             )
 
     def _wait_ready(self, deadline_s: float) -> str:
-        """Return the cluster's address once it is there, "" if it ended or took too long."""
+        """Return the cluster's address once it is up; "" if it ended or took too long."""
         while time.monotonic() < deadline_s and self.is_alive:
             with contextlib.suppress(OSError):
                 return str(self._ask("address"))
@@ -246,19 +247,19 @@ class HostedCluster:
 
 
 class _Host:
-    """The process of a hosted cluster: takes commands, and ends once the cluster is not needed."""
+    """The process of a hosted cluster: executes commands, and ends when it is not needed."""
 
     def __init__(self, folder: Path, starter_pid: int) -> None:
         self._folder = folder
         self._entry = LocalEntry(address="", host_pid=os.getpid(), starter_pid=starter_pid)
-        #: The run's summary when the run was begun; only another one says that the run is over.
+        #: The run's summary at the start; only a different one means that the run is over.
         self._old_summary: bytes | None = None
-        #: The run's directory, open as long as this process lives: its inode is not given away.
+        #: The run's directory, kept open while this process lives so that its inode is not reused.
         self._directory = -1
         threading.Thread(target=self._end_when_unneeded, name="unneeded", daemon=True).start()
 
     def serve(self, num_nodes: int, cpus_per_node: int, gpus: Sequence[str]) -> None:
-        """Host a cluster until it is told to shut down."""
+        """Host a cluster until a command shuts it down."""
         self._nodes = _Nodes(num_nodes=num_nodes, cpus_per_node=cpus_per_node, gpus=gpus)
         try:
             with socket.socket(socket.AF_UNIX) as listener:
@@ -325,23 +326,23 @@ class _Host:
 
 
 def require_loopback() -> None:
-    """Check that the processes of a node of Ray can reach one another.
+    """Check that the processes of a Ray node can reach one another.
 
     Raises:
-        CapacityError: The machine lacks the address that Ray waits for in vain for 30 s.
+        CapacityError: The machine lacks the address for which Ray waits 30 s in vain.
     """
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_CONNECT_S_MAX).close()
     except OSError as error:
         raise CapacityError(
-            f"simulated nodes need 127.0.0.1 on this machine, also beside IPv6: {error}. Add it "
+            f"simulated nodes need 127.0.0.1 on this machine, even with IPv6: {error}. Add it "
             "with `ip address add 127.0.0.1/8 dev lo`, or name a cluster with --address"
         ) from error
 
 
 def _last_words(log: Path) -> str:
-    """Return the line with the error: the last one that is no part of a stack."""
+    """Return the line with the error: the last one outside of a stack."""
     lines = log.read_text(errors="replace").splitlines()
     said = [line for line in lines if line.strip() and not line.startswith((" ", "\t"))]
     return said[-1].rstrip(".") if said else "they said nothing"
@@ -350,7 +351,7 @@ def _last_words(log: Path) -> str:
 def is_there(directory: int, path: str) -> bool:
     """Return whether the open ``directory`` is still at ``path``.
 
-    The path alone does not tell: a controller that writes creates the folders that it needs.
+    The path alone is not enough: a controller that writes creates the folders that it needs.
     """
     try:
         return os.path.samestat(os.fstat(directory), Path(path).stat())
@@ -364,7 +365,7 @@ def is_over(directory: str, old_summary: bytes | None) -> bool:
 
 
 def _content(url: str) -> bytes | None:
-    """Return what is in a file; None if it is not there, or cannot be read now."""
+    """Return what is in a file; None if it does not exist, or cannot be read now."""
     try:
         store, path = open_store(url)
         return store.read(path) if store.exists(path) else None

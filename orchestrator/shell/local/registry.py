@@ -1,4 +1,4 @@
-"""The local clusters of this user: a folder with an entry for each, in one of the user's own."""
+"""The local clusters of this user: a folder with an entry for each, in the user's own folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from orchestrator.errors import CapacityError
 from orchestrator.shell.names import RunNames, run_id
 from orchestrator.shell.serve import withdraw
 
-#: The name of such a folder begins so.
+#: Prefix of the name of such a folder.
 PREFIX = "cluster-"
 ENTRY = "cluster.json"
 #: The path of a socket has at most 107 bytes. Ray's longest ones add 73 to the folder:
 #: ``/ray/session_2026-11-29_04-17-29_277425_4194304/sockets/plasma_store.9999``.
 _FOLDER_BYTES_MAX = 107 - 73
-#: The place of temporary files that is short everywhere.
+#: The place for temporary files whose path is short on every machine.
 _SHORT = "/tmp"  # noqa: S108  a folder of the user's own is made in it
 
 
@@ -36,7 +36,7 @@ class LocalEntry:
         address: Address of its head.
         host_pid: Its host, which leads the process group of all its processes.
         starter_pid: The command that started it.
-        run_directory: The run that it serves, "" before there is one.
+        run_directory: The run that it serves; "" before there is one.
         is_detached: Whether it outlives its starter.
         is_hosted: Whether its host still lives; without it no process ends the cluster.
     """
@@ -50,10 +50,10 @@ class LocalEntry:
 
 
 def own_folder() -> Path:
-    """Return the folder of this user for local clusters and Ray's files; make it if need be.
+    """Return this user's folder for local clusters and Ray's files; create it if needed.
 
-    It is in the temporary directory, or in /tmp if that is too long for the sockets of Ray. Ray's
-    own choice is one folder for all users of a machine, which only the first one can write.
+    It is in the temporary directory, or in /tmp if that path is too long for Ray's sockets. Ray's
+    default is one folder for all users of a machine, which only the first user can write.
 
     Raises:
         CapacityError: There is no place for it.
@@ -75,19 +75,19 @@ def own_folder() -> Path:
         found.append(f"{folder} belongs to another user")
     why = "; ".join(dict.fromkeys(found))
     raise CapacityError(
-        f"no place for the files of simulated nodes: {why}. Set TMPDIR to a short path that you "
-        "can write, as /dev/shm"
+        f"no place for the files of simulated nodes: {why}. Set TMPDIR to a short path that "
+        "you can write, such as /dev/shm"
     )
 
 
 def local_clusters() -> list[LocalEntry]:
-    """Return the local clusters of this user, oldest first; forget those of which nothing is left.
+    """Return the local clusters of this user, oldest first; forget those without any processes.
 
-    A host that was killed may have left its cluster behind: such an entry is not ``is_hosted``.
+    A killed host may have left its cluster behind: such an entry is not ``is_hosted``.
     """
     found: list[tuple[float, LocalEntry]] = []
     for folder, entry, began_s in _entries():
-        # Processes of another container that shares this folder have other numbers here.
+        # Processes of another container that shares this folder have other pids here.
         is_hosted = _accepts(str(folder / "control"))
         if is_hosted or _group_lives(entry.host_pid):
             found.append((began_s, replace(entry, is_hosted=is_hosted)))
@@ -107,17 +107,17 @@ def kill_local_cluster(run_directory: str) -> bool:
 
 
 def _entries() -> Iterator[tuple[Path, LocalEntry, float]]:
-    """Yield the folder and the entry of each local cluster of this user, and when it began."""
+    """Yield the folder and the entry of each local cluster of this user, and when it started."""
     try:
         folders = list(own_folder().glob(f"{PREFIX}*"))
     except CapacityError:
-        return  # then none was started
+        return  # None was started then.
     for folder in folders:
         try:
             document = json.loads((folder / ENTRY).read_text())
             yield folder, LocalEntry(**document), folder.stat().st_ctime
         except (OSError, ValueError, TypeError):
-            continue  # it is being started, or has just ended
+            continue  # It is starting, or has just ended.
 
 
 def _group_lives(group: int) -> bool:
@@ -138,9 +138,9 @@ def _accepts(socket_path: str) -> bool:
 
 
 def remove_traces(folder: Path) -> None:
-    """Delete what processes that were killed could not: the run's shared memory, the folder.
+    """Delete what killed processes could not: the run's shared memory, the folder.
 
-    Nor could they tell Prometheus that there is nothing to be scraped any more.
+    It also removes their Prometheus targets.
     """
     with contextlib.suppress(OSError, ValueError):
         directory = json.loads((folder / ENTRY).read_text())["run_directory"]

@@ -1,6 +1,6 @@
 """The compacted journal on storage: one file, replaced from time to time.
 
-With it a restarted controller reads only the end of the journal. It only saves time: if it cannot
+With it, a restarted controller reads only the end of the journal. It only saves time: if it cannot
 be used, the whole journal is folded.
 """
 
@@ -28,18 +28,18 @@ from ucp_core.storage import Store, join
 
 log = logging.getLogger(__name__)
 
-#: The journal grows by so much, or by the size of the compacted one if that is more, before it is
-#: compacted again. These are about 1500 records, which are folded in 40 ms.
+#: The journal must grow by this much, or by the size of the compacted one if that is more, before
+#: it is compacted again. This is about 1500 records, which are folded in 40 ms.
 SPACING_BYTES = 256 << 10
-#: A run that is never quiet waits until the journal has grown by this multiple.
+#: In a run that is never quiet, compaction waits until the journal has grown by this multiple.
 PATIENCE = 8
 
 
 class Reading(NamedTuple):
-    """The journal when an incarnation begins.
+    """The journal at the start of an incarnation.
 
-    ``num_incidents_written`` incidents, from the first on, are known to be written, and
-    ``compacted_bytes`` did not have to be folded.
+    The first ``num_incidents_written`` incidents are known to be written, and ``compacted_bytes``
+    did not have to be folded.
     """
 
     folded: core.Folded
@@ -48,7 +48,7 @@ class Reading(NamedTuple):
 
 
 def read_journal(store: Store, run_path: str, rules: core.RunRules) -> Reading:
-    """Fold the journal of a run, from the compacted one on if that can be used.
+    """Fold the journal of a run, from the compacted one on if possible.
 
     Raises:
         JournalCorruptError: The journal cannot be folded.
@@ -56,7 +56,7 @@ def read_journal(store: Store, run_path: str, rules: core.RunRules) -> Reading:
     try:
         return _from_compacted(store, run_path, rules)
     except (CompactionError, JournalCorruptError, StorageError) as error:
-        # If the journal itself is damaged, folding all of it says so.
+        # If the journal itself is damaged, folding all of it reports that.
         num_bytes = sum(segment_sizes(store, run_path))
         if num_bytes >= SPACING_BYTES:
             told = "the compacted journal is not used, all %s bytes are read: %s"
@@ -103,21 +103,21 @@ def deciding_files() -> list[Path]:
 
 
 class CompactionFile:
-    """Compacts the journal when it has grown enough and the run is quiet."""
+    """Compact the journal when it has grown enough and the run is quiet."""
 
     def __init__(
         self, store: Store, run_path: str, *, rules: core.RunRules, compacted_bytes: int
     ) -> None:
         self._store = store
         self._path = join(run_path, COMPACTED)
-        # Now, because files that change under a running controller are not what runs.
+        # Read now, because files that change under a running controller are not the ones that run.
         self._basis = basis_of(rules)
         self._compacted_bytes = compacted_bytes
         self._spacing_bytes = SPACING_BYTES
         self._is_writing = False
 
     def is_due(self, journal_bytes: int, *, is_quiet: bool) -> bool:
-        """Return whether to compact now; ``is_quiet`` if nothing waits for the controller."""
+        """Return whether to compact now; ``is_quiet`` if no events wait for the controller."""
         spacing_bytes = self._spacing_bytes * (1 if is_quiet else PATIENCE)
         return not self._is_writing and journal_bytes - self._compacted_bytes >= spacing_bytes
 

@@ -1,11 +1,11 @@
-"""How an incarnation of the controller begins: with which state, and under which settings.
+"""How an incarnation of the controller starts: its state and its settings.
 
 The first incarnation starts the run. A later one is a restart that continues from the journal, or
 it resumes a run that was over or had lost its cluster. A resume may bring other settings, so the
-settings of each are kept under the number of the incarnation that began with them.
+settings of each are stored under the number of the incarnation that started with them.
 
-A start or resume, with its restarts, claims the run directory before it reads the journal; if there
-is a later claim, no incarnation begins.
+A start or resume, including restarts, claims the run directory before it reads the journal. If
+there is a later claim, no incarnation starts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from orchestrator.shell.storage.sender import send_rest
 from ucp_core.native import find_committed, last_attempt, newest_finite, unloadable
 from ucp_core.storage import Store, claim, join
 
-#: Where lines are sent in the background, those of so many attempts may be lost with the head. The
-#: next claimant leaves out their numbers: trainers of the last may still write files of that name.
+#: If lines are sent in the background, this many attempts may be lost with the head. The next
+#: claimant skips their numbers: trainers of the last one may still write files with such names.
 UNSENT_ATTEMPTS = 100
 
 
@@ -36,13 +36,13 @@ class Incarnation:
 
     Attributes:
         number: From 1.
-        is_resume: Whether it resumes the run under settings of its own.
-        state: The run's, before ``first``.
+        is_resume: Whether it resumes the run with its own settings.
+        state: The state of the run before ``first``.
         first: Its first event.
-        clock: Continues that of the incarnation before.
+        clock: Continues the clock of the previous incarnation.
         seq: Number of the next record in the journal.
         stats: The numbers of earlier incarnations.
-        num_incidents_written: Incidents, from the first on, that are known to be written.
+        num_incidents_written: Number of incidents, from the first, that are known to be written.
         compacted_bytes: Size of the part that the compacted journal replaces.
     """
 
@@ -67,7 +67,7 @@ def begin_incarnation(
     token: str,
     spool: str = "",
 ) -> Incarnation:
-    """Begin the next incarnation of the controller.
+    """Start the next incarnation of the controller.
 
     Args:
         claim_number: The claim that starts or resumes the run under ``config``. If its first
@@ -86,7 +86,7 @@ def begin_incarnation(
     config_since = claim(store, run_path, claim_number, {**mine, "incarnation": number})[
         "incarnation"
     ]
-    # Only now: what another claimant did before is known.
+    # Only now: earlier actions of other claimants are known.
     if spool:
         send_rest(store, run_path, spool)
     sizes = segment_sizes(store, run_path)
@@ -122,7 +122,7 @@ def begin_incarnation(
         stats=folded.stats,
         num_incidents_written=reading.num_incidents_written,
         journal_bytes=sum(sizes),
-        # The compacted journal of a run that is resumed was made under the earlier settings.
+        # The compacted journal of a resumed run was made under the earlier settings.
         compacted_bytes=0 if is_first else reading.compacted_bytes,
     )
 
@@ -134,10 +134,10 @@ def _resumed(
     folded: core.Folded,
     started: core.ControllerStarted,
 ) -> core.events.RunResumed | None:
-    """Return how the run resumes; None if there is nothing of it."""
+    """Return how the run resumes; None if it has no history."""
     checkpoints = join(run_path, CHECKPOINTS)
     at_s, number = started.at_s, started.incarnation
-    # A script that ran alone has attempts, too.
+    # A script that ran alone has attempts too.
     attempt = last_attempt(store, checkpoints, store.list(checkpoints))
     if folded.seq >= 0:
         resumed = core.resume_event(
@@ -160,7 +160,7 @@ def _resumed(
 
 
 def _step_in_storage(store: Store, checkpoints: str, config: RunConfig) -> int:
-    """Return the newest step that may have been committed; 0 if only a first save was cut off."""
+    """Return the newest step that may be committed; 0 if only a first save was interrupted."""
     found = find_committed(store, checkpoints, lineage=())
     if found is not None:
         return found.step
@@ -170,7 +170,7 @@ def _step_in_storage(store: Store, checkpoints: str, config: RunConfig) -> int:
 
 
 def config_of(store: Store, run_path: str, segments: Sequence[bytes]) -> RunConfig:
-    """Return the settings under which the last of ``segments``, all from the first, was written."""
+    """Return the settings under which the last of ``segments`` (all from the first) was written."""
     return _config_at(store, run_path, max(core.starts(segments), default=0) + 1)
 
 
@@ -183,7 +183,7 @@ def _has_record(store: Store, run_path: str, incarnation: int) -> bool:
 def _config_before(store: Store, run_path: str, number: int) -> RunConfig:
     """Return the settings of the last incarnation before ``number``.
 
-    One that died before it had journaled anything has left its settings too.
+    An incarnation that died before it journaled anything also left its settings.
     """
     names = (name.partition(".")[0] for name in store.list(join(run_path, SETTINGS)))
     begun = [int(name) for name in names if name.isdecimal() and int(name) < number]

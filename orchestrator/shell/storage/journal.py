@@ -23,12 +23,12 @@ from ucp_core.storage import (
 
 log = logging.getLogger(__name__)
 
-#: A segment is scanned by so much at a time.
+#: A segment is scanned in pieces of this size.
 CHUNK_BYTES = 64 << 10
 
 
 def read_segments(store: Store, run_path: str) -> list[bytes]:
-    """Return what counts of every segment in the run directory, oldest first."""
+    """Return the valid part of every segment in the run directory, oldest first."""
     found = read_all_appended(store, join(run_path, JOURNAL))
     return without_late_lines([found[name] for name in _segments(found)])
 
@@ -40,7 +40,7 @@ def segment_sizes(store: Store, run_path: str) -> list[int]:
 
 
 def read_from(store: Store, run_path: str, *, number: int, offset_bytes: int) -> list[bytes]:
-    """Return what counts of segment ``number`` (from 1) from an offset on, and of later ones."""
+    """Return the valid part of segment ``number`` (from 1) from an offset on, and of later ones."""
     directory = join(run_path, JOURNAL)
     first = _segments(appended_sizes(store, directory))[number - 1]
     found = read_all_appended(store, directory, first=first, offset_bytes=offset_bytes)
@@ -91,7 +91,7 @@ class JournalFile:
         self._last_line = b""
         #: The last record; empty before this incarnation has one.
         self.last: Mapping[str, Any] = {}
-        #: Why nothing can be written now; nothing is decided meanwhile.
+        #: Why nothing can be written now; no decisions are made meanwhile.
         self.trouble = ""
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -106,7 +106,7 @@ class JournalFile:
         self._last_line, self.last = lines[-1], records[-1]
 
     def _append(self, data: bytes) -> None:
-        """Append once there is room: a full disk is emptied by people."""
+        """Append once there is room: people free a full disk."""
         there = self._size_bytes
         while True:
             try:
@@ -121,7 +121,7 @@ class JournalFile:
                 self.trouble = ""
                 return
             time.sleep(PAUSE_S)
-            # The part that there was room for is there already.
+            # The part that fit is there already.
             there = self._store.size(self._path) if self._store.exists(self._path) else 0
 
     @property

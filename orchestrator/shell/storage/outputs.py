@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 class RunOutputs:
-    """Folds the journal into numbers as it grows, and writes them when they are final.
+    """Fold the journal into numbers as it grows, and write them when they are final.
 
-    Incidents up to number ``num_written`` are written already.
+    Incidents up to number ``num_written`` are already written.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RunOutputs:
         self._num_written = num_written
 
     def announce(self, status_url: str, *, head_returns: bool) -> None:
-        """Write how to reach this controller, and whether a head that goes comes back."""
+        """Write how to reach this controller, and whether a lost head returns."""
         self._write(
             CONTACT,
             {
@@ -62,7 +62,7 @@ class RunOutputs:
         )
 
     def last_port(self) -> int:
-        """Return the port of the controller before this one; 0 if there was none."""
+        """Return the port of the previous controller; 0 if there was none."""
         try:
             url = json.loads(self._store.read(join(self._path, CONTACT)))["url"]
             return urlsplit(url).port or 0
@@ -70,13 +70,13 @@ class RunOutputs:
             return 0
 
     def add(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take in journaled records; write the incidents that are over."""
+        """Process journaled records; write the finished incidents."""
         for record in records:
             self.stats.add(record)
         self._write_incidents(final=False)
 
     def close(self, url: str) -> None:
-        """Write the report, and the summary behind all else: it says that the run is over.
+        """Write the report, then the summary: it is last because it says that the run is over.
 
         Waits for storage. ``url`` is that of the run directory.
         """
@@ -94,8 +94,8 @@ class RunOutputs:
         try:
             document["report"] = write_report(url, summary=document, stats=self.stats)
         except (UcpError, OrchestratorError) as error:
-            # `everstep report` writes it, too: the run ends without.
-            log.warning("report.html is not written, `everstep report` does it: %s", error)
+            # `everstep report` can write it too, so the run ends without it.
+            log.warning("report.html is not written; `everstep report` writes it: %s", error)
         self._store.write_atomic(join(self._path, SUMMARY), _printed(document), fsync=False)
 
     def _write_incidents(self, *, final: bool) -> None:

@@ -1,9 +1,9 @@
-"""Writes to storage in the background: the controller decides on while storage stalls or is away.
+"""Write to storage in the background: the controller decides on while storage stalls.
 
-Where each write is a request, the lines of the journal go first into the spool, a file in the
-memory of the controller's machine. From there a thread sends what has gathered, as one piece. A
-controller that Ray restarts finds the spool and sends the rest. If the machine is lost, so is what
-was not sent: the run resumes from what storage holds.
+If each write is a request, the lines of the journal first go into the spool, a file in the memory
+of the controller's machine. From there a thread sends the collected lines as one piece. A restarted
+controller finds the spool and sends the rest. If the machine is lost, unsent lines are too: the run
+resumes from what storage holds.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ucp_core.storage import LocalStore, PieceWriter, Store, appended_sizes, joi
 
 log = logging.getLogger(__name__)
 
-#: Lines that nothing was decided on are sent after this, together with those that follow.
+#: Lines on which no decision depends are sent after this, with those that follow.
 PIECE_S: Final = 10.0
-#: After storage has refused, and the store's own retries are over.
+#: Pause after storage has refused, and the store's own retries are over.
 PAUSE_S: Final = 1.0
-#: How long the end of a run waits for storage; then the controller is started again, and so on.
+#: How long the end of a run waits for storage; then the controller is restarted, and so on.
 CLOSE_S: Final = 60.0
 
 
 class Sender:
-    """Writes documents, and the pieces of one file, in a thread of its own until ``close``.
+    """Write documents, and the pieces of one file, in a separate thread until ``close``.
 
     Args:
-        journal_path: The file that ``add`` appends to, in pieces; no other writer may.
-        spool: Folder for what is not sent yet; it outlives the process.
-        piece_s: How long lines may wait that are not hurried.
+        journal_path: The file to which ``add`` appends, in pieces; no other writer may.
+        spool: Folder for unsent lines; it outlives the process.
+        piece_s: How long lines that are not urgent may wait.
         pause_s: Pause after a write that failed.
     """
 
@@ -77,7 +77,7 @@ class Sender:
                 self._changed.notify_all()
 
     def put(self, path: str, document: bytes) -> None:
-        """Write or replace a file; a newer document of the same path takes its place."""
+        """Write or replace a file; a newer document of the same path replaces a pending one."""
         with self._changed:
             self._documents[path] = document
             self._changed.notify_all()
@@ -137,7 +137,7 @@ class Sender:
             time.sleep(self._pause_s)
 
     def _send(self, lines: bytes) -> bool:
-        """Send a piece; return whether it is over with."""
+        """Send a piece; return whether it is done."""
         try:
             self._journal.append(lines)
             self._is_failing = False
@@ -152,12 +152,12 @@ class Sender:
 
     def _failed(self, what: str, error: StorageError) -> None:
         if not self._is_failing:
-            log.warning("the %s is not written yet, tried again: %s", what, error)
+            log.warning("the %s is not written yet; trying again: %s", what, error)
         self._is_failing = True
 
 
 def send_rest(store: Store, run_path: str, spool: str) -> None:
-    """Send what a controller left in the spool when its process died, and empty it.
+    """Send the lines that a dead controller left in the spool, and empty it.
 
     Raises:
         StorageError: It cannot be sent, or read.

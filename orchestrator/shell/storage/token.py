@@ -11,10 +11,9 @@ from ucp_core.storage import LocalStore, Store, join, retried
 
 
 def run_token(store: Store, run_path: str) -> str:
-    """Return the token of the run in a directory; make one if there is none.
+    """Return the token of the run in a directory; create one if there is none.
 
-    On a file system only its owner can read it. In a bucket, who may read it is the bucket's to
-    say.
+    On a file system only its owner can read it. In a bucket, the bucket's permissions decide.
     """
     path = join(run_path, TOKEN)
     if not store.exists(path):
@@ -27,7 +26,7 @@ def run_token(store: Store, run_path: str) -> str:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """Write a file that no other user could ever read, unless there is one."""
+    """Write a file that no other user could ever read, unless it exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -35,7 +34,7 @@ def _write_private(path: Path, data: bytes) -> None:
         os.write(fd, data)
     finally:
         os.close(fd)
-    # A repeated call finds the token of the first one, and both are read from the file.
+    # A repeated call finds the first token; both read it from the file.
     if path.exists():
         temporary.unlink()
     else:

@@ -79,9 +79,7 @@ def test_a_nan_a_save_and_an_early_stop_with_a_kill_between(
     assert [path.name for path in saved.iterdir()] == ["model.safetensors"]
     assert {name: tuple(one.shape) for name, one in load_file(saved / "model.safetensors").items()}
     assert open_checkpoint(LocalStore(), f"{directory}/checkpoints/step-{last:08d}").step == last
-    with pytest.raises(
-        ConfigError, match=rf"is complete, the script stopped it behind step {last}"
-    ):
+    with pytest.raises(ConfigError, match=rf"is complete, the script stopped it after step {last}"):
         require_resumable(config)
 
 

@@ -88,4 +88,4 @@ def test_ray_job_submit_runs_everstep_unchanged(
     summary = json.loads(Path(config.run.directory, "summary.json").read_text())
     assert (summary["outcome"], summary["steps"]) == ("completed", 3)
     assert "mine.yaml cannot be read" in outputs[-1]
-    assert "leaves out what .gitignore names" in outputs[-1]
+    assert "leaves out files that .gitignore names" in outputs[-1]

@@ -211,7 +211,7 @@ def test_layouts_of_hardware_that_is_not_here_are_compared() -> None:
     assert first["fits"]
     assert first["why"].startswith("the fastest ")
     assert f"without one node: {document['after_loss']['layout']}, " in shown.stdout
-    assert "a node is lost about every 33 days; until one is back, 4 hours say, " in shown.stdout
+    assert "a node is lost about every 33 days; until one is back (say 4 hours), " in shown.stdout
 
     command[command.index("llama-70b")] = "mixtral-8x7b"
     shown = CliRunner().invoke(app, command, env={"COLUMNS": "160"})

@@ -165,7 +165,7 @@ def test_min_workers_at_which_the_model_does_not_fit_are_refused(tmp_path: Path)
     problems = run_preflight(config)
 
     assert [problem.path for problem in problems] == ["workers.min"]
-    assert "4 would do" in problems[0].message
+    assert "4 would be enough" in problems[0].message
     assert _paths(config.model_copy(update={"workers": _min(config, 4)})) == []
 
 

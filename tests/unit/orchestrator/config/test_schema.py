@@ -369,7 +369,10 @@ def test_a_cloud_that_nobody_here_knows_is_refused_with_those_that_are_known() -
     text = "notices: {cloud: oracle, endpoint: 'https://10.0.0.1', file: notice, command: a 'b}\n"
 
     assert [line.partition(": ")[2] for line in _problems(LEAST + text)] == [
-        "notices.cloud: 'oracle' is none of auto, aws, gcp, azure, none; else set notices.command",
+        (
+            "notices.cloud: 'oracle' is none of auto, aws, gcp, azure, none; "
+            "for another cloud set notices.command"
+        ),
         "notices.endpoint: must be like http://169.254.169.254, not 'https://10.0.0.1'",
         "notices.file: 'notice' must be an absolute path",
         'notices.command: "a \'b" is no command: No closing quotation',
@@ -497,7 +500,7 @@ def test_a_topology_that_contradicts_itself_is_refused() -> None:
         load("local/small", ["topology.racks={a: [n1], b: [n2, n1]}", "topology.zones={z: [c]}"])
 
     told = str(refusal.value)
-    assert "topology.racks: node n1 is named twice: it is in one of them" in told
+    assert "topology.racks: node n1 is named twice: name it once" in told
     assert "topology.zones: c is no rack; topology.racks names a, b" in told
 
 

@@ -75,7 +75,7 @@ def test_a_run_that_its_script_has_stopped_is_over(directory: Path) -> None:
     told = {"step": 8, "attempt": 1, "reason": "no progress"}
     (directory / "stopped.json").write_text(json.dumps(told))
 
-    with pytest.raises(ConfigError, match=r"is complete, .* behind step 8: no progress; delete st"):
+    with pytest.raises(ConfigError, match=r"is complete, .* after step 8: no progress; delete st"):
         require_resumable(_config(directory))
     # It was trained on since.
     (directory / "summary.json").write_text(json.dumps({"steps": 12}))
@@ -100,7 +100,7 @@ def test_weights_that_are_not_finite_are_not_trained_on(tmp_path: Path) -> None:
     save_not_finite(store, small_state(), step=30, sound_step=19, root=root)
     (tmp_path / "config.yaml").write_text(_config(tmp_path, "train.steps=50").to_yaml())
 
-    with pytest.raises(ConfigError, match=r"behind step 30 (?s:.*) step 10 is the newest version"):
+    with pytest.raises(ConfigError, match=r"after step 30 (?s:.*) step 10 is the newest version"):
         require_resumable(_config(tmp_path, "train.steps=50"))
     for override in ("run.resume_from=finite", "train.not_finite={action: ignore}"):
         require_resumable(_config(tmp_path, "train.steps=50", override))

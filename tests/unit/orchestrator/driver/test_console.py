@@ -90,7 +90,7 @@ def test_a_version_that_was_passed_over_is_named_once() -> None:
         view.show(status)
         view.show(status)
 
-    assert output.getvalue().count("passed over step-00000004: manifest.json is cut short") == 1
+    assert output.getvalue().count("skipped step-00000004: manifest.json is cut short") == 1
 
 
 def test_a_controller_that_was_never_heard_is_not_said_to_have_gone() -> None:
@@ -101,13 +101,13 @@ def test_a_controller_that_was_never_heard_is_not_said_to_have_gone() -> None:
         view.show(None)
         assert output.getvalue() == ""
         view.show(status)
-        assert "back in charge" not in output.getvalue()
+        assert "answers again" not in output.getvalue()
         view.show(None)
         assert "training continues" not in output.getvalue()
         view.show(status)
 
     assert "the controller does not answer" in output.getvalue()
-    assert "back in charge" in output.getvalue()
+    assert "answers again" in output.getvalue()
 
 
 def _shown(*statuses: dict[str, Any], width: int = 200) -> list[str]:

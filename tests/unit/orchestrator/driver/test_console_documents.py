@@ -47,7 +47,7 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
         "saves: a snapshot each step, a checkpoint every 10 steps; 0.71% of step time, at most 2%",
         "intervals: as configured",
         "loaded: 4.8 MiB from local memory",
-        "passed over: step-00000004: manifest.json is cut short",
+        "skipped: step-00000004: manifest.json is cut short",
         "problem: storage has been silent for 12 s",
         "evidence: runs/a/incidents/0003 (everstep diagnose reads it)",
         "last change: crash (w0001): its process died",
@@ -135,7 +135,10 @@ def test_a_run_without_controller_says_so_and_what_is_not_there_has_no_line() ->
     )
 
     assert lines == [
-        "training: attempt 2 on dp_shard=4, step 95 of 400; the controller is down: last known",
+        (
+            "training: attempt 2 on dp_shard=4, step 95 of 400; "
+            "the controller is down: last known state"
+        ),
         "",
         "in storage: nothing yet",
         "saves: a snapshot each step, a checkpoint every 10 steps; 0.71% of step time, at most 2%",

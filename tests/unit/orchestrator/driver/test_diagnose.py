@@ -60,7 +60,7 @@ def test_a_dump_that_is_cut_short_is_named_and_the_others_are_read(tmp_path: Pat
 
     assert (found.kind, found.guilty.ranks) == (Kind.ABSENT, (10, 15))
     assert (left_out.kind, left_out.guilty) == (Kind.UNDECIDED, Guilty())
-    assert left_out.evidence.startswith(f"{cut} is cut short and left out")
+    assert left_out.evidence.startswith(f"{cut} is truncated and skipped")
 
     cut = tmp_path / "_dump_15"
     cut.write_bytes(cut.read_bytes()[:-20])
@@ -320,9 +320,9 @@ def test_a_dump_that_names_a_class_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("a.txt", "hello", "no record of a run"),
-        ("a.jsonl", '{"rank": 0}\n', "line 1: no operation"),
-        ("b.jsonl", "\n[1]\n", "line 2: no operation"),
+        ("a.txt", "hello", "not a record of a run"),
+        ("a.jsonl", '{"rank": 0}\n', "line 1: not an operation"),
+        ("b.jsonl", "\n[1]\n", "line 2: not an operation"),
     ],
 )
 def test_what_is_no_record_is_refused(tmp_path: Path, name: str, text: str, why: str) -> None:
@@ -431,7 +431,7 @@ def test_what_the_kernel_said_of_the_members_is_told_of_the_incident(
     verdicts = diagnose_paths([str(tmp_path)])
 
     assert [(one.kind, one.guilty.ranks) for one in verdicts] == told
-    assert "rank 0, rank 3 for stopped" in verdicts[-1].evidence
+    assert "rank 0, rank 3 as stopped" in verdicts[-1].evidence
 
 
 def _spans(begin_s: float) -> list[dict[str, object]]:
@@ -464,8 +464,8 @@ def test_a_last_line_that_was_cut_is_named_and_the_others_are_read(tmp_path: Pat
 
     (verdict,) = diagnose_paths([str(file)])
 
-    assert verdict.evidence.startswith(f"{file} is cut short")
-    assert verdict.evidence.endswith("line 10, the last one, is no JSON")
+    assert verdict.evidence.startswith(f"{file} is truncated")
+    assert verdict.evidence.endswith("its last line, 10, is not JSON")
 
 
 def test_nothing_to_blame_is_said(tmp_path: Path) -> None:
@@ -474,7 +474,7 @@ def test_nothing_to_blame_is_said(tmp_path: Path) -> None:
 
     result = CliRunner().invoke(app, ["diagnose", str(file)])
 
-    assert (result.exit_code, result.stdout) == (0, "Nothing is to blame.\n")
+    assert (result.exit_code, result.stdout) == (0, "Nothing is at fault.\n")
     assert json.loads(CliRunner().invoke(app, ["diagnose", str(file), "--json"]).stdout) == {
         "verdicts": []
     }

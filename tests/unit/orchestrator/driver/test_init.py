@@ -34,7 +34,7 @@ def test_run_reads_what_init_wrote() -> None:
     assert "all 200 steps are done" in ran.stderr
     assert "command line: train.steps: must be a valid integer" in more.stderr
     assert again.exit_code == 2
-    assert "everstep.yaml is there already" in again.stderr
+    assert "everstep.yaml already exists" in again.stderr
 
 
 def test_without_a_configuration_run_says_how_to_get_one() -> None:

@@ -51,7 +51,7 @@ def test_a_run_that_is_over_or_whose_cluster_is_gone_cannot_be_stopped(
 
     assert (gone.exit_code, over.exit_code) == (3, 2)
     assert f"the controller does not answer at {address}" in gone.stderr
-    assert "nothing trains any more" in gone.stderr
+    assert "nothing is training" in gone.stderr
     assert "is over; see `everstep report" in over.stderr
 
 

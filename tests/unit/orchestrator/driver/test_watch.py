@@ -48,7 +48,7 @@ def test_a_lost_cluster_is_tried_again_and_the_next_one_takes_its_turn(config: R
     watched, said = _watch(config, f"sys.exit({LOST})", _end("completed", OVER))
 
     assert watched == Watched(code=OVER, summary={"outcome": "completed"})
-    assert said == ["trying again in 1 s; Ctrl-C ends that"]
+    assert said == ["trying again in 1 s; Ctrl-C cancels"]
 
 
 def test_a_command_that_a_signal_killed_is_tried_again(config: RunConfig) -> None:
@@ -111,7 +111,7 @@ def test_without_a_cluster_it_waits_as_long_as_for_workers(config: RunConfig) ->
     """A budget that is spent ends the run, and so must one that is spent between two clusters."""
     short = config.recovery.model_copy(update={"capacity_wait_s": 0.5})
 
-    with pytest.raises(CapacityError, match=r"no cluster brought the run further for 0\.5 s"):
+    with pytest.raises(CapacityError, match=r"no cluster advanced the run for 0\.5 s"):
         _watch(config.model_copy(update={"recovery": short}), f"sys.exit({LOST})")
 
 

@@ -58,7 +58,7 @@ def test_a_keeper_is_told_of_its_own_buffers_and_people_of_all() -> None:
 
     assert on_node(bad, "aa") == (("w.1", 2, 8),)
     assert on_node(bad, "bb") == ()
-    ends = " could not be loaded and is not used any more"
+    ends = " could not be loaded and is no longer used"
     assert described(bad) == [
         f"step 5 of attempt 1 in the memory of node aa (w.1){ends}",
         f"step 5 of attempt 1 in storage{ends}",

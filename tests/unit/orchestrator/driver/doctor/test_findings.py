@@ -65,7 +65,7 @@ def test_workers_that_share_a_gpu_are_told_what_that_costs() -> None:
         (
             "GLOO_SOCKET_IFNAME",
             "eth",
-            "has eth, which is no interface; there are lo",
+            "has eth, which is not an interface; there are lo",
         ),
         ("GLOO_SOCKET_IFNAME", "^lo,docker", "has ^lo, and Gloo takes whole names"),
         ("NCCL_SOCKET_IFNAME", "eth,ib", ""),

@@ -233,7 +233,7 @@ def test_the_end_of_the_controllers_machine_is_told_though_no_worker_is_there(
         ControllerDraining(at_s=1.0, deadline_s=math.inf),
     ]
     assert [message.partition(":")[0] for message in caplog.messages] == [
-        "the machine of the controller is taken"
+        "the provider takes the controller's machine"
     ] * 2
 
 
