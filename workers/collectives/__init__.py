@@ -3,7 +3,7 @@
 ``form`` an attempt's groups, use ``torch.distributed`` as usual, ``leave``. ``abort`` ends every
 wait of an attempt from outside. The record ring shows to any process what the groups do.
 
-torch 2.14 can form a group anew by itself (``dist._reconfigure``). It is not used:
+torch 2.14 can re-form a group by itself (``dist._reconfigure``). It is not used:
 
     four ranks over gloo, medians          these groups      torch's reconfigure
     abort ends a wait                      in 6 ms           no, the timeout does
@@ -15,7 +15,7 @@ torch 2.14 can form a group anew by itself (``dist._reconfigure``). It is not us
     a new process with a new store         yes               no
     a stopped process shows its calls      yes               no
 
-A wait that nothing ends keeps one of the two threads of a gloo group. After two of them the group
+A wait that never ends keeps one of the two threads of a gloo group. After two such waits, the group
 that reconfigure formed does no work until their timeout. The 8 to 27 ms that it saves are small
 beside a lost timeout. Figures: ``tests/benchmarks/RESULTS.md``.
 """

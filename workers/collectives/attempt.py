@@ -1,4 +1,4 @@
-"""One attempt in this process: what aborts its waits, and what must outlive it."""
+"""One attempt in this process: how to abort its waits, and what must outlive it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.collectives.places import Places
 from workers.collectives.waiting import Waiter, helpers
 from workers.records import RecordRing
 
-#: How often works on a device are polled; the resolution of their times.
+#: How often to poll works on a device; the resolution of their times.
 _SETTLE_S: Final = 0.05
 
 _T = TypeVar("_T")
@@ -59,7 +59,7 @@ class Attempt:
         backend: "gloo" or "nccl".
         world_size: Members of the attempt.
         aborted: Set once, by ``abort`` or ``fail``.
-        places: Where the ranks are; None until this one is connected to the store.
+        places: The places of the ranks; None until this one is connected to the store.
         device_spans: Times the rank's own work on its device; None if it computes on the host.
     """
 
@@ -89,13 +89,13 @@ class Attempt:
             threading.Thread(target=self._settle, daemon=True, name="settle").start()
 
     def connect(self, store_host: str, store_port: int, rank: int) -> dist.Store:
-        """Return a client of the rendezvous store, and begin to say where this rank waits.
+        """Return a client of the rendezvous store, and start to publish where this rank waits.
 
         Raises:
             AbortedError: The attempt was aborted.
             CollectiveError: The store does not answer.
         """
-        # A client per attempt: an old connection may have been left in mid-request.
+        # A client per attempt: an old connection may have stopped in the middle of a request.
         store = self.interruptible(
             f"connecting to the store at {store_host}:{store_port}",
             lambda: dist.TCPStore(
@@ -146,7 +146,7 @@ class Attempt:
         )
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of later collectives, and of groups that are made later."""
+        """Set the timeout of later collectives, and of groups created later."""
         with self._lock:
             self.timeout = timeout
             groups = list(self._groups)
@@ -167,21 +167,21 @@ class Attempt:
         self._kept.append(what)
 
     def span(self, op: str, *, step: int, micro_batch: int, tokens: int = 0) -> None:
-        """Record that the training thread begins work of its own, or with "" that it ends it."""
+        """Record that the training thread starts its own work, or with "" that it ends it."""
         record = self.ring.span if self.device_spans is None else self.device_spans.span
         record(op, step=step, micro_batch=micro_batch, tokens=tokens)
 
     def note_call(self) -> None:
-        """Note that a collective on a device is called, or waited for."""
+        """Note a call of a collective on a device, or a wait for one."""
         if self.device_spans is not None:
             self.device_spans.num_calls += 1
 
     def note_launched(self, group: int, work: _OnDevice) -> None:
-        """Note work of a group whose begin and end on the device are still to be recorded."""
+        """Note work of a group whose start and end on the device are still to be recorded."""
         self._on_device.setdefault(group, deque()).append(work)
 
     def note_begun(self, group: int) -> None:
-        """Note that the newest work of a group has begun: that before it need not be kept."""
+        """Note that the newest work of a group has started: older work need not be kept."""
         # Others may have been settled meanwhile.
         with contextlib.suppress(IndexError):
             self._on_device[group][-2].give_up()
@@ -195,7 +195,7 @@ class Attempt:
             nccl.abort_together([backend])
 
     def made_before(self, group: _Group) -> list[_Group]:
-        """Return the groups of this attempt that were made before ``group``."""
+        """Return the groups of this attempt that were created before ``group``."""
         with self._lock:
             return list(itertools.takewhile(lambda one: one is not group, self._groups))
 
@@ -243,7 +243,7 @@ class Attempt:
         with self._lock:
             groups, self._groups = self._groups, []
         in_flight = self.aborted.is_set() or self.ring.num_in_flight() > 0
-        # A group of this attempt that is still held can do nothing any more.
+        # A group of this attempt that still has references is unusable.
         self.aborted.set()
         leftovers = [Leftovers(group.release(), of=group) for group in groups]
         leftovers.append(Leftovers(self._kept))
@@ -255,17 +255,17 @@ class Attempt:
             self.look_at_devices()
 
     def look_at_devices(self) -> None:
-        """Record which collectives the device has reached and ended since the last look.
+        """Record which collectives the device has reached and finished since the last look.
 
-        A device works off each group's collectives in the order of their calls, but one group's may
-        wait for ever while others go on.
+        A device runs each group's collectives in the order of their calls, but one group's may wait
+        for ever while others continue.
         """
         if not self._looking.acquire(blocking=False):
-            # Another thread looks, perhaps for long: the driver may be held by a third one.
+            # Another thread looks, perhaps for long: a third one may hold the driver.
             return
         try:
             for queue in list(self._on_device.values()):
-                # The first one that was not reached holds up the later ones.
+                # The first collective that was not reached delays the later ones.
                 works = list(queue)
                 all(work.is_reached() for work in works)
                 failures = (work.failure() for work in reversed(works[-2:]))
@@ -277,7 +277,7 @@ class Attempt:
 
 
 class Leftovers:
-    """What is left of a group (if ``of`` one) that the transport may still use.
+    """The rest of a group (if ``of`` one) that the transport may still use.
 
     ``held`` are the last references to it, except for the group's own.
     """
@@ -289,7 +289,7 @@ class Leftovers:
 
     @property
     def are_referred_to(self) -> bool:
-        """Return whether somebody still refers to the group, which holds them too."""
+        """Return whether the group, which also holds them, still has references."""
         return self._group() is not None
 
     def drop(self) -> None:
@@ -306,5 +306,5 @@ def _own_address(host: str, port: int) -> str:
     """Return the address from which this machine reaches another one."""
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as unconnected:
-        unconnected.connect(place)  # which sends nothing
+        unconnected.connect(place)  # This sends nothing.
         return str(unconnected.getsockname()[0])

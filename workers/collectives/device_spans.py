@@ -1,10 +1,10 @@
-"""How long a rank's own work takes its device, measured by events in its stream.
+"""How long a device takes for a rank's own work, measured by events in its stream.
 
-The host calls a whole step before the device begins it, so its times say nothing of the device. A
-device that has come from one event to the next has done what is between them; if that is nothing
-of others', it is the rank's own time, whether its host or its device is slow. A span in which
-collectives are called or waited for has no such time: with a communicator's kernels in the stream
-nobody sees what the rank waited for.
+The host calls a whole step before the device starts it, so its times say nothing about the device.
+Between two events, a device has done the work enqueued between them. If that includes no other
+rank's work, it is the rank's own time, whether its host or its device is slow. A span in which
+collectives are called or waited for has no such time: with a communicator's kernels in the stream,
+the rank's waits cannot be separated.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _TIMED: Final = frozenset({"forward", "backward"})
 
 
 class Mark(Protocol):
-    """A place in the stream of the thread that made it."""
+    """A position in the stream of the thread that created it."""
 
     def is_reached(self) -> bool:
-        """Return whether the device is there."""
+        """Return whether the device has reached it."""
 
     def since(self, other: Mark) -> float:
-        """Return the seconds between two places that the device has reached."""
+        """Return the seconds between two positions that the device has reached."""
 
 
 class DeviceSpans:
@@ -35,25 +35,25 @@ class DeviceSpans:
         num_calls: How often a collective was called or waited for; from any thread.
 
     Args:
-        mark: Makes a place in the current stream.
+        mark: Creates a position in the current stream.
     """
 
     def __init__(self, ring: RecordRing, mark: Callable[[], Mark] = nccl.Timed) -> None:
         self._ring, self._mark = ring, mark
         self.num_calls = 0
-        #: Record, begin, and ``num_calls`` of the span that is open; those that are over.
+        #: Record, start, and ``num_calls`` of the open span; then the finished ones.
         self._open: tuple[int, Mark, int] | None = None
         self._over: list[tuple[int, Mark, Mark]] = []
 
     def span(self, op: str, *, step: int, micro_batch: int, tokens: int = 0) -> None:
-        """Record that the span before ends, and that ``op`` begins, if not ""."""
+        """Record that the last span ends, and that ``op`` begins, if not ""."""
         if self._open is not None:
             number, begin, num_calls = self._open
             self._open = None
             if num_calls == self.num_calls:
                 self._over.append((number, begin, self._mark()))
         if op == "optimizer":
-            # The host has just read the sums of all ranks, so the device has done what is before.
+            # The host has just read the sums of all ranks, so the device has done all earlier work.
             for number, begin, end in self._over:
                 if end.is_reached():
                     self._ring.measured(number, end.since(begin))

@@ -12,8 +12,8 @@ from typing import Final
 
 from ucp_core.errors import FactsError
 
-#: gloo (torch 2.13) and NCCL (2.27, ``src/misc/socket.cc``) on a connection that they could not
-#: make, or that ended for want of an answer.
+#: Errors of gloo (torch 2.13) and NCCL (2.27, ``src/misc/socket.cc``) for a connection that could
+#: not be made, or that ended for lack of an answer.
 _REMOTE: Final = re.compile(
     r"(?:remote=|peer )\[(?:::ffff:)?([0-9a-fA-F.:]+)\]|[Cc]onnect to ([0-9a-fA-F.:]+)<\d+>"
 )

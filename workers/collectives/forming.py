@@ -3,8 +3,8 @@
 The training thread calls ``form`` and ``leave`` in turn; any thread may ``abort`` any attempt at
 any time. After an abort the transport may still use buffers and threads. gloo's destructor joins
 those threads, which sleep until their operation fails: when the peer is gone or releases the group,
-or at the timeout. So a helper thread drops the groups. Groups that somebody still refers to are
-kept until the timeout has passed: otherwise whoever drops the last reference would sleep.
+or at the timeout. So a helper thread drops the groups. Groups with remaining references are kept
+until the timeout has passed: otherwise the thread that drops the last reference would sleep.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def form(
             group of all ranks only).
         store_host: Where the rendezvous store listens.
         attempt: An attempt that was not formed or aborted here before.
-        ring_path: Where to record; replaces what is there.
-        timeout_s: After this a collective fails by itself: a backstop, since faults are usually
-            found and aborted much sooner. Also how long an aborted group's memory is kept.
+        ring_path: Where to record; an existing file is replaced.
+        timeout_s: A collective fails by itself after this time: a backstop, since faults are
+            usually found and aborted much sooner. It is also how long an aborted group's memory is
+            kept.
 
     Raises:
         AbortedError: ``abort`` was called for this attempt, before or meanwhile.
@@ -80,7 +81,7 @@ def form(
     _process.leftovers = [one for one in _process.leftovers if one[0] > now_s]
     _register()
     if not _process.frozen:
-        # What is imported by now stays. A collection then takes 10 to 45 ms instead of 0.15 to 0.8
+        # Objects imported by now stay. A collection then takes 10 to 45 ms instead of 0.15 to 0.8
         # s, and every leave() needs one.
         gc.freeze()
         _process.frozen = True
@@ -96,7 +97,7 @@ def form(
         _process.excepthook = sys.excepthook
         if attempt in _process.aborted:
             current.abort()
-        # Attempts only grow: older ones are not asked for again.
+        # Attempt numbers only grow: older ones are never requested again.
         _process.aborted = {number for number in _process.aborted if number >= attempt}
     store = current.connect(store_host, store_port, rank)
     count_groups_anew()
@@ -113,8 +114,8 @@ def abort(attempt: int) -> int:
     """Abort ``attempt`` in this process; return how many blocked calls were woken.
 
     From any thread, at any time, repeatedly. Threads that wait in a collective of the attempt, or
-    in its ``form``, raise ``AbortedError`` within milliseconds, and so does every later call, also
-    a later ``form`` of it. Other attempts are not touched. Waits in slices are not counted: they
+    in its ``form``, raise ``AbortedError`` within milliseconds. So does every later call, including
+    a later ``form`` of it. Other attempts are not affected. Waits in slices are not counted: they
     end by themselves within 5 ms.
     """
     with _process.lock:
@@ -128,16 +129,16 @@ def abort(attempt: int) -> int:
 def check() -> None:
     """Raise if the attempt was aborted.
 
-    Call it once the host has the result of a collective on a device: an abort ends those by force,
+    Call it once the host has the result of a collective on a device: an abort ends these by force,
     with arbitrary results.
 
     Raises:
-        AbortedError: It was.
+        AbortedError: It was aborted.
         CollectiveError: It aborted itself, because a collective failed on the device.
     """
     current = _process.current
     if current is not None and current.aborted.is_set():
-        raise current.error("; what its collectives have left counts for nothing", "check")
+        raise current.error("; the results of its collectives do not count", "check")
 
 
 def locate(place: tuple[int, int, int], node: str) -> None:
@@ -166,7 +167,7 @@ def span(op: str, *, step: int = 0, micro_batch: int = 0, tokens: int = 0) -> No
 
 
 def places() -> Places:
-    """Return where the ranks of the attempt are; for the training thread, as ``set_timeout``."""
+    """Return the places of the attempt's ranks; for the training thread, like ``set_timeout``."""
     assert _process.current is not None, "form() an attempt first"
     assert _process.current.places is not None, "form() has not returned"
     return _process.current.places

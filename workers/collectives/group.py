@@ -2,8 +2,8 @@
 
 One Python subclass of ``ProcessGroup`` sees every collective of plain calls, functional
 collectives, DTensor, FSDP2 and DeviceMesh's sub-groups. torch 2.13 calls some collectives by new
-names (``all_gather_single``) and some by old ones (``_allgather_base``): both are here, or calls
-would go unrecorded.
+names (``all_gather_single``) and some by old ones (``_allgather_base``). Both are here; otherwise
+calls would go unrecorded.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _COLLECTIVES: Final = {
     "gather_single": "gather",
     "scatter": "scatter",
 }
-#: Those that may be called without the sizes of their splits.
+#: Collectives that may be called without the sizes of their splits.
 _SPLIT: Final = frozenset({"alltoall_base", "all_to_all_single"})
-#: In place of a member, if it may be any.
+#: Stands for any member.
 _ANY: Final = -1
 #: Collectives that name their outputs first; their payload is the second argument.
 _OUTPUT_FIRST: Final = frozenset({"all_gather", "all_to_all", "gather", "reduce_scatter"})
@@ -93,7 +93,7 @@ class RecordedGroup(dist.ProcessGroup):
         self._label = ""
         self._pairs: dict[tuple[int, int], int] = {}
         self._coalesced: list[Call] | None = None
-        # Functional collectives find the group in C++ by a name that needs a backend of its own.
+        # Functional collectives find the group in C++ by a name that needs its own backend.
         for device, (kind, backend) in backends.items():
             self._register_backend(torch.device(device), kind, backend)
         self._set_default_backend(next(iter(backends.values()))[0])
@@ -103,7 +103,7 @@ class RecordedGroup(dist.ProcessGroup):
         return BACKENDS[self._attempt.backend]
 
     def abort(self) -> None:
-        """Abort the whole attempt: a group does not outlive the others."""
+        """Abort the whole attempt: no group outlives the others."""
         self._attempt.abort()
 
     def on_device(self) -> Any:
@@ -111,7 +111,7 @@ class RecordedGroup(dist.ProcessGroup):
         return self._backends["cuda"][1] if "cuda" in self._backends else None
 
     def connect_pairs(self) -> None:
-        """Connect each member with each other one; see the function of this name."""
+        """Connect each member with every other; see the function of this name."""
         if self.on_device() is None or len(self._ranks) == 1:
             return
         received, sent = torch.zeros(2, len(self._ranks), device="cuda")
@@ -128,7 +128,7 @@ class RecordedGroup(dist.ProcessGroup):
             try:
                 backend.shutdown()
             except RuntimeError:
-                # NCCL's waits for the others, one of which may be gone.
+                # NCCL's waits for the other members, one of which may be gone.
                 if device != "cuda":
                     raise
                 nccl.abort_together([backend])
@@ -145,7 +145,7 @@ class RecordedGroup(dist.ProcessGroup):
         return held
 
     def _start_coalescing(self, device: torch.device) -> None:
-        # Without its end this thread stays in NCCL's group: see ``batch_isend_irecv``.
+        # Unless it is ended, this thread stays in NCCL's group: see ``batch_isend_irecv``.
         self._inner._start_coalescing(device)  # noqa: SLF001 - torch's name
         self._coalesced = []
 
@@ -161,7 +161,7 @@ class RecordedGroup(dist.ProcessGroup):
         on_device = "cuda" in self._backends
         opts = opts if opts is not None else dist.BarrierOptions()
         if on_device:
-            # By the name of the group's backend torch takes it for one on the host.
+            # torch assumes a group on the host, by the name of the group's backend.
             opts.device = torch.device("cuda")
         call = self._enter("barrier", (0, 0), on_device=on_device)
         waits = on_device and _return_work(opts)
@@ -241,7 +241,7 @@ class RecordedGroup(dist.ProcessGroup):
     ) -> Call | None:
         """Record a call; return None if it is recorded in a CUDA graph, which runs later.
 
-        An event of a graph cannot be asked about: that would pass for a failed device.
+        An event of a graph cannot be queried: the error would look like a failed device.
         """
         size_bytes, dtype = payload
         attempt = self._attempt
@@ -275,7 +275,7 @@ class RecordedGroup(dist.ProcessGroup):
                 call, lambda: reduce(*tensors, opts), on_device=True, waits_at_once=waits
             )
         assert call is not None, "graphs are recorded on devices"
-        # Like gloo's own (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced): an
+        # Like gloo's own (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced), an
         # all-reduce of a copy, but one that can be waited for in slices.
         buffers = [value.clone(memory_format=torch.contiguous_format) for value in values]
         reduce_opts = dist.AllreduceOptions()
@@ -316,15 +316,15 @@ class RecordedGroup(dist.ProcessGroup):
             raise call.failed(error) from error
 
     def described(self) -> str:
-        """Return the group's name, which others of the same members may have, too."""
+        """Return the group's name, which other groups of the same members may share."""
         return group_name(self.group_desc, self._ranks, self._attempt.world_size)
 
     def _named(self) -> str:
-        # At the first call: torch describes a group after making it.
+        # At the first call: torch describes a group after creating it.
         if not self._label:
             name = self.described()
-            # By the order in which they were made, which torch requires to be the same on all
-            # members. That of first calls may differ.
+            # By the order of creation, which torch requires to be the same on all members. The
+            # order of first calls may differ.
             count = 1 + sum(one.described() == name for one in self._attempt.made_before(self))
             self._label = name if count == 1 else f"{name}#{count}"
         return self._label
@@ -344,7 +344,7 @@ class RecordedGroup(dist.ProcessGroup):
         if not on_device:
             return RecordedWork(call, [begin()], keep=keep, sliced=sliced)
         if self._coalesced is not None:
-            # It is launched, and there is something to wait for, when the coalescing ends.
+            # It is launched, and can be waited for, when the coalescing ends.
             self._coalesced.append(call)
             return cast("dist.Work", begin())
         return self._launched([call], begin, waits_at_once=waits_at_once)
@@ -402,7 +402,7 @@ def group_name(description: str, ranks: tuple[int, ...], world_size: int) -> str
 
 
 def _return_work(option: Any) -> bool:
-    """Have NCCL return the work of a call; without one nothing shows where the device is.
+    """Make NCCL return the work of a call; without one nothing shows where the device is.
 
     Return whether torch waits for the work in the call.
 
@@ -419,8 +419,8 @@ def _return_work(option: Any) -> bool:
 def _with_splits(args: tuple[Any, ...], num_ranks: int) -> tuple[Any, ...]:
     """Return the arguments of an all-to-all with the sizes of its splits.
 
-    Without sizes torch calls NCCL's own all-to-all (NCCL 2.28 and later) and takes "in progress",
-    the answer of a communicator that does not block, for an error.
+    Without sizes torch calls NCCL's own all-to-all (NCCL 2.28 and later), and mistakes "in
+    progress", the answer of a non-blocking communicator, for an error.
     """
     output, value, *splits = args
     sizes, rest = splits[:2], splits[2:]
@@ -456,7 +456,7 @@ def build_group(
         options = nccl.options(attempt.timeout, ranks)
         backend = dist.ProcessGroupNCCL(device_store, rank, len(ranks), options)
         backends["cuda"] = (kinds.NCCL, backend)
-    # A gloo group connects each member with each other one. With NCCL only the world has one.
+    # A gloo group connects each member with every other. With NCCL only the world has one.
     if attempt.backend == "gloo" or len(ranks) == attempt.world_size:
         gloo = attempt.interruptible(
             f"waiting for ranks {_some(ranks)}",
@@ -480,8 +480,8 @@ def build_group(
 def connect_pairs(group: dist.ProcessGroup) -> None:
     """Connect each pair of a group's GPUs; for groups that send, receive or exchange.
 
-    NCCL would do so at the first exchange, in the training thread. There it waits for a member that
-    has died, and an abort does not end that within 30 s. On the host this does nothing.
+    NCCL would do so at the first exchange, in the training thread. There it would wait for a dead
+    member, and an abort does not end that within 30 s. On the host this does nothing.
 
     Raises:
         AbortedError: The attempt was aborted.
@@ -492,7 +492,7 @@ def connect_pairs(group: dist.ProcessGroup) -> None:
 
 
 def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-    """Send and receive as torch's function of this name, in one call of NCCL for our groups, too.
+    """Send and receive like torch's function of this name, in one call of NCCL for our groups too.
 
     torch 2.13 coalesces only for its own class of groups. Uncoalesced, two ranks that each send
     and then receive wait for each other for ever on a device.

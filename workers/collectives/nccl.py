@@ -1,8 +1,8 @@
-"""NCCL for groups that outlive the failure of a member: settings, making, aborting, device times.
+"""NCCL for groups that outlive the failure of a member: settings, creation, abort, device times.
 
-torch 2.13 is made for processes that end when a collective fails. Its watchdog is told not to end
-this one, a communicator can be aborted while it is made, and all of a process's communicators are
-aborted at the same time. Read in torch's ``ProcessGroupNCCL.cpp`` and ``NCCLUtils.cpp``.
+torch 2.13 is made for processes that end when a collective fails. So its watchdog must not end this
+one, a communicator can be aborted while it is created, and all communicators of a process are
+aborted at the same time. Based on torch's ``ProcessGroupNCCL.cpp`` and ``NCCLUtils.cpp``.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ log = logging.getLogger(__name__)
 ENVIRONMENT: Final = {
     # By default (3) a collective that failed or timed out ends the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # It signals a failure to all ranks by a key of the store that no attempt's prefix covers. In
-    # this attempt and all later ones, each process that reads it ends.
+    # It signals a failure to all ranks by a key of the store that is outside of every attempt's
+    # prefix. Each process that reads it ends, in this attempt and all later ones.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # It ends a process whose watchdog makes no progress, as while an abort waits for the driver.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # After a failure it sleeps four times this (60 s by default), and holds a lock that releasing
-    # the group waits for.
+    # After a failure it sleeps four times this (60 s by default), and holds a lock for which
+    # releasing the group waits.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # A failed device ends the process (``workers.process.device``), which can say why.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # Communicators are made at once, see ``connect``; unbatched sends and receives of a group are
-    # then serialised, about which torch warns each time.
+    # Communicators are created at once, see ``connect``; torch warns each time that unbatched sends
+    # and receives of a group are then serialised.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 
@@ -46,29 +46,30 @@ _CHANNELS_MAX: Final = 8
 
 
 def prepare(timeout: timedelta) -> None:
-    """Set what torch reads when it makes its first NCCL group of this process.
+    """Set what torch reads when it creates its first NCCL group in this process.
 
     Args:
-        timeout: Bound on making a communicator. torch reads it once; later calls do not change it.
+        timeout: Bound on creating a communicator. torch reads it once; later calls do not change
+            it.
     """
     os.environ.update(ENVIRONMENT)
     # NCCL would connect ranks when a call first needs it: the host waits in that call for the
-    # others, which may never come. Without this it does so while the communicator is made, which an
+    # others, which may never come. With this it does so while the communicator is created, which an
     # abort ends. Only the first exchange of a pair still connects: see ``exchange``.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(timeout.total_seconds()))
 
 
 def share_device(worker: str, share: float) -> None:
-    """Set what NCCL reads once per process, for ranks of which several have the same GPU.
+    """Set what NCCL reads once per process, if several ranks have the same GPU.
 
-    NCCL 2.30 has a switch for that. Before, ranks may share a GPU only if they seem to be on
-    different hosts: then they exchange data through the network, also with the other GPUs.
+    NCCL 2.30 has a switch for that. In older versions, ranks may share a GPU only if they seem to
+    be on different hosts: then they exchange data through the network, also with the other GPUs.
 
     Args:
         worker: Differs from that of every other rank.
         share: The part of the GPU that this rank has. Many channels of many ranks would not fit on
-            the GPU at the same time, and wait for each other for ever.
+            the GPU at the same time, and would wait for each other for ever.
     """
     has_switch = torch.cuda.nccl.version() >= (2, 30)
     apart = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if has_switch else {"NCCL_HOSTID": worker}
@@ -78,9 +79,9 @@ def share_device(worker: str, share: float) -> None:
 
 
 def options(timeout: timedelta, ranks: Iterable[int]) -> Any:
-    """Return the options of a group of ``ranks``, whose communicator does not block while made.
+    """Return the options of a group of ``ranks`` whose communicator does not block while created.
 
-    A blocking one waits for its members in NCCL, without bound, and nothing ends that.
+    A blocking one waits for its members in NCCL, without a bound or a way to end it.
     """
     found = dist.ProcessGroupNCCL.Options()
     found._timeout = timeout  # noqa: SLF001 - as torch's own init does
@@ -90,10 +91,10 @@ def options(timeout: timedelta, ranks: Iterable[int]) -> Any:
 
 
 def connect(backend: Any, device: torch.device) -> None:
-    """Make the communicator of a group; return when all members have come.
+    """Create the communicator of a group; return when all members have come.
 
     Blocks up to the bound that ``prepare`` set, even if the communicator is aborted: torch holds
-    its lock meanwhile. So call it where nobody must wait for it.
+    its lock meanwhile. So call it where no other thread must wait for it.
 
     Raises:
         RuntimeError: A member did not come, or its connection failed.
@@ -114,12 +115,12 @@ def exchange(group: Any, received: torch.Tensor, sent: torch.Tensor) -> None:
 
 
 def abort_together(backends: Iterable[Any]) -> None:
-    """Begin to abort the communicators of NCCL ``backends``, all at once; return at once.
+    """Start to abort the communicators of NCCL ``backends``, all at once; return at once.
 
-    An abort can wait until the device is idle, and the device until another communicator is
-    aborted (pytorch#119797). torch's own ``_abort_process_group`` encloses the aborts in an NCCL
-    group; but ``abort`` does its work in a thread of its own, and NCCL's groups are per thread. A
-    thread each makes none wait for another. It ends within the group's timeout.
+    An abort can wait until the device is idle, and the device until another communicator is aborted
+    (pytorch#119797). torch's own ``_abort_process_group`` encloses the aborts in an NCCL group, but
+    ``abort`` does its work in a separate thread, and NCCL's groups are per thread. With one thread
+    each, none waits for another. It ends within the group's timeout.
     """
     for backend in backends:
         helpers.submit(functools.partial(_abort, backend))
@@ -129,7 +130,7 @@ def _abort(backend: Any) -> None:
     try:
         backend.abort()
     except RuntimeError as error:
-        # What then still runs on the device fails there, or the process is ended as hung.
+        # Kernels still running then fail, or the process is killed as hung.
         log.warning("a group of NCCL could not be aborted: %s", error)
 
 
@@ -140,9 +141,9 @@ def is_recording_graph() -> bool:
 
 
 class Start:
-    """A place in the stream that calls a collective: where the device comes to the call.
+    """A position in the stream that calls a collective: where the device reaches the call.
 
-    NCCL's kernel waits for this place. The host calls long before the device is there.
+    NCCL's kernel waits for this position. The host calls long before the device reaches it.
     """
 
     __slots__ = ("_event",)
@@ -152,12 +153,12 @@ class Start:
         self._event.record()
 
     def is_reached(self) -> bool:
-        """Return whether the device is there."""
+        """Return whether the device has reached it."""
         return bool(self._event.query())
 
 
 class Timed(Start):
-    """A place in the stream whose time the device notes."""
+    """A position in the stream whose time the device records."""
 
     __slots__ = ()
 
@@ -165,5 +166,5 @@ class Timed(Start):
         super().__init__(timed=True)
 
     def since(self, other: Any) -> float:
-        """Return the seconds from another place to this one; the device has reached both."""
+        """Return the seconds from another position to this one; the device has reached both."""
         return float(other._event.elapsed_time(self._event)) / 1000  # noqa: SLF001 - its own class

@@ -1,8 +1,8 @@
 """Where the ranks of an attempt are in their script, for a rank that waits for the others.
 
 A collective that only some ranks call waits for ever, and so do the others in the next one. So a
-rank that has waited for long says where, and ``meet`` finds out without a bound on time whether
-the others can still come: one that waits for this rank in a collective cannot.
+rank that has waited for long publishes where, and ``meet`` finds out, without a time limit, whether
+the others can still come: a rank that waits for this one in a collective cannot.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from workers.records import RecordRing, Waited
 
-#: A collective that is waited for for so long is told, and looked at this often.
+#: How long a wait for a collective lasts before it is published, and how often it is checked.
 _LONG_S: Final = 1.0
 _LOOK_S: Final = 0.25
-#: How often a meeting is looked at; the others usually come within milliseconds.
+#: How often to check a meeting; the others usually come within milliseconds.
 _MEET_S: Final = 0.005
 _APART_S: Final = 0.25
-#: In place of a line, where the training thread is out of the script.
+#: In place of a line, if the training thread is outside of the script.
 _BEHIND: Final = "the end of the script"
 #: Code that is not the script's.
 _OURS: Final = str(Path(__file__).parents[1])
@@ -43,17 +43,17 @@ _BUILT_IN: Final = str(Path(__file__).parents[1] / "train/lm.py")
 
 
 class Places:
-    """Says where this rank is when it waits for long, and learns where the others are.
+    """Publish where this rank is when it waits for long, and learn where the others are.
 
     Made by the training thread. It works until ``close``.
 
     Args:
-        ring: What this rank has called.
+        ring: The calls of this rank.
         is_over: Returns whether the attempt was aborted.
 
     Attributes:
-        tell: Called with the line of the script at which this rank has waited for long; "" when
-            that is over.
+        tell: Called with the line of the script at which this rank has long waited; "" when the
+            wait is over.
     """
 
     def __init__(
@@ -81,15 +81,16 @@ class Places:
         return self._world_size > 1
 
     def close(self) -> None:
-        """Say nothing any more."""
+        """Publish nothing from now on."""
         self._left.set()
 
     def meet(self, what: str) -> dict[int, str] | None:
         """Wait until every rank has called this as often, for the same ``what``.
 
         Returns:
-            None once all have. Else where others are that cannot come, by rank: they wait for this
-            one in a collective, or for something else here. Also {} if the store is gone.
+            None once all have. Otherwise the places of the ranks that cannot come, by rank: they
+            wait for this one in a collective, or for something else here. Also {} if the store is
+            gone.
         """
         if self._world_size == 1:
             return None
@@ -100,12 +101,12 @@ class Places:
             return {}
 
     def say(self, name: str, text: str) -> None:
-        """Have all ranks hear a text; one that says nothing new may be late."""
+        """Publish a text to all ranks; one without news may be late."""
         if self._world_size > 1:
             self._put(f"said/{name}", text)
 
     def heard(self, name: str) -> str:
-        """Return what a rank said last; "" if none did, or the store is gone."""
+        """Return the last text of a rank; "" if none did, or the store is gone."""
         try:
             key = f"said/{name}"
             is_there = self._world_size > 1 and self._store.check([key])
@@ -130,7 +131,7 @@ class Places:
                         is_told = True
                     apart_s = time.monotonic() + _APART_S
                     if self._apart(number, what):
-                        # Others that wait there may be about to say so.
+                        # Others that wait there may be about to publish it.
                         self._left.wait(2 * _LOOK_S)
                         self._store.add(counter, -1)
                         return self._apart(number, what)
@@ -143,7 +144,7 @@ class Places:
         return None
 
     def _apart(self, number: int, what: str) -> dict[int, str]:
-        """Return where the ranks are that cannot come before this one leaves."""
+        """Return the places of the ranks that cannot come before this one leaves."""
         found: dict[int, str] = {}
         for rank in range(self._world_size):
             key = f"place/{rank}"
@@ -164,7 +165,7 @@ class Places:
             if waited is not None and waited != told:
                 self._say_place(waited)
             elif waited is None and told is not None:
-                # What the store has of it proves nothing any more.
+                # The place in the store is stale.
                 self.tell("")
             told = waited
 
@@ -181,7 +182,7 @@ class Places:
         self._put(f"place/{self._rank}", json.dumps(place))
 
     def _put(self, key: str, text: str) -> None:
-        # Without a store nobody meets.
+        # Without a store, ranks cannot meet.
         with contextlib.suppress(RuntimeError, dist.DistError):
             self._store.set(key, text)
 
@@ -197,13 +198,13 @@ def script_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def script_line(frame: FrameType | None) -> str:
-    """Return the script's line that a frame is in, as ``train.py:57``; "" if there is none."""
+    """Return the script's line that a frame executes, as ``train.py:57``; "" if there is none."""
     frame = script_frame(frame)
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
 
 
 def described(places: Mapping[int, str] | Iterable[tuple[int, str]]) -> str:
-    """Return where ranks are, for people: those at one place together."""
+    """Return the places of ranks, for people, grouped by place."""
     by_place: dict[str, list[int]] = {}
     for rank, place in sorted(dict(places).items()):
         by_place.setdefault(place, []).append(rank)

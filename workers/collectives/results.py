@@ -1,7 +1,7 @@
 """Results of collectives, checked before the host uses them or they become state.
 
 An abort ends a collective on a device by force, and its result is then arbitrary. It sets the flag
-of the attempt first, so whoever looks at the flag behind the result knows.
+of the attempt first, so a check of the flag after the result is reliable.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def on_host(numbers: Tensor) -> list[float]:
 
 
 def reading(numbers: Tensor) -> Callable[[], list[float]]:
-    """Begin to read the result of a collective; return what waits for it, as ``on_host`` does.
+    """Start to read a collective's result; return a function that waits for it, like ``on_host``.
 
-    It does not wait for what the device is asked for in between.
+    Work enqueued meanwhile is not waited for.
     """
     if not numbers.is_cuda:
-        # On the host, waiting for the collective has raised already.
+        # On the host, waiting for the collective has already raised.
         return numbers.tolist
     held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     held.copy_(numbers, non_blocking=True)

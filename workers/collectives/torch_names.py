@@ -45,7 +45,7 @@ def new_gloo(
 ) -> dist.ProcessGroupGloo:
     """Return a group of gloo whose members reach this one at ``address``.
 
-    By default it is what the host's name stands for. On Debian that is 127.0.1.1, which no other
+    By default it is the address of the host's name. On Debian that is 127.0.1.1, which no other
     machine reaches. GLOO_SOCKET_IFNAME overrides it.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -57,7 +57,7 @@ def new_gloo(
 
 
 def count_groups_anew() -> None:
-    """Have torch name the next groups as in a process that has made none.
+    """Make torch name the next groups as in a process that has created none.
 
     It names groups by a count, and a group that was aborted while it formed stays counted. A new
     process would wait for it under another name, until the timeout.
@@ -73,15 +73,15 @@ def check_exchange(operations: list[dist.P2POp]) -> None:
 def clear_mesh_caches() -> None:
     """Drop DTensor's four caches of meshes.
 
-    A mesh equals another of the same shape whatever groups it has, so a cached plan would call
-    groups of the old attempt; and the caches keep those groups alive.
+    A mesh equals another of the same shape, whatever its groups. So a cached plan would call groups
+    of the old attempt, and the caches keep those groups alive.
     """
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     # torch 2.11 counts a reference too many to the mesh of a DTensor that was viewed: it is never
-    # freed. So its groups are taken from it.
+    # freed. So its groups are removed from it.
     for mesh in gc.get_objects() if not _HAS_NEW_NAMES else ():
         if type(mesh) is DeviceMesh:
             mesh._pg_registry.clear()  # noqa: SLF001

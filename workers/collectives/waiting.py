@@ -1,4 +1,4 @@
-"""Waits that an abort interrupts, and threads for calls that nothing can interrupt."""
+"""Waits that an abort interrupts, and threads for calls that cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-#: A helper thread without work ends after this long.
+#: An idle helper thread ends after this long.
 _IDLE_S_MAX: Final = 2.0
 
 

@@ -1,11 +1,11 @@
-"""Work that an abort can wake: what a recorded group returns for each collective.
+"""Work that an abort can wake: the result of each collective of a recorded group.
 
-gloo's own ``abort`` leaves a waiter asleep until the timeout (torch 2.13; pytorch#130345), so
-nothing may wait inside gloo for long. A collective is waited for in slices; between two slices the
-waiter checks whether its attempt was aborted. A slice is free if the collective ends within it; one
-that runs out costs about 70 us, 1 % of a core while a rank waits. gloo closes the connection when a
-slice of a point-to-point work runs out: there a helper thread waits, and the caller waits for the
-helper or the abort.
+gloo's own ``abort`` leaves a waiter asleep until the timeout (torch 2.13; pytorch#130345), so no
+thread may wait inside gloo for long. Waits for a collective are cut into slices; between two slices
+the waiter checks whether its attempt was aborted. A slice is free if the collective ends within it;
+one that runs out costs about 70 us, 1 % of a core while a rank waits. gloo closes the connection
+when a slice of a point-to-point work runs out. For these a helper thread waits, and the caller
+waits for the helper or the abort.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from workers.records import ABORTED, FAILED, FINISHED
 
 #: torch's ``WorkResult::SUCCESS``.
 _SUCCESS: Final = 0
-#: Between two checks of the abort flag; bounds how late an abort is noticed.
+#: Time between two checks of the abort flag; bounds how late an abort is noticed.
 _SLICE: Final = timedelta(milliseconds=5)
 
 
 class Call:
     """One collective, as the recorder and the errors name it.
 
-    ``start`` is where a device comes to the call; None on the host.
+    ``start`` is where a device reaches the call; None on the host.
     """
 
     __slots__ = ("attempt", "group", "name", "number", "op", "seq", "start")
@@ -66,7 +66,7 @@ class Call:
         self.attempt.ring.reach(self.group, self.seq)
 
     def end(self, flags: int, blocked_ns: int = 0) -> None:
-        """Record how the collective ended, and for how long this thread was blocked."""
+        """Record how the collective ended, and how long it blocked this thread."""
         self.attempt.ring.leave(self.group, self.seq, self.number, flags, blocked_ns)
 
     def aborted(self) -> CollectiveError | AbortedError:
@@ -98,7 +98,7 @@ class RecordedWork(dist.Work):
         call: Its name and number.
         inner: gloo's works; several for a coalesced collective.
         finish: Called once, in the waiting thread, when all of ``inner`` are done.
-        keep: What must live as long as the transport may use it.
+        keep: Objects that must live as long as the transport may use them.
         sliced: Whether ``inner`` can be waited for in slices.
     """
 
@@ -132,7 +132,7 @@ class RecordedWork(dist.Work):
             raise self._error
         if self._done:
             return True
-        # c10d passes 0 for "no timeout of its own".
+        # c10d passes 0 for the default timeout.
         limit_s = timeout.total_seconds() if timeout else None
         since_ns = time.monotonic_ns()
         try:
@@ -200,8 +200,8 @@ class RecordedWork(dist.Work):
                     work.wait(_SLICE)
                     break
                 except RuntimeError as error:
-                    # The slice ran out, perhaps just before completion, or the work failed. A
-                    # completed work does not run out: then it is a failure.
+                    # The slice ran out, perhaps just before completion, or the work failed. If the
+                    # work is complete, it did not run out: it failed.
                     if was_completed:
                         raise self._call.failed(error) from error
                     was_completed = work.is_completed()
@@ -216,7 +216,7 @@ class RecordedWork(dist.Work):
         ended = self._call.attempt.waiter()
         self._call.wait()
         failures: list[BaseException] = []
-        # gloo's works hold tensors, and the thread may be late to end.
+        # gloo's works hold tensors, and the thread may end late.
         inner = list(self._inner)
 
         def wait() -> None:
@@ -241,8 +241,9 @@ class InFlight:
     """Collectives that their device has not passed; the attempt polls ``is_reached``, ``settle``.
 
     NCCL's work holds the outputs of its collective, and the host is some forty layers ahead of the
-    device. So ``give_up`` lets go of it where a mark in the caller's stream says the same. The
-    newest work of a group is kept: an error is one of the communicator, and only a work words it.
+    device. So ``give_up`` releases it if a mark in the caller's stream carries the same
+    information. The newest work of a group is kept: an error belongs to the communicator, but only
+    a work can describe it.
 
     Args:
         calls: Their names and numbers; several for coalesced ones.
@@ -251,12 +252,12 @@ class InFlight:
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls = calls
         self.inner: Any = None
-        #: Where the caller's stream goes on behind them; None if that may be later than their end.
+        #: Where the caller's stream continues after them; None if that may be later than their end.
         self.end: nccl.Start | None = None
         self.is_refused = False
 
     def give_up(self) -> None:
-        """Let go of NCCL's work, if a mark tells the end."""
+        """Release NCCL's work, if a mark shows the end."""
         if self.end is not None:
             self.inner = None
 
@@ -269,12 +270,12 @@ class InFlight:
                         return False
                     call.reach()
         except RuntimeError:
-            # The device has failed. ``settle`` meets that, too, and says so.
+            # The device has failed. ``settle`` meets that too, and reports it.
             return False
         return True
 
     def failure(self) -> BaseException | None:
-        """Return the error of the group that its work tells, if it has failed."""
+        """Return the error of the group from its work, if it has failed."""
         inner = self.inner
         try:
             return _failure(inner) if inner is not None and inner.is_completed() else None
@@ -282,11 +283,11 @@ class InFlight:
             return error
 
     def settle(self, error: BaseException | None) -> bool:
-        """Record the end if the device is done, or its group has failed; return whether it is so.
+        """Record the end if the device is done or its group has failed; return whether it has.
 
-        A failure aborts the attempt: nothing else would end what the device waits for.
+        A failure aborts the attempt: nothing else would end the device's wait.
         """
-        # In this order: the training thread sets the mark before it lets go of the work.
+        # In this order: the training thread sets the mark before it releases the work.
         inner, end = self.inner, self.end
         if inner is None and end is None:
             return self.is_refused
@@ -310,13 +311,13 @@ class InFlight:
 class StreamWork(dist.Work):
     """Collectives in flight on a device. ``wait`` only orders streams, as NCCL's does.
 
-    The host does not learn from ``wait`` where the device is; the attempt polls ``in_flight``, from
+    ``wait`` does not tell the host where the device is; the attempt polls ``in_flight``, from
     before ``begin`` on.
 
     Args:
         calls: Their names and numbers; several for coalesced ones.
         waits_at_once: Whether torch waits for them in the call, so that the caller's stream has
-            nothing between their begin and their end.
+            nothing between their start and their end.
     """
 
     def __init__(self, calls: Sequence[Call], *, waits_at_once: bool = False) -> None:
@@ -351,8 +352,9 @@ class StreamWork(dist.Work):
             done = bool(self._inner.wait(timeout) if timeout else self._inner.wait())
         except RuntimeError as error:
             raise call.failed(error) from error
-        # Only behind the caller's own wait may the work go. torch drops the inputs that it keeps
-        # for NCCL as soon as any stream has waited, and the caller's could then reuse their memory.
+        # The work may only be released after the caller's own wait. torch drops the inputs that it
+        # keeps for NCCL as soon as any stream has waited, and the caller's stream could then reuse
+        # their memory.
         if self._waits_at_once and self.in_flight.end is None:
             self.in_flight.end = nccl.Start()
         return done
@@ -374,7 +376,7 @@ class StreamWork(dist.Work):
         return list(self._inner.result())
 
     def synchronize(self) -> None:
-        """Order the current stream behind the collective."""
+        """Order the current stream after the collective."""
         self._last.attempt.note_call()
         self._inner.synchronize()
 
@@ -385,7 +387,7 @@ class StreamWork(dist.Work):
 
 
 def _failure(inner: Any) -> BaseException | None:
-    """Return the error of NCCL's work that has ended, or None.
+    """Return the error of a finished NCCL work, or None.
 
     It has ``exception`` and ``is_success`` too, but a call from Python always raises.
     """
