@@ -198,7 +198,7 @@ def test_storage_that_takes_no_file_is_told_by_every_rank(run: Run) -> None:
         (["4:stop"], 4, "enough"),
         (["4:stop:1"], 5, "enough"),
         (["4:sleep:0", "4:stop"], 4, "enough"),
-        (["4:break"], 4, "the script left its loop behind step 4"),
+        (["4:break"], 4, "the script left its loop after step 4"),
     ],
     ids=["all", "one", "one late", "break"],
 )
@@ -223,6 +223,6 @@ def test_a_loop_that_only_one_rank_leaves_is_an_error_that_names_both_lines(run:
     outcome = fenced(run, script("4:break:2"), raises=2, num_workers=3)
 
     assert isinstance(outcome, Raised)
-    assert "left the loop over session.steps behind step 4 on rank 2" in outcome.error
+    assert "left the loop over session.steps after step 4 on rank 2" in outcome.error
     assert f"ranks 0, 1 are in all_to_all ({line_of('session.train_step')})" in outcome.error
     assert "session.stop" in outcome.error

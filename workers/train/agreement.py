@@ -89,7 +89,7 @@ def agree_on_registered(sharded: ShardedModel, saved: Mapping[str, Any], *, step
     unknown = sorted(saved.keys() - values.keys())
     if unknown and sharded.mesh.rank == 0:
         told = ", ".join(unknown)
-        log.warning("step %s has state of %s, which nobody registers now", step, told)
+        log.warning("step %s has state of %s, which the script does not register now", step, told)
     if values and not is_everywhere(json.dumps(values, sort_keys=True), sharded.device):
         raise TaskError(
             f"the registered state ({', '.join(values)}) differs between workers; register "

@@ -1,4 +1,4 @@
-"""Run what a script has behind ``everstep.run``, on rank 0, when all ranks have left the attempt.
+"""Run a script's code after ``everstep.run`` on rank 0, once all ranks have left the attempt.
 
 The others wait, so that the attempt lasts as long as that code. ``BEHIND`` in the run directory
 says that it has ended.
@@ -21,7 +21,7 @@ from workers.train.context import WorkerContext
 from workers.train.finished import FinishedRun
 from workers.train.script import finish_script
 
-#: Between two looks for the end of rank 0: at first, and at most.
+#: Shortest and longest pause between two looks for the end of rank 0.
 _LOOK_S: Final = 0.1
 _LOOK_S_MAX: Final = 2.0
 
@@ -29,7 +29,7 @@ _LOOK_S_MAX: Final = 2.0
 def run_behind(
     completed: Completed, assignment: Assignment, context: WorkerContext
 ) -> Completed | Fenced:
-    """Return when rank 0 has run the code; raises there what the code raises."""
+    """Return when rank 0 has run the code; raise what the code raises."""
     run = context.settings.run
     path = join(context.directory, BEHIND)
     mark = json.dumps({"attempt": assignment.attempt, "step": completed.step}).encode()
@@ -53,13 +53,13 @@ def _read(context: WorkerContext, path: str) -> bytes:
     try:
         return context.store.read(path)
     except StorageError:
-        # Not there yet, or storage is away: then rank 0 waits for it, too.
+        # It does not exist yet, or storage is unavailable: then rank 0 waits for it too.
         return b""
 
 
 @contextmanager
 def _progressing(progress: ProgressRecord) -> Iterator[None]:
-    """Show that the worker is at work: nobody sees from outside how long such code takes."""
+    """Show that the worker is at work: the duration of such code is not visible from outside."""
     ends = threading.Event()
 
     def show() -> None:

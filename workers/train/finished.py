@@ -1,4 +1,4 @@
-"""The versions that a complete run has in storage, for code behind ``everstep.run``."""
+"""The versions that a complete run has in storage, for code after ``everstep.run``."""
 
 from __future__ import annotations
 
@@ -56,14 +56,15 @@ class FinishedRun:
 
 
 def registered_state(checkpoint: Checkpoint, name: str) -> Any:
-    """Return the state of what a script registered under ``name``."""
+    """Return the state that a script registered under ``name``."""
     return decode(checkpoint.manifest.extra["registered"][name]["state"])
 
 
 def fill(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
-    """Give parameters and buffers the values that a checkpoint has for their names.
+    """Set parameters and buffers to the values that a checkpoint has for their names.
 
-    One tensor at a time is in memory beside them. Buffers that no checkpoint keeps stay.
+    It holds one tensor at a time in memory beside them. Buffers that no checkpoint stores stay
+    unchanged.
 
     Raises:
         UcpError: The checkpoint is damaged, or gone.

@@ -2,7 +2,7 @@
 
 ``run_attempt`` always returns an outcome, and leaves nothing of the attempt in the process: no
 group, no model, no thread. A collective's exception passes through the training script's own loop,
-so the script releases its objects, too.
+so the script also releases its objects.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 _OURS: Final = str(Path(__file__).parents[1])
 #: The built-in training counts as the user's code.
 _BUILT_IN: Final = str(Path(__file__).with_name("lm.py"))
-#: For so long an attempt waits for memory of the one before, if that ran out of it.
+#: How long an attempt waits for memory of the previous one, if that ran out of it.
 _LEFTOVERS_S: Final = 5.0
 
 
@@ -73,7 +73,7 @@ def run_attempt(
 ) -> Outcome:
     """Train in ``assignment`` until this worker leaves it; return how it left.
 
-    Blocks. Always call it from the same thread: DTensor keeps a cache per thread, which must be
+    Blocks. Always call it in the same thread: DTensor keeps a cache per thread, which must be
     cleared afterwards.
 
     Args:
@@ -86,7 +86,7 @@ def run_attempt(
         _Process.hand_over.end()
         _Process.hand_over = None
     if _Process.is_short:
-        # Connections of the last attempt may hold what this one lacks.
+        # Connections of the last attempt may hold memory that this one needs.
         collectives.wait_for_leftovers(_LEFTOVERS_S)
         _free_device_memory()
     try:
@@ -102,12 +102,12 @@ def run_attempt(
 
 
 def _run_behind(completed: Completed, assignment: Assignment, context: WorkerContext) -> Outcome:
-    """Run what the script has behind its call of ``run``, if anything."""
+    """Run the code that the script has after its call of ``run``, if any."""
     run = context.settings.run
     if not _load_once(run.script, run.arguments)[1]:
         return completed
     if assignment.rank == 0:
-        # The script makes again what it made before.
+        # The script creates its earlier objects again.
         _load_once.cache_clear()
     try:
         return run_behind(completed, assignment, context)
@@ -121,7 +121,7 @@ def _run_behind(completed: Completed, assignment: Assignment, context: WorkerCon
 
 
 class _Attempt:
-    """Holds the session, to close it whatever happens."""
+    """Hold the session, to close it whatever happens."""
 
     def __init__(self, assignment: Assignment, context: WorkerContext) -> None:
         self._assignment = assignment
@@ -226,17 +226,17 @@ class _Attempt:
             _Process.buffer = HostBuffer()
             if _Process.memory is not None:
                 _Process.memory = _Process.memory.successor()
-        # Keepers are asked next what they hold. A restarted keeper must be told of this memory,
-        # and one that is being restarted is waited for.
+        # Keepers are next asked what they hold. A restarted keeper must learn of this memory, and a
+        # restarting one is worth the wait.
         if _Process.memory is not None and not _Process.memory.tell():
             _Process.hand_over = HandOver(_Process.memory)
 
 
 def _prepare_device(context: WorkerContext) -> None:
-    """Set what holds for this process on its GPU, before it uses it."""
+    """Set this process's limits on its GPU, before it uses it."""
     share = context.settings.gpu_share
     if share < 1:
-        # A rank that needs more than its part fails, and none of those beside it.
+        # A rank that needs more than its part fails, but none beside it.
         torch.cuda.set_per_process_memory_fraction(share)
         collectives.share_device(context.worker, share)
     if context.settings.train.deterministic:
@@ -249,10 +249,10 @@ def _free_device_memory() -> None:
         try:
             torch.cuda.empty_cache()
             if not _Process.is_short:
-                # A peak that met the end of memory counts in the next attempt, too.
+                # A peak that reached the end of memory counts in the next attempt too.
                 torch.cuda.reset_peak_memory_stats()
         except RuntimeError as error:
-            # A device that failed; ``workers.process`` deals with it.
+            # A device that failed; ``workers.process`` handles it.
             log.warning("device memory of the attempt is not freed: %s", error)
 
 
@@ -293,7 +293,10 @@ def _is_of_groups(error: BaseException) -> bool:
 
 
 def _refuses(error: BaseException) -> str:
-    """Return what the layout cannot have, as ``Raised`` says it; "" if it is not to blame."""
+    """Return what the layout cannot have, in the form of ``Raised``.
+
+    "" if the layout is not the cause.
+    """
     for cause in _causes(error):
         if isinstance(cause, LayoutRefusedError):
             return str(cause.facts["axis"])

@@ -1,9 +1,9 @@
-"""Checks that a sample is the same on every worker, and the same after a resume.
+"""Check that a sample is the same on every worker, and the same after a resume.
 
-In the first step of an attempt, and then in steps further and further apart, each worker reads a
-few samples that others train on. With a ``DataLoader`` these are samples of the dataset. A script
-that takes indices reads by itself: then each worker calls its function of the loss with a few
-micro-batches more, up to where it calls a module, and what the module is called with is compared.
+In the first step of an attempt, and then at growing distances, each worker reads a few samples on
+which others train. With a ``DataLoader`` these are samples of the dataset. A script that takes
+indices reads the data itself. Then each worker calls the script's loss function with a few extra
+micro-batches, up to where it calls a module, and the inputs of that call are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from workers.parallel import Mesh
 
 log = logging.getLogger(__name__)
 
-#: So many samples from one end of a dataset to the other, and so many of the step, at least.
+#: Numbers of samples that are spread over the whole dataset, and of samples of the step, at least.
 _SPREAD, _OF_STEP = 4, 4
 _NUM_SHOWN: Final = 4
 _NAME_BYTES: Final = 64
@@ -53,9 +53,10 @@ class SameSamples:
     """The samples of an attempt that are compared, between workers and with the version.
 
     Args:
-        size: How many indices a function of the loss gets; 0 if a ``DataLoader`` reads samples.
-        step: The step that the attempt resumes from.
-        kept: What its version keeps of samples; None if they are not compared with earlier ones.
+        size: How many indices the loss function gets; 0 if a ``DataLoader`` reads samples.
+        step: The step from which the attempt resumes.
+        kept: What its version records about samples; None if they are not compared with earlier
+            ones.
     """
 
     def __init__(
@@ -71,18 +72,19 @@ class SameSamples:
         self._order, self._size, self._step = order, size, step
         self._mesh, self._device = mesh, device
         self._kept = dict(kept) if kept is not None else None
-        #: What the first step found. A version keeps it once a later step has found the same.
+        #: The findings of the first step. A version records them once a later step has confirmed
+        #: them.
         self._new: dict[str, Content] = {}
         self._is_off = False
         each = size or 1
         num = each * -(-_SPREAD // each)
         spread = [(order.num_samples - 1) * place // (num - 1) for place in range(num)]
-        # With ``parallel.cp`` a function of the loss reads parts, and other ones after a resume.
+        # With ``parallel.cp`` a loss function reads parts, and other ones after a resume.
         is_of_parts = size and mesh.layout.cp > 1
         self._spread = [] if is_of_parts else _cut(spread, each)
 
     def values(self) -> dict[str, Content] | None:
-        """Return what a version keeps of samples; None if they change with the steps."""
+        """Return what a version records about samples; None if they change with the steps."""
         return self._kept
 
     def compare(self, number: int, read: Read) -> None:
@@ -92,7 +94,7 @@ class SameSamples:
             read: Reads samples, always with the same random numbers.
 
         Raises:
-            DataDiffersError: A sample differs between workers, or is not what it was.
+            DataDiffersError: A sample differs between workers, or from before.
         """
         is_first = number == self._step + 1
         if self._is_off or not (is_first or self._is_due(number)):
@@ -126,8 +128,8 @@ class SameSamples:
             self._kept = {**dict(zip(keys, found, strict=False)), **self._kept}
 
     def _is_due(self, number: int) -> bool:
-        # A function of the loss may read otherwise from some step on, which is no other data. It
-        # should be known before a fault, and costs less than the reading of samples.
+        # From some step on, a loss function may read differently, which is not other data. This
+        # should be known before a fault, and costs less than reading samples.
         if self._size:
             return number & (number - 1) == 0
         return str(number).rstrip("0") == "1"
@@ -157,9 +159,9 @@ class SameSamples:
     def _differing(
         self, found: Sequence[Content], names: Sequence[str], *, is_changed: bool
     ) -> tuple[list[str], bool]:
-        """Return what is not the same on all ranks that read the same parts, in words.
+        """Return, in words, what differs between ranks that read the same parts.
 
-        Beside it whether ``is_changed`` on any rank.
+        Also return whether ``is_changed`` on any rank.
         """
         num, rank = dist.get_world_size(), self._mesh.rank
         table = torch.zeros((num, len(found) + 1, CONTENT_LENGTH), dtype=torch.float64)
@@ -191,7 +193,7 @@ class SameSamples:
         return parts, bool(rows[:, -1, 1].any())
 
     def _is_repeatable(self, found: Sequence[Content], again: Sequence[Content]) -> bool:
-        """Return whether every rank read the same again; else nothing can be said of the data."""
+        """Return whether every rank read the same again; otherwise the data is unknown."""
         is_same = all(are_alike(*pair) for pair in zip(found, again, strict=True))
         if not self._summed(torch.tensor([float(not is_same)]))[0]:
             return True
@@ -218,14 +220,14 @@ class SameSamples:
 
 
 def contents(loader: DataLoader, groups: Sequence[Group], *, seed: int) -> list[Content]:
-    """Return what identifies samples of a ``DataLoader``."""
+    """Return an identity of samples of a ``DataLoader``."""
     return loader.contents([index for group in groups for index in group], seed=seed)
 
 
 def inputs(
     loss_of: Callable[[Any], Any], model: nn.Module, groups: Sequence[Group], *, seed: int
 ) -> list[Content]:
-    """Return what identifies the inputs of the first module that ``loss_of`` calls."""
+    """Return an identity of the inputs of the first module that ``loss_of`` calls."""
     found = []
     for group in groups:
         with seeded(random_seed(seed, "inputs", *group)):

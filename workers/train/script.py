@@ -1,7 +1,7 @@
-"""Find the training function of a script, and run what the script has behind it.
+"""Find the training function of a script, and run the code after it.
 
-The script runs until it calls ``everstep.run``, on every worker. When the run is complete, and if
-code follows that call, rank 0 runs the script once more, and ``run`` returns at once.
+The script runs until it calls ``everstep.run``, on every worker. If code follows that call, rank 0
+runs the script once more when the run is complete, and ``run`` returns at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.train.session import Session
 Task = Callable[[Session], None]
 
 _reading = threading.local()
-#: Instructions that a function ends with when nothing follows a call.
+#: Instructions at the end of a function when nothing follows a call.
 _ENDING: Final = frozenset(
     {"POP_TOP", "LOAD_CONST", "NOP", "STORE_FAST", "STORE_NAME", "JUMP_FORWARD", "CACHE"}
 )
@@ -32,9 +32,9 @@ _OURS: Final = ("workers", "everstep", "orchestrator")
 
 
 class _Handed(BaseException):
-    """Ends the script at its call of ``run``; ``goes_on`` says whether code follows it.
+    """End the script at its call of ``run``; ``goes_on`` says whether code follows it.
 
-    ``settings`` returns those that the script would train with alone.
+    ``settings`` returns the settings with which the script would train alone.
     """
 
     def __init__(self, task: Task, settings: Callable[[], Settings], *, goes_on: bool) -> None:
@@ -45,7 +45,7 @@ class _Handed(BaseException):
 def load_task(path: str, arguments: Sequence[str] = ()) -> tuple[Task, bool]:
     """Return the function that the script at ``path`` passes to ``everstep.run``.
 
-    Beside it whether the script has code behind that call. The script runs as ``__main__`` up to
+    Also return whether the script has code after that call. The script runs as ``__main__`` up to
     there, once per process, as ``python path arguments`` would run it: its directory is importable,
     ``sys.argv`` is its path and ``arguments``. It stays the process's ``__main__``, where pickle
     looks for its classes.
@@ -64,7 +64,7 @@ def script_settings(path: str, arguments: Sequence[str] = ()) -> Settings:
 
     Raises:
         TaskError: As for ``load_task``.
-        SettingsError: They are none.
+        SettingsError: They are invalid.
     """
     return _run_to_call(path, arguments).settings()
 
@@ -109,14 +109,14 @@ def finish_script(path: str, arguments: Sequence[str], run: FinishedRun) -> None
     except SystemExit as left:
         if left.code:
             raise TaskError(
-                f"script: {path} exited with {left.code!r} behind everstep.run", path=path
+                f"script: {path} exited with {left.code!r} after everstep.run", path=path
             ) from left
     finally:
         _reading.finished = None
 
 
 def finished_run() -> FinishedRun | None:
-    """Return the run whose script is run behind ``everstep.run``; None if it is not."""
+    """Return the run whose script runs the code after ``everstep.run``; None if there is none."""
     found: FinishedRun | None = getattr(_reading, "finished", None)
     return found
 
@@ -129,7 +129,7 @@ def runs_alone() -> bool:
 def hand_over(task: Task, settings: Callable[[], Settings]) -> bool:
     """Pass ``task`` to ``load_task`` if that runs the script; else return whether the run is over.
 
-    In a script that runs alone that is False. ``settings`` returns its settings then.
+    In a script that runs alone that is False. ``settings`` then returns its settings.
     """
     if getattr(_reading, "active", False):
         raise _Handed(task, settings, goes_on=_goes_on(inspect.currentframe()))
@@ -156,7 +156,7 @@ def _execute(path: str, arguments: Sequence[str]) -> None:
 
 
 def _goes_on(frame: types.FrameType | None) -> bool:
-    """Return whether a function of the script has code behind the call that it is in."""
+    """Return whether a function of the script has code after its current call."""
     while frame is not None and frame.f_code is not _execute.__code__:
         is_ours = frame.f_globals.get("__name__", "").partition(".")[0] in _OURS
         if not is_ours and _has_more(frame):

@@ -1,4 +1,4 @@
-"""Tensors that a script's function holds and changes in each step, and that no version has."""
+"""Tensors that a script's function holds and changes in each step, but no version saves."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from workers import collectives
 from workers.train.executor import ShardedModel
 
-#: Steps of a run after which it looks: a tensor that changes between all of them is told.
+#: The steps of a run after which it looks: a tensor that changes between all of them is reported.
 _LOOKS: Final = 3
 #: Tensors of a collection, such as one for each parameter.
 _TENSORS_MAX: Final = 10_000
 
 
 class ScriptLocals:
-    """Looks at the local variables of the function that runs the loop, in a run's first steps."""
+    """Inspect the local variables of the function that runs the loop, in a run's first steps."""
 
     def __init__(self) -> None:
         self._num_looks = 0
@@ -28,10 +28,10 @@ class ScriptLocals:
         self._seen: dict[str, tuple[Any, list[tuple[int, int]]]] = {}
 
     def look(self, sharded: ShardedModel) -> list[str]:
-        """Return, at the third look, the names of what is changed in place between all of them.
+        """Return, at the third look, the names of variables changed in place between all looks.
 
-        A variable that is set again in each step is made of other values. What shares memory with
-        the training state or is registered is saved.
+        A variable that is set again in each step is computed from other values. Tensors that share
+        memory with the training state, or are registered, are saved.
         """
         self._num_looks += 1
         frame = collectives.script_frame(sys._getframe(1))  # noqa: SLF001

@@ -1,7 +1,7 @@
 """A training script's view of one attempt: model, optimizer, steps.
 
-``everstep`` documents the contract. The built-in training (``workers.train.lm``) uses the session,
-too. A session belongs to one thread and one attempt.
+``everstep`` documents the contract. The built-in training (``workers.train.lm``) also uses the
+session. A session belongs to one thread and one attempt.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Return the last completed step; before the first, the one that was resumed from."""
+        """Return the last completed step; before the first, the one from which the run resumed."""
         return self._steps.step if self._steps is not None else self._state.step
 
     @property
@@ -150,14 +150,14 @@ class Session:
         return self._built.called
 
     def continue_from(self, earlier: str | int) -> None:
-        """Have a new run go on behind a step of another training; call it before ``model``.
+        """Make a new run continue after a step of another training; call it before ``model``.
 
-        A run that has steps of its own goes on from those.
+        A run with steps of its own continues from those.
 
         Args:
             earlier: A version of a run, ``RUN/checkpoints/step-...``: its weights, its optimizers,
-                what was registered and its place in the data are loaded. Or the number of steps
-                that were done elsewhere, whose state the script brings.
+                registered state and its place in the data are loaded. Or the number of steps that
+                were done elsewhere, whose state the script provides.
 
         Raises:
             TaskError: There is no such version, or no step is left to train.
@@ -167,10 +167,10 @@ class Session:
         self._state.continue_from(earlier)
 
     def export_with(self, files: Mapping[str, bytes]) -> None:
-        """Have files lie beside the weights in every export of the run to Hugging Face.
+        """Put files beside the weights in every export of the run to Hugging Face.
 
-        A model of ``transformers`` brings its configurations; this is for a tokenizer's files, say.
-        They are written once: a file of the run directory that is there stays.
+        A model of ``transformers`` provides its configurations; this is for other files, such as a
+        tokenizer's. They are written once: an existing file of the run directory stays.
 
         Args:
             files: Contents by plain names.
@@ -188,13 +188,14 @@ class Session:
 
         Args:
             make: Builds a torch optimizer over parameters given by name, or a list of several over
-                different ones. They say the shapes of the whole weights, and their values are this
+                different ones. They have the shapes of the whole weights, and the values of this
                 worker's shards: an optimizer must treat every element alike, as SGD and Adam do.
-            elementwise: Declares that it does, if its class is not torch's own. One that uses whole
-                matrices (Muon, LAMB, SOAP, Shampoo) would depend on the number of workers.
+            elementwise: Declares that it does, if its class is not torch's own. An optimizer of
+                whole matrices (Muon, LAMB, SOAP, Shampoo) would depend on the number of workers.
 
         Raises:
-            TaskError: There is no model yet, or something wrote to its weights, which this fills.
+            TaskError: There is no model yet, or something wrote to its weights before this fills
+                them.
             StateError: The optimizer cannot work on shards, or its state cannot be saved.
         """
         if self._built is None:
@@ -271,13 +272,13 @@ class Session:
     def average(self, *, decay: float, every: int = 1) -> AverageOfWeights:
         """Return an exponential moving average of the weights, which the session keeps.
 
-        It is sharded as the weights are, in float32, saved with every version and loaded with it.
-        ``with average.swapped():`` has the model hold it, for an evaluation or ``session.save``;
-        ``everstep export RUN --average`` writes it. It begins with the weights of now.
+        It is sharded like the weights, in float32, saved with every version and loaded with it.
+        ``with average.swapped():`` puts it into the model, for an evaluation or ``session.save``;
+        ``everstep export RUN --average`` writes it. It starts with the current weights.
 
         Args:
-            decay: What stays of the average in an update, such as 0.999.
-            every: It is updated after each step whose number this divides, by its update.
+            decay: How much of the average an update keeps, such as 0.999.
+            every: It is updated after each step whose number this divides.
 
         Raises:
             TaskError: The optimizer is not there yet, a step has begun, it was called before, or a
@@ -314,11 +315,11 @@ class Session:
     ) -> Iterator[Step]:
         """Yield the remaining steps, one at a time; call ``train_step`` in each.
 
-        Between two steps the session saves, reports, and leaves if it was asked to.
+        Between two steps the session saves, reports, and leaves if asked.
 
         Args:
-            data: The number of samples of the training data, each of which is an index below this;
-                or a ``DataLoader``, whose batches the steps then give; or a dataset for one.
+            data: The number of samples of the training data, whose indices are below it; or a
+                ``DataLoader``, whose batches the steps then yield; or a dataset for one.
             data_digest: Identifies the data; workers with different digests refuse to start.
 
         Raises:
@@ -333,7 +334,7 @@ class Session:
         *,
         optimizers: Sequence[torch.optim.Optimizer] | None = None,
     ) -> Step:
-        """Do the current step of ``steps``, and return it: its ``loss`` is known now.
+        """Do the current step of ``steps``, and return it: its ``loss`` is then known.
 
         It computes the micro-batches of this worker, reduces gradients over workers, clips them
         and updates the weights. The open loop over ``step.micro_batches()``, with
@@ -343,12 +344,12 @@ class Session:
             loss_of: Returns the mean loss of a micro-batch, a scalar with its graph; or that and
                 the number of tokens in the mean, its weight in the global batch, if micro-batches
                 have different ones.
-            optimizers: Those that update in this step, out of several; other gradients are dropped.
-                By default all whose parameters get gradients.
+            optimizers: The optimizers that update in this step, out of several; other gradients are
+                dropped. By default all whose parameters get gradients.
 
         Raises:
-            TaskError: There is no step, it has begun, ``loss_of`` returned something else, or
-                nothing has a gradient.
+            TaskError: There is no step, it has already begun, ``loss_of`` returned something else,
+                or nothing has a gradient.
         """
         current = self._steps.current if self._steps is not None else None
         if current is None:
@@ -360,20 +361,20 @@ class Session:
     def part(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this worker's part of the sequences of ``batch``, with labels shifted.
 
-        With ``parallel.cp`` above 1 workers have parts of the same sequences, and a script calls
-        this on each batch of whole ones, also in an evaluation; the loss and its tokens are then of
-        the part. With ``parallel.cp: 1`` only labels change.
+        With ``parallel.cp`` above 1 workers have parts of the same sequences. A script calls this
+        on each batch of whole ones, also in an evaluation; the loss and its tokens are then those
+        of the part. With ``parallel.cp: 1`` only labels change.
 
         Args:
-            batch: Entries that ``ModelPlan.sequence`` names, for a model of ``transformers``
-                ``input_ids``, ``labels`` and ``position_ids``, are tensors with positions along
-                dim 1. In place of ``labels`` the result has ``shift_labels``, the label of the next
-                position, also under the old name; the last one is -100. With ``parallel.cp`` above
-                1 it has ``position_ids``, and no ``attention_mask``, which may only hide the ends
-                of sequences. Other entries stay.
+            batch: A batch in which the entries that ``ModelPlan.sequence`` names (for a model of
+                ``transformers``: ``input_ids``, ``labels`` and ``position_ids``) are tensors with
+                positions along dim 1. In place of ``labels`` the result has ``shift_labels``, the
+                label of the next position, also under the old name; the last one is -100. With
+                ``parallel.cp`` above 1 it has ``position_ids``, and no ``attention_mask``, which
+                may only hide the ends of sequences. Other entries stay.
 
         Raises:
-            LayoutRefusedError: Sequences cannot be cut so.
+            LayoutRefusedError: Sequences cannot be cut this way.
             TaskError: There is no model yet, or no such entry.
         """
         if self._built is None:
@@ -398,20 +399,19 @@ class Session:
         Args:
             loss_of: Returns the mean loss over a micro-batch; or that and its number of tokens, if
                 micro-batches have different ones.
-            data: The number of held-out samples, each of which is an index below this; or a
-                ``DataLoader`` with their batches, or a dataset for one. Each sample is read once,
-                in order; with a sampler those of its first epoch. The last micro-batch may be
-                smaller.
+            data: The number of held-out samples, whose indices are below it; or a ``DataLoader``
+                with their batches, or a dataset for one. Each sample is read once, in order; with a
+                sampler, the samples of its first epoch. The last micro-batch may be smaller.
             micro_batch: Samples of a micro-batch; by default ``train.micro_batch``.
-            of_means: Whether samples count alike, with the mean loss of their micro-batch, and not
-                tokens.
+            of_means: Whether samples count equally, each with the mean loss of its micro-batch,
+                instead of tokens.
             outputs: Filled on every worker, by micro-batch in the order of the samples, with the
-                tensors of a list that ``loss_of`` then returns behind the tokens, on the host. Not
-                with ``parallel.pp`` or ``parallel.cp`` above 1.
+                tensors of a list that ``loss_of`` then returns after the tokens, on the host. Not
+                possible with ``parallel.pp`` or ``parallel.cp`` above 1.
 
         Raises:
             LayoutRefusedError: No worker has the whole outputs.
-            DataError: It is a stream, or nothing that can be read by index.
+            DataError: It is a stream, or cannot be read by index.
             TaskError: ``loss_of`` returned something else.
         """
         loss_of, num_samples = _by_index(loss_of, data, self.settings.data.seed)
@@ -447,9 +447,9 @@ class Session:
     def save(self, name: str) -> str:
         """Write the whole weights to ``RUN_DIR/saved/NAME/model.safetensors``; return its path.
 
-        Every worker calls it, at any time between two steps; blocks until the file is there, whole,
-        in place of an older one of the name. It holds what ``state_dict()`` of the whole model
-        does, as of the last completed step, whose number is among its metadata.
+        Every worker calls it, at any time between two steps. Blocks until the whole file is there;
+        it replaces an older one of the name. It holds the ``state_dict()`` of the whole model after
+        the last completed step, whose number is in its metadata.
 
         Args:
             name: A file name, such as ``best``.
@@ -472,11 +472,11 @@ class Session:
         return join(self._context.directory, path)
 
     def stop(self, reason: str) -> None:
-        """End the run before its last step, complete; one worker that calls it is enough.
+        """End the run before its last step, as complete; one worker's call is enough.
 
         If all call it in the body of one step, that is the last one. If only some do, or one does
-        before the step is applied, the step that all learn it in is. The loop ends there on all
-        workers, and the step is committed.
+        before the step is applied, the last step is the one in which all learn of it. The loop ends
+        there on all workers, and the step is committed.
 
         Args:
             reason: For people: in the terminal, the summary and the status.
@@ -485,9 +485,9 @@ class Session:
         self._boundary.ending.ask(reason)
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
-        """Write numbers of the script's own to the run's metrics, and so to its loggers.
+        """Write the script's own numbers to the run's metrics, and so to its loggers.
 
-        They belong to the step whose body is running, or else to the last one. Those of rank 0
+        They belong to the step whose body is running, or otherwise to the last one. Those of rank 0
         count: reduce what differs between workers. A tensor makes the device wait for the host.
 
         Args:
@@ -575,7 +575,7 @@ class Session:
 def _by_index(
     loss_of: Callable[[Any], Any], data: int | DataLoader | Dataset, seed: int
 ) -> tuple[Callable[[Any], Any], int]:
-    """Return a function of the loss of samples by their indices, and how many there are."""
+    """Return a loss function of samples by their indices, and their number."""
     read = as_data(data)
     if isinstance(read, int):
         return loss_of, read

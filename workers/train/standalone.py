@@ -59,9 +59,9 @@ def run(
     init_from: str = "",
     **train_settings: Any,
 ) -> None:
-    """Train alone in this process; under everstep, hand ``train`` over to the worker.
+    """Train alone in this process; under everstep, pass ``train`` to the worker.
 
-    Code behind the call runs once, when the run is complete. Under everstep rank 0 runs the script
+    Code after the call runs once, when the run is complete. Under everstep, rank 0 runs the script
     for that from its top again, and this returns at once.
 
     Alone, training resumes from the newest checkpoint in ``directory``; delete that to restart. A
@@ -69,7 +69,7 @@ def run(
 
     Args:
         train: Called with a session; ``everstep`` documents the contract.
-        directory: Run directory, a path or an fsspec URL, instead of that in ``settings``.
+        directory: Run directory, a path or an fsspec URL; overrides the one in ``settings``.
         settings: All settings; None for the defaults.
         init_from: A checkpoint to start from; overrides ``settings.run.init_from``.
         **train_settings: Override fields of ``settings.train``, such as ``steps`` or ``lr``.
@@ -78,7 +78,7 @@ def run(
         SettingsError: The settings cannot work; names every problem.
         StateError: The newest checkpoint is of another model, or no checkpoint can be loaded.
         HeldError: Another process trains in the directory.
-        SupersededError: Another one began to, in a storage without locks; this one has ended.
+        SupersededError: Another process started to, in a storage without locks; this one has ended.
         StorageError: The storage refused to list the checkpoints.
         TaskError: ``train`` raised; the message ends with its traceback.
     """
@@ -93,7 +93,7 @@ def run(
     if found:
         raise SettingsError("; ".join(found), problems=found)
     if settings.train.deterministic:
-        # Sums of more threads have another order, and a worker has one unless it is given more.
+        # More threads sum in another order, and a worker has one unless configured otherwise.
         torch.set_num_threads(1)
     directory = settings.run.directory
     store, path = open_store(directory)
@@ -102,11 +102,11 @@ def run(
     if isinstance(outcome, Raised):
         raise TaskError(f"training failed in step {outcome.step}\n{outcome.traceback}")
     if isinstance(outcome, PeerLost):
-        # The script has a store or a group of its own, or the device's transport failed.
+        # The script has its own store or group, or the device's transport failed.
         raise TaskError(f"training failed after step {outcome.step}: {outcome.detail}")
     if isinstance(outcome, Superseded):
         raise SupersededError(outcome.why, path=directory)
-    assert isinstance(outcome, Completed), f"nobody can end this attempt early: {outcome}"
+    assert isinstance(outcome, Completed), f"an attempt that runs alone cannot be fenced: {outcome}"
 
 
 def _given(
@@ -157,7 +157,10 @@ def _train(train: Task, settings: Settings, store: Store, path: str) -> Outcome:
 
 
 def _claimed(store: Store, path: str) -> int:
-    """Claim the directory; workers of an older claim commit nothing more. Return the number."""
+    """Claim the directory, so that workers of an older claim commit nothing more.
+
+    Return the number.
+    """
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = {"token": secrets.token_hex(8), "host": socket.gethostname(), "since": now}
     number = next_claim(store, path)
@@ -175,13 +178,13 @@ def _skip_damaged(
     """Warn of damaged checkpoints newer than ``found``.
 
     Raises:
-        StateError: No checkpoint loads, and one was committed after step ``steps_lost_max``.
-            Up to one checkpoint interval may be lost, so training then restarts.
+        StateError: No checkpoint loads, and one was committed after step ``steps_lost_max``. Up to
+            one checkpoint interval may be lost, so training then restarts.
     """
     lost = unloadable(store, checkpoints, lineage=(), with_data=True) if found is None else ()
     rows = [(checkpoint_name(step), reason) for step, reason in lost]
     for name, reason in found.skipped if found is not None else rows:
-        # An interrupted save behind a whole one never counted: nothing is lost with it.
+        # An interrupted save after a complete one never counted: nothing is lost with it.
         is_known = found is None or store.exists(join(checkpoints, name, MANIFEST_NAME))
         if is_known and name not in skipped:
             _warn(name, reason, skipped)
@@ -197,7 +200,7 @@ def _skip_damaged(
 
 def _warn(name: str, reason: str, skipped: dict[str, str]) -> None:
     skipped[name] = reason
-    # A script that runs alone has set up no logging: the message is all that it shows.
+    # A script that runs alone has set up no logging: the message is its only output.
     log.warning("skipped the damaged checkpoint %s: %s", name, reason)
 
 
@@ -228,7 +231,7 @@ def attempt_alone(
     Args:
         resume: Step and attempt of the checkpoint to load; (0, 0) to start from step 0.
         task: What to train; None for the settings' script, or the built-in training.
-        claimed: The claim on the directory; 0 for one that is not shared.
+        claimed: The claim on the directory; 0 for an unshared one.
     """
     rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="everstep-") as scratch:

@@ -1,8 +1,8 @@
-"""Which versions are kept because a value was best after their steps.
+"""Which versions to keep because a value was best after their steps.
 
 Each version names the best steps up to its own (``ucp_core.native.best_steps``). So the newest
-version that counts decides, whatever processes have died. A step that is among them is committed
-before training continues: a lost node takes no best version along.
+version that counts decides, whichever processes have died. A best step is committed before training
+continues: a lost node takes no best version with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Measured = tuple[int, float]
 def ranked(
     kept: Sequence[_Measured], new: _Measured, *, mode: Literal["min", "max"], keep: int
 ) -> tuple[_Measured, ...]:
-    """Return the ``keep`` best of ``kept`` and ``new``, best first; of equal ones the earlier."""
+    """Return the ``keep`` best of ``kept`` and ``new``, best first; among equals the earlier."""
     sign = 1 if mode == "min" else -1
     return tuple(sorted([*kept, new], key=lambda one: (sign * one[1], one[0])))[:keep]
 
@@ -38,8 +38,8 @@ class Best:
         device: The device for tensors of collectives.
 
     Attributes:
-        settings: What is measured; ``value`` is "" for nothing.
-        is_new: Whether the step that was looked at last is among the best.
+        settings: What to measure; ``value`` is "" for nothing.
+        is_new: Whether the last step is among the best.
     """
 
     def __init__(self, settings: BestSettings, rank: int, device: torch.device) -> None:
@@ -55,10 +55,10 @@ class Best:
         self._held = extra.get(BEST, {})
 
     def choose(self, value: str, mode: Literal["min", "max"], keep: int) -> None:
-        """Take what a script wants, unless the configuration says what to keep.
+        """Accept a script's choice, unless the configuration says what to keep.
 
         Raises:
-            TaskError: The configuration says another value or mode.
+            TaskError: The configuration has another value or mode.
         """
         wanted = BestSettings(value=value, mode=mode, keep=keep)
         chosen = self.settings
@@ -79,12 +79,12 @@ class Best:
         return tuple((step, value) for step, value in self._held["kept"])
 
     def note(self, name: str, value: float) -> None:
-        """Take a value of the step whose body is running."""
+        """Record a value of the step whose body is running."""
         if name == self.settings.value:
             self._value = value
 
     def take(self, step: int) -> dict[str, Any]:
-        """Decide about a step whose body has ended; return what its version keeps of this.
+        """Decide about a step whose body has ended; return what its version should keep of this.
 
         Every rank calls it.
         """
@@ -110,7 +110,7 @@ class Best:
         return {"best": {"step": step, self.settings.value: value}}
 
     def _of_rank_0(self, value: float) -> float:
-        """Return the value on rank 0: what a script logs elsewhere does not count."""
+        """Return the value of rank 0: values that other ranks log do not count."""
         is_told = self._rank == 0 and math.isfinite(value)
         told = torch.tensor([value, 1.0] if is_told else [0.0, 0.0], dtype=torch.float64)
         told = told.to(self._device)

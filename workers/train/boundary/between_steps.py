@@ -45,7 +45,7 @@ from workers.train.executor import Finiteness, ShardedModel, Signals, Step, all_
 from workers.train.loading import LIVE_STATE
 from workers.train.whole_weights import digest_of_weights
 
-#: In the small values of a snapshot: lines of metrics that storage may not have yet.
+#: In the small values of a snapshot: lines of metrics that storage may lack.
 UNWRITTEN: Final = "unwritten_lines"
 #: A snapshot waits at most this long for the metrics of its steps: stalled storage must not stop
 #: snapshots.
@@ -68,13 +68,13 @@ class Boundary:
     Args:
         device: The device for tensors of collectives.
         buffer: Host memory for copies of the state.
-        memory: Memory at the keeper; None if there is none.
+        memory: Memory at the keeper; None without one.
         storage: Writes metrics and checkpoints.
 
     Attributes:
         finiteness: Decides about updates that are not finite.
         ending: Ends the run before its last step, if the script asks for it.
-        best: Decides which versions are kept because a value was best.
+        best: Decides which versions to keep because a value was best.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Boundary:
         resumed = (assignment.resume_attempt, assignment.resume_step)
         self._fallback = Fallback(assignment.attempt, resumed)
         self._waited_s = 0.0
-        # Costs may be asked for after the attempt: the callback must not hold the state.
+        # Costs may be read after the attempt: the callback must not hold the state.
         meter, cadence = SaveMeter(), self._cadence
         self._meter = meter
         self._device_memory = DeviceMemory(device, num_ranks=assignment.layout.world_size)
@@ -138,20 +138,20 @@ class Boundary:
             self._writer.prepare(capture(step, sharded, extra))
 
     def loaded(self, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
-        """Note the weights that the attempt begins with, and what their version says of them."""
+        """Note the weights at the start of the attempt, and what their version says of them."""
         self._loaded = Marks(sharded.shards)
         self.finiteness.load(extra)
         self.best.load(extra)
 
     def tell(self, step: int, text: str, ranks: tuple[int, ...] = ()) -> None:
-        """Say in the terminal, and have put on record, what the attempt survives."""
+        """Report in the terminal, and record, what the attempt survives."""
         if self._assignment.rank == 0:
             log.warning(text)
             attempt = self._assignment.attempt
             self._context.on_note(Noted(attempt=attempt, step=step, text=text, ranks=ranks))
 
     def reads(self, stream: DataLoader | None) -> None:
-        """Have ``signals`` say what a stream gave from now on."""
+        """Make ``signals`` report what a stream gave from now on."""
         self._stream = stream
 
     def signals(self) -> Signals:
@@ -179,7 +179,7 @@ class Boundary:
             return replace(signals, no_memory=True)
         behind = writer.is_behind()
         if behind and self._device.type == "cuda":
-            # This thread runs ahead of the device: the copy has until the device gets here.
+            # This thread runs ahead of the device: the copy has time until the device gets here.
             torch.cuda.current_stream(self._device).synchronize()
             behind = writer.is_behind()
         storage_busy = writer.is_pinned()
@@ -193,7 +193,7 @@ class Boundary:
         """Allow the weights to change; every step calls it before they do.
 
         Raises:
-            TaskError: Something other than loading and the last update changed them already.
+            TaskError: Something other than loading and the last update has already changed them.
         """
         if self._is_lent:
             raise TaskError(
@@ -212,10 +212,10 @@ class Boundary:
 
     @contextmanager
     def lent(self, swap: Callable[[], None]) -> Iterator[None]:
-        """Have ``swap`` put other weights into the model for a block, of which nothing is saved.
+        """Have ``swap`` put other weights into the model for a block; nothing is saved meanwhile.
 
         Raises:
-            TaskError: It is within such a block.
+            TaskError: It is inside such a block.
         """
         if self._is_lent:
             raise TaskError("average.swapped() is entered within another one; leave that first")
@@ -233,7 +233,7 @@ class Boundary:
             self._live, self._loaded = live, loaded
 
     def _check_loaded(self, loaded: Marks) -> None:
-        """Refuse weights that the script wrote over loaded ones; warn if there were none yet."""
+        """Refuse weights that the script wrote over loaded ones; warn if none were loaded yet."""
         step, fqn = self._assignment.resume_step, loaded.written(frozen_too=False)
         if fqn is None:
             return
@@ -282,7 +282,7 @@ class Boundary:
         if wait is not None:
             self._state = self._compared(step.number, sharded, extra)
             is_ready = wait.get_ready(self._state)
-            # A rank that is ready has completed its last snapshot.
+            # A ready rank has completed its last snapshot.
             agreed = replace(agreed, no_memory=not is_ready, behind=False)
         due = self._due = self._cadence.due(step.number, agreed, is_best=self.best.is_new)
         taking_s = time.monotonic()
@@ -325,7 +325,7 @@ class Boundary:
 
     def _compared(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captured:
         """Return the state of a step, of which all copies are equal."""
-        # Else it is the state of no step, and no final snapshot is taken of it.
+        # Otherwise it is the state of no step, and gets no final snapshot.
         live, self._live = self._live, None
         refuse_diverged(step, sharded)
         self._live = live
@@ -343,7 +343,7 @@ class Boundary:
         self._storage.wait_committed(step, timeout_s=timeout_s)
 
     def commit_loaded(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
-        """Return when a best state that was loaded from memory is committed, as its step waited.
+        """Return when a best state that was loaded from memory is committed: its step waits.
 
         Args:
             step: The step that the attempt resumed from.
@@ -359,7 +359,7 @@ class Boundary:
             self._state = None
 
     def end(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
-        """Return when the state after ``step`` is committed, and noted as the end of the run.
+        """Return when the state after ``step`` is committed, and recorded as the end of the run.
 
         Args:
             step: The last completed step, or the one that the attempt resumed from.
@@ -382,9 +382,9 @@ class Boundary:
         self.commit(step)
 
     def leave(self, step: int) -> NoReturn:
-        """Leave after ``step``, as all ranks agreed to, once its state is safe.
+        """Leave after ``step``, as all ranks agreed, once its state is safe.
 
-        It is safe in memory if every rank completed its snapshot; else the ranks write it to
+        It is safe in memory if every rank completed its snapshot; otherwise the ranks write it to
         storage.
 
         Raises:
@@ -421,11 +421,11 @@ class Boundary:
             is_taken = writer.take_final(state, self._fallback)
         except Exception as error:  # noqa: BLE001  a device that failed, for one
             is_taken = False
-            log.warning("step %s gets no last snapshot: %s", number, error)
+            log.warning("step %s gets no final snapshot: %s", number, error)
         log.info("final_snapshot", extra={"step": number, "taken": is_taken})
 
     def _append_late(self, live: LiveState) -> None:
-        """Write the metrics of all steps so far, which a version must have to count."""
+        """Write the metrics of all steps so far, without which a version does not count."""
         storage = self._storage
         if self._assignment.rank == 0:
             storage.append_late(time.monotonic() + FINAL_S_MAX)
@@ -441,7 +441,7 @@ class Boundary:
         return self._assignment.rank == 0 or self._storage.holds_lines
 
     def close(self) -> bool:
-        """End snapshots; return whether nothing uses their memory any more."""
+        """End snapshots; return whether their memory is unused."""
         self._live = self._loaded = self._state = None
         if self._unfollow is not None:
             self._unfollow()
@@ -502,7 +502,7 @@ class Boundary:
         )
 
     def _prepare_again(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
-        """Prepare memory in the background if the state no longer fits what was prepared."""
+        """Prepare memory in the background if the state no longer fits the prepared one."""
         writer = self._writer
         if writer is None or writer.is_broken:
             return
@@ -517,7 +517,7 @@ class Boundary:
         if self._due.barrier:
             # This overwrites one of three buffers: every rank must have completed the newest one.
             self._writer.wait(state.step)
-            # Reading the result makes the host wait, which a collective on a device does not.
+            # Reading the result makes the host wait, unlike a collective on a device.
             all_agree(agreed=True, device=self._device)
         is_taken = self._writer.capture(state, kept_step=self._due.kept_step)
         if is_taken:
@@ -525,7 +525,7 @@ class Boundary:
         return is_taken
 
     def _follow(self, writer: SnapshotWriter, sharded: ShardedModel) -> None:
-        """Copy snapshots off the device where a stage waits for others, from the second one on."""
+        """Copy snapshots off the device while a stage waits for others, from the second one on."""
         if self._unfollow is None and writer.leaves_device and self._assignment.layout.pp > 1:
             blocks = cast("Iterable[nn.Module]", fsdp_modules(sharded.model))
             self._unfollow = on_passes(blocks, writer.passed)
@@ -557,7 +557,7 @@ class Boundary:
         self._store()
 
     def _measure_storage(self) -> None:
-        """Measure how long this rank writes a checkpoint itself."""
+        """Measure how long this rank takes to write a checkpoint itself."""
         is_busy = not self._storage.is_idle
         self._meter.look(time.monotonic(), is_snapshot_busy=False, is_checkpoint_busy=is_busy)
 

@@ -1,4 +1,4 @@
-"""Decides what to do with the state after a step: pure, and the same on every rank.
+"""Decide what to do with the state after a step: pure, and the same on every rank.
 
 All ranks decide from the same input: the step, the settings, and the signals of all ranks.
 """
@@ -12,8 +12,8 @@ from workers.train.executor import Signals
 
 NO_STEP: Final = -1
 #: How many snapshots in a row are skipped because a rank is behind: at first, and at most. Each
-#: snapshot that is taken in spite of a slow peer doubles the number: a peer that needs longer must
-#: be able to finish a copy before the next one.
+#: snapshot taken despite a slow peer doubles the number: a peer that needs longer must be able to
+#: finish a copy before the next one.
 _SKIPPED_FIRST: Final = 8
 SKIPPED_MAX: Final = 256
 
@@ -24,12 +24,12 @@ class Due:
 
     Attributes:
         snapshot: Copy it into memory.
-        barrier: Before that, wait until every rank completed the previous snapshot.
+        barrier: First wait until every rank completed the previous snapshot.
         pin: Have the keeper store that snapshot.
         storage: The ranks write it to storage themselves.
         skipped: A snapshot was due, but a rank was behind.
         kept_step: The newest snapshot that every rank and all peers have; it is not overwritten
-            before there is a newer one. ``NO_STEP`` if there is none.
+            before there is a newer one. ``NO_STEP`` without one.
     """
 
     snapshot: bool = False
@@ -41,7 +41,7 @@ class Due:
 
 
 class Cadence:
-    """Decides what is due after each step of one attempt.
+    """Decide what is due after each step of one attempt.
 
     Args:
         snapshot_every: Steps between two snapshots, at least 1.
@@ -78,9 +78,9 @@ class Cadence:
 
         New intervals apply from this step on. A state that is due for storage stays due until it
         can be stored. A snapshot is taken although a rank is behind if the state must not be lost,
-        or if too many were skipped; the newest snapshot that all peers have is then kept. The
-        ranks write the state to storage themselves if their memory may be lost with them, or if
-        they wait for it because it is among the best.
+        or if too many were skipped; the newest snapshot that all peers have is then kept. The ranks
+        write the state to storage themselves if their memory may be lost with them, or if they wait
+        for it because it is among the best.
         """
         is_durable = step == self._last_step or (agreed.leaves and agreed.leaves_durably)
         is_durable |= is_best

@@ -32,7 +32,7 @@ class _Tier:
 
 
 class SaveMeter:
-    """Collects what happens between steps; ``costs`` returns the medians."""
+    """Collect measurements between steps; ``costs`` returns the medians."""
 
     def __init__(self) -> None:
         self._steps_s: deque[float] = deque(maxlen=_NUM_KEPT)

@@ -8,12 +8,12 @@ from typing import Final
 
 import torch
 
-#: The driver is asked this often at most.
+#: Least time between two queries of the driver.
 _LOOK_S: Final = 1.0
 
 
 class DeviceMemory:
-    """A device's memory as its driver tells it, that of other processes included."""
+    """A device's memory as its driver reports it, including that of other processes."""
 
     def __init__(self, device: torch.device, *, num_ranks: int = 1) -> None:
         self._device = device

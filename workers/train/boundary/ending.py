@@ -1,8 +1,8 @@
 """How a script ends its run before the last step: by ``session.stop``, or by leaving its loop.
 
-One worker that asks is enough. All that ask in the body of one step end the run behind that step.
-If only some do, the others learn of it in the next step, which is then the last one. ``STOPPED`` in
-the run directory names the version that the run ends with: who resumes from it has nothing to do.
+A single worker can ask for it. All that ask in the body of one step end the run after that step. If
+only some do, the others learn of it in the next step, which is then the last one. ``STOPPED`` in
+the run directory names the version with which the run ends: a resume then has nothing to do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.train.context import WorkerContext
 
 log = logging.getLogger(__name__)
 
-#: The name under which a reason travels.
+#: The name under which a reason is sent.
 _STOP = "stop"
 
 
@@ -48,22 +48,22 @@ class Ending:
         self.reason = ""
 
     def ask(self, reason: str) -> None:
-        """Take the script's wish to end the run."""
+        """Record the script's request to end the run."""
         if not self.is_asked:
             self.is_asked, self._wish = True, reason or "no reason was given"
             collectives.places().say(_STOP, self._wish)
 
     def is_due(self, *, agreed: bool) -> bool:
-        """Return whether the run ends behind a step whose body has ended; equal on all workers.
+        """Return whether the run ends after a step whose body has ended; equal on all workers.
 
         Args:
             agreed: Whether a worker had asked before the step's reduction.
         """
-        # Those that did not ask would wait for this worker in the next step.
+        # Workers that did not ask would wait for this one in the next step.
         return agreed or (self.is_asked and collectives.places().meet("session.stop") is None)
 
     def leave_loop(self, step: int) -> None:
-        """Take the end of a script that left its loop behind ``step``.
+        """Record the end of a script that left its loop after ``step``.
 
         Raises:
             ApartError: Others are still in the loop.
@@ -71,14 +71,14 @@ class Ending:
         apart = collectives.places().meet("the end of the script")
         if apart:
             raise ApartError(
-                f"the script left the loop over session.steps behind step {step} on rank "
+                f"the script left the loop over session.steps after step {step} on rank "
                 f"{self._assignment.rank}, and {collectives.described(apart)}: leave it on all "
                 "workers in the same step, or call session.stop(reason) on any of them"
             )
-        self._wish = f"the script left its loop behind step {step}"
+        self._wish = f"the script left its loop after step {step}"
 
     def end(self, step: int) -> None:
-        """Note that the run ends with the version of ``step`` and of this attempt."""
+        """Record that the run ends with the version of ``step`` and of this attempt."""
         self.reason = self._wish or collectives.places().heard(_STOP) or "another worker asked"
         if self._assignment.rank == 0:
             log.warning("the run ends with step %s: %s", step, self.reason)
@@ -86,7 +86,7 @@ class Ending:
             self._write(STOPPED, [json.dumps(told).encode()])
 
     def resumed(self) -> bool:
-        """Return whether the run has ended with the version that the attempt resumes from."""
+        """Return whether the run has ended with the version from which the attempt resumes."""
         assignment, context = self._assignment, self._context
         path = join(context.directory, STOPPED)
         try:
@@ -94,7 +94,7 @@ class Ending:
         except StorageError as error:
             if not error.facts.get("missing") and not assignment.memory:
                 raise
-            # Storage that is away must not keep a run from what memory holds.
+            # An outage of storage must not keep a run from what memory holds.
             return False
         version = (told["step"], told["attempt"])
         if version != (assignment.resume_step, assignment.resume_attempt):

@@ -16,7 +16,7 @@ from workers.snapshot import Captured
 from workers.state import CHANGED, UNSTARTED
 from workers.train.executor import ShardedModel, Step
 
-#: About so many values of each shard are compared.
+#: About this many values of each shard are compared.
 _NUM_VALUES: Final = 64
 
 
@@ -44,7 +44,7 @@ class LiveState:
         return cls(step, step_s, sharded, extra, _versions(sharded.shards))
 
     def check(self) -> None:
-        """Do nothing if the weights are as the update left them.
+        """Do nothing if the weights are unchanged since the update.
 
         Compares version counters, which takes under a microsecond for ten parameters and waits for
         no device. They do not count writes through ``.data``.
@@ -90,9 +90,10 @@ def capture(step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captu
 
 
 class Marks:
-    """Marks that show writes of a script to weights: version counters, and a few values of each.
+    """Marks that detect a script's writes to weights: version counters, and a few values of each.
 
-    The values show writes through ``.data``, which nothing counts. Takes about 10 us a parameter.
+    The values detect writes through ``.data``, which no counter sees. Takes about 10 us per
+    parameter.
     """
 
     def __init__(self, shards: Sequence[LocalShard]) -> None:
@@ -101,7 +102,7 @@ class Marks:
         self._values = [_few_values(shard.local) for shard in shards]
 
     def refuse_written(self) -> None:
-        """Raise ``TaskError`` if something wrote to the weights, which have no values yet."""
+        """Raise ``TaskError`` if something wrote to the weights before they have values."""
         fqn = self.written(frozen_too=True)
         if fqn is not None:
             raise TaskError(
@@ -112,10 +113,10 @@ class Marks:
             )
 
     def written(self, *, frozen_too: bool) -> str | None:
-        """Return the name of a parameter that was written to since; None if none was.
+        """Return the name of a parameter that was written to since; None if there is none.
 
         Args:
-            frozen_too: Whether frozen ones count that were given the values which they had.
+            frozen_too: Whether to count frozen ones that were set to their old values.
         """
         now = _versions(self._shards)
         marks = zip(self._shards, self._versions, now, self._values, strict=True)
@@ -129,7 +130,7 @@ class Marks:
 def _few_values(local: Tensor) -> Tensor:
     """Return a copy of some elements, as bytes: a NaN equals itself."""
     flat = local.reshape(-1)
-    # Odd: else all would be in one column.
+    # Odd: otherwise all would be in one column.
     few = flat[:: flat.numel() // _NUM_VALUES | 1]
     return few.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 

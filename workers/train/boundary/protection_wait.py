@@ -2,7 +2,7 @@
 
 A new attempt has other ranks and sizes, so its snapshot memory is prepared in the background. Until
 a peer has copied the first snapshot, the loss of a node would lose all steps since the start. So
-all ranks wait once, after the first step with a snapshot due, until they took it and peers copied
+after the first step with a snapshot due, all ranks wait once until they took it and peers copied
 it. The wait is short and bounded; training continues in any case.
 """
 

@@ -1,11 +1,11 @@
-"""Compares the weights of ranks that hold copies of one state, before they are saved.
+"""Compare the weights of ranks that hold copies of one state, before they are saved.
 
-A flipped bit of a copy stays with it, and each copy saves a share of the state: the next version
-would be made of two models. The sum of all words as integers differs by any flipped bit. Optimizer
+A flipped bit in a copy stays there, and each copy saves a share of the state: the next version
+would mix two models. The sum of all words as integers differs after any flipped bit. Optimizer
 state is not compared: its difference shows in the weights of the next step.
 
 Machines of different kinds round differently in the optimizer, so their copies differ in the last
-bits and are all well. They are brought together instead: all get the weights of the first copy.
+bits without a fault. In that case all ranks get the weights of the first copy.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NUM_NAMED = 3
 
 
 def refuse_diverged(step: int, sharded: ShardedModel) -> None:
-    """Return if all copies of the weights behind ``step`` are equal; every rank calls it.
+    """Return if all copies of the weights after ``step`` are equal; every rank calls it.
 
-    On machines of different kinds they are so afterwards. Without copies (``dp_replicate`` of 1)
-    there is nothing to compare.
+    On machines of different kinds it makes them equal. Without copies (``dp_replicate`` of 1) there
+    is nothing to compare.
 
     Raises:
         DivergedError: Some differ. All ranks raise it.
@@ -60,8 +60,9 @@ def refuse_diverged(step: int, sharded: ShardedModel) -> None:
     is_known = layout.dp_replicate > 2  # noqa: PLR2004  of two nobody knows which is right
     told = f"those of rank {which}" if is_known else f"rank {which}, of which one is wrong"
     raise DivergedError(
-        f"step {step}: copies of the weights differ, {told}: {', '.join(names[:_NUM_NAMED])}{more}"
-        ". Its state was not saved: the last version that was is the last one with equal copies",
+        f"step {step}: copies of the weights differ, {told}: "
+        f"{', '.join(names[:_NUM_NAMED])}{more}. Its state was not saved: the last saved "
+        "version is the last one with equal copies",
         step=step,
         ranks=ranks,
         tensors=names,
@@ -71,7 +72,7 @@ def refuse_diverged(step: int, sharded: ShardedModel) -> None:
 def odd_ones(layout: ParallelLayout, sums: Sequence[float]) -> tuple[int, ...]:
     """Return the ranks whose sums differ from those of most of their copies. Pure.
 
-    Where no sum has a majority, all ranks with copies of that state are returned.
+    If no sum has a majority, all ranks with copies of that state are returned.
     """
     found: list[int] = []
     for first in range(layout.world_size):
@@ -87,7 +88,7 @@ def odd_ones(layout: ParallelLayout, sums: Sequence[float]) -> tuple[int, ...]:
 
 @cache
 def _machine_kind(device: torch.device) -> int:
-    """Return a number that is equal on machines which compute an update alike."""
+    """Return a number that is equal on machines that compute an update alike."""
     is_cuda = device.type == "cuda"
     kind = (
         torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
@@ -112,7 +113,7 @@ def _sum_of_words(values: Tensor) -> Tensor:
 
 
 def _differing(sharded: ShardedModel, sums: Tensor) -> list[str]:
-    """Return the parameters whose copies differ, on every rank the same."""
+    """Return the parameters whose copies differ, the same on every rank."""
     least, most = sums.clone(), sums.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=sharded.mesh.replicas)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=sharded.mesh.replicas)

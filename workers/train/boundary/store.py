@@ -4,8 +4,8 @@ The training thread copies the state into host memory and continues; one thread 
 If a keeper has the snapshots, it stores most states instead. The metrics of a step are written
 before its state, so every committed step has its line.
 
-On an object store a write is a request, so lines are held back and written together. Those that
-are not written yet go into each snapshot (``unwritten``), and whoever resumes from it writes them.
+On an object store a write is a request, so lines are held back and written together. Unwritten
+lines go into each snapshot (``unwritten``); the attempt that resumes from it writes them.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from workers.snapshot import source_of
 
 #: How often a wait checks whether the attempt was fenced.
 _LOOK_S: Final = 0.02
-#: At most so long between two looks for a commit of others in an object store.
+#: Longest pause between two looks for the commit of others in an object store.
 _LOOK_REMOTE_S: Final = 1.0
 #: How long closing waits for a write that was under way at the fence.
 _CLOSE_S_MAX: Final = 5.0
-#: Between two tries to write to a storage that is full.
+#: Pause between two tries to write to a full storage.
 _FULL_PAUSE_S: Final = 2.0
-#: Where a write is a request, lines are held back until they are so many or so old.
+#: If a write is a request, lines are held back until there are this many, or they are this old.
 _HELD_LINES: Final = 10
 _HELD_S: Final = 10.0
-#: Bounds of ``unwritten``: what a snapshot has room for, and what may be on its way to storage.
+#: Limits of ``unwritten``: the room in a snapshot, and the lines on their way to storage.
 _UNWRITTEN_BYTES_MAX: Final = 32 << 10
 _UNWRITTEN_LINES_MAX: Final = 4 * _HELD_LINES
 
@@ -97,7 +97,7 @@ class StorageWriter:
         self._store = _FencedStore(store, fenced, assignment.attempt, moved)
         self._line_store = _FencedStore(store, self._is_closed_to_lines, assignment.attempt, moved)
         self._late_until_s = float("-inf")
-        #: A path and a line, without its end; of ranks that write none only the last ones.
+        #: A path and a line, without its end; on ranks that write none, only the last ones.
         self._lines: deque[tuple[str, str]] = deque()
         self._held_since_s = float("inf")
         self.holds_lines = not store.appends
@@ -126,7 +126,7 @@ class StorageWriter:
     def append(self, path: str, line: Mapping[str, Any]) -> None:
         """Append a JSON line to a file of the run directory, in the background and in order.
 
-        Every rank may call it with the same line where ``holds_lines`` is set: the others only
+        Every rank may call it with the same line if ``holds_lines`` is set: the others only
         remember it.
 
         Raises:
@@ -135,7 +135,7 @@ class StorageWriter:
         self.append_text(path, json.dumps(line))
 
     def append_text(self, path: str, line: str) -> None:
-        """Append a line that is JSON already; see ``append``."""
+        """Append a line that is already JSON; see ``append``."""
         if isinstance(self._error, SupersededError):
             raise self._error
         self._lines.append((path, line))
@@ -163,9 +163,9 @@ class StorageWriter:
             ) from refused
 
     def write_once(self, folder: str, files: Mapping[str, bytes]) -> None:
-        """Write the files that a folder of the run directory lacks, in the background.
+        """Write the missing files of a folder of the run directory, in the background.
 
-        A version that storage refuses is left to the next attempt.
+        If storage refuses a version, the next attempt writes it.
         """
 
         def write() -> None:
@@ -197,7 +197,7 @@ class StorageWriter:
     def append_late(self, until_s: float) -> None:
         """Write lines until ``until_s`` even after the fence, because their steps may count.
 
-        Call it before the rank reports that it has left. Writes the lines held back, too.
+        Call it before the rank reports that it has left. Writes held-back lines too.
         """
         self._late_until_s = until_s
         self._tasks.put(self._try_lines)
@@ -274,7 +274,7 @@ class StorageWriter:
                 pause_s = min(2 * pause_s, _LOOK_REMOTE_S)
 
     def close(self) -> bool:
-        """End the thread; return whether it has released the tensors that it was given.
+        """End the thread; return whether it has released its tensors.
 
         Queued lines are written first, unless the attempt is fenced.
         """
@@ -313,7 +313,7 @@ class StorageWriter:
         return self._fenced() and time.monotonic() > self._late_until_s
 
     def _try_due_lines(self) -> None:
-        """Write the lines if they are many; note since when they are held back if not."""
+        """Write the lines if there are many; otherwise record since when they are held back."""
         if len(self._lines) >= _HELD_LINES or time.monotonic() < self._late_until_s:
             self._try_lines()
         elif self._held_since_s == math.inf:
@@ -333,7 +333,7 @@ class StorageWriter:
         while self._lines and self._writes_lines and not self._is_closed_to_lines():
             name = self._lines[0][0]
             path = join(self._directory, name)
-            # A full disk may take half of it: of one line, that one is written again.
+            # A full disk may take half of it: if it is one line, that line is written again.
             ahead = self._lines.copy() if self.holds_lines else [self._lines[0]]
             lines = _of_one_file(ahead)
             if path not in self._ends_line and not self.holds_lines:
@@ -346,19 +346,19 @@ class StorageWriter:
                 self._lines.popleft()
 
     def _when_there_is_room(self, what: str, write: Callable[[], None]) -> None:
-        """Write; while the storage is full, wait for people who make room."""
+        """Write; while the storage is full, wait until people make room."""
         while True:
             try:
                 write()
             except StorageError as error:
                 if not is_full(error):
                     raise
-                self.trouble = f"{what} is not stored, which is tried again: {error}"
+                self.trouble = f"{what} is not stored; trying again: {error}"
                 self._full.failed(f"{what} is not stored", error)
             else:
                 self._full.passed()
                 return
-            # It stands still for a reason: no rank is to be taken for hung.
+            # It waits for a reason: no rank must be mistaken for hung.
             self._moved(1)
             if self._ended.wait(_FULL_PAUSE_S) or self._fenced():
                 raise _WriteRefused("the attempt ended before there was room")
@@ -368,8 +368,8 @@ class StorageWriter:
             return
         assignment = self._assignment
         checkpoints = join(self._directory, CHECKPOINTS)
-        # One look in an attempt is enough for parts: no later claimant gives the number of this
-        # attempt to one of its own, so it writes no files of these names.
+        # One look per attempt is enough for parts: no later claimant reuses the number of this
+        # attempt, so it writes no files with these names.
         self._owner.require(within_s=math.inf)
         self._write_lines()
         saved = save_rank(
@@ -399,7 +399,9 @@ class StorageWriter:
                 raise
             except UcpError as error:
                 # The checkpoint is committed all the same; the next one retries.
-                log.warning("old checkpoints are not deleted, the next one tries again: %s", error)
+                log.warning(
+                    "old checkpoints are not deleted; the next checkpoint tries again: %s", error
+                )
 
 
 def _of_one_file(lines: Iterable[tuple[str, str]]) -> list[str]:
@@ -420,7 +422,7 @@ class _WriteRefused(Exception):  # noqa: N818  not an error: the fence did what 
 
 
 class _FencedStore:
-    """A store that refuses to write once the attempt is fenced, and still reads."""
+    """A store that refuses to write once the attempt is fenced, but still reads."""
 
     def __init__(
         self,

@@ -67,8 +67,8 @@ def quota(
         fixed_tree: Whether sums must be nodes of one binary tree. If not, each rank adds up its
             gradients, and they are reduced once, after the last pass. If so, they are reduced
             after every pass, or after two passes if all ranks have siblings of the tree there.
-        every_pass: Whether gradients are reduced after every pass where there is no tree, too.
-        round_of: Passes come in equal rounds of at least so many, as the schedule of interleaved
+        every_pass: Whether to reduce gradients after every pass even without a tree.
+        round_of: Passes come in equal rounds of at least this many, as the schedule of interleaved
             stages needs them; repeated passes fill the rounds.
     """
     parts = blocks(num_micro_batches, num_ranks)

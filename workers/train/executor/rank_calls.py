@@ -1,4 +1,4 @@
-"""Notes what a model asks about ranks in the first step of an attempt.
+"""Record what a model asks about ranks in the first step of an attempt.
 
 A forward pass that uses the number of ranks, or what other ranks hold, gives other results when
 their number changes. It would also wait for ranks that have fewer micro-batches.
@@ -21,7 +21,7 @@ _WITHIN: Final = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_
 #: forward pass that does.
 _OWN: Final = ("torch.", "workers.", "transformers.distributed.")
 _DYNAMO: Final = "torch._dynamo.variables."
-#: A module says this if its result is the same for any number of ranks.
+#: A module declares this if its result is the same for any number of ranks.
 _DECLARED: Final = "depends_on_ranks"
 
 
@@ -34,7 +34,7 @@ class RankCalls:
         self._is_done = False
 
     def begin(self) -> None:
-        """Begin, unless a step was watched already."""
+        """Begin, unless a step was already watched."""
         if not self._is_done and _REAL is not None:
             setattr(distributed_c10d, ABOUT_RANKS, self._asked)
 
@@ -90,7 +90,7 @@ def _is_of_user(frame: FrameType) -> bool:
 
 
 def _modules_around(frame: FrameType | None) -> list[nn.Module]:
-    """Return the modules whose forward passes the frame is in, the innermost first."""
+    """Return the modules whose forward passes contain the frame, the innermost first."""
     found: list[nn.Module] = []
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:  # noqa: SLF001

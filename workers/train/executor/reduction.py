@@ -1,6 +1,6 @@
 """Gradient sums that are bit-identical for any number of workers.
 
-Floating point addition is not associative, so a sum over ranks depends on the ranks. Here the
+Floating-point addition is not associative, so a sum over ranks depends on the ranks. Here the
 micro-batches of a step are the leaves of one binary tree, and a node is always left child + right
 child, whichever rank adds them. An all-to-all replaces FSDP2's reduce-scatter: each rank receives
 its shard of every rank's node and adds them in the order of the tree. The last reduction of a step
@@ -30,14 +30,14 @@ Node = tuple[int, int]
 
 
 def use_deterministic_kernels() -> None:
-    """Have torch use kernels on a GPU whose results have the same bits each time.
+    """Make torch use GPU kernels whose results have the same bits each time.
 
-    It raises for an operation that has none. Call it before the process uses cuBLAS.
+    It raises for an operation without one. Call it before the process uses cuBLAS.
     """
     # Otherwise cuBLAS takes memory, and with it an order of additions, as streams come.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True)
-    # Uninitialised memory is always written first here.
+    # Here uninitialised memory is always written first.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -75,7 +75,7 @@ class Reduction:
     """The current reduction of a step; one object for all FSDP groups of a model.
 
     Attributes:
-        probe: Looks at what this rank gives to it.
+        probe: Inspects this rank's contributions.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Reduction:
         self.is_last = False
 
     def begin(self, nodes: Sequence[Node | None], *, is_last: bool) -> None:
-        """Set what each rank contributes next, in rank order, and if that completes the sum."""
+        """Set each rank's next contribution, in rank order, and whether that completes the sum."""
         self.nodes, self.is_last = nodes, is_last
 
 
@@ -108,7 +108,7 @@ def use_all_to_all(model: nn.Module, reduction: Reduction) -> None:
 
 
 def use_own(model: nn.Module, reduction: Reduction) -> None:
-    """Make each FSDP group of a sharded ``model`` reduce as it does by itself, under the probe."""
+    """Make each FSDP group of a sharded ``model`` reduce as usual, under the probe."""
     for module in fsdp_modules(model):
         module.set_custom_reduce_scatter(_ProbedReduceScatter(reduction))
 

@@ -1,4 +1,4 @@
-"""The sharded model of an attempt, alone and with its optimizers."""
+"""The sharded model of an attempt, with and without its optimizers."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ class BuiltModel:
 
     Attributes:
         model: The whole model, or this rank's pipeline stage of it, sharded.
-        called: The script calls it: ``model``, or a stage that stands for the whole model.
+        called: The object that the script calls: ``model``, or a stage that stands for the whole
+            model.
         shapes: Shapes of all parameters of the whole model, by name.
-        shards: This rank's shard of every parameter that it has a part of.
+        shards: This rank's shard of every parameter of which it has a part.
         buffers: Persistent buffers of ``model``.
         keeps_gathered: Whether parameters stay gathered until the last pass of a step.
         sequence: This rank's parts of sequences.
         pipeline: Runs micro-batches through the stages; None if the model is whole.
         reduction: State of the deterministic reduction.
-        units: What is gathered and reduced as one, by the number of this rank's stage.
+        units: Gathers and reduces units as one, by the number of this rank's stage.
         used: The parameters that the step used.
-        mesh: The ranks that the model is sharded over.
+        mesh: The ranks over which the model is sharded.
         documents: Files that Hugging Face keeps beside the weights of such a model.
         relations: Persistent buffers of the whole model by name, and its parameters' other names.
     """
@@ -72,12 +73,12 @@ class ShardedModel(BuiltModel):
         parameters: The shards as plain parameters by name, in the same memory.
         optimizers: The optimizers over ``parameters``.
         state: The tensors of the training state.
-        registered: State of the script, beside them.
+        registered: Registered state of the script.
         whole: Gradients of the parameters that are not sharded.
-        rank_calls: Notes what the model asks about ranks.
+        rank_calls: Records what the model asks about ranks.
         tensor_replicas: Compares gradients that must be equal.
-        trained: Which parameters train.
-        average: Of the weights, if the script has one.
+        trained: Knows which parameters train.
+        average: Average of the weights, if the script has one.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -93,14 +94,15 @@ class ShardedModel(BuiltModel):
     def try_unknown(self) -> None:
         """Raise ``StateError`` if optimizers of other libraries have state that cannot be saved.
 
-        They would say so after the first step, or lose it. They and the weights are as before.
+        Otherwise this would show after the first step, or the state would be lost. They and the
+        weights stay unchanged.
         """
         with torch.compiler.set_stance("force_eager"):
             for optimizer in self.optimizers.unknown:
                 refuse_unsavable(optimizer, self.shards, self.parameters)
 
     def all_relations(self) -> dict[str, Any]:
-        """Return what is frozen, a buffer or tied, as a version says it."""
+        """Return what is frozen, a buffer or tied, in the form of a version."""
         averages = [f"{AVERAGE}{name}" for name in self.average.names]
         beside = {**self.relations, "extra": averages}
         beside = {name: one for name, one in beside.items() if one}
@@ -108,7 +110,7 @@ class ShardedModel(BuiltModel):
         return {"frozen": list(self.trained.frozen), **beside}
 
     def prime(self) -> None:
-        """Make the optimizers allocate their state, all zero; weights stay as they are.
+        """Make the optimizers allocate their state, all zero; weights stay unchanged.
 
         Raises:
             StateError: They keep a value that cannot be saved in shards.

@@ -20,15 +20,15 @@ class Signals:
     Attributes:
         buffers: A pass changed a persistent buffer.
         freezes: Its script froze or unfroze a parameter.
-        lacks_room: It has no memory for whole gradients.
+        lacks_room: It lacks memory for whole gradients.
         stops: Its script asked to end the run.
         leaves: It was asked to leave.
-        leaves_durably: The state that it leaves with must be in storage.
-        no_memory: It has no memory for a snapshot.
+        leaves_durably: The state with which it leaves must be in storage.
+        no_memory: It lacks memory for a snapshot.
         behind: Its last snapshot is not complete, or a peer has not copied it yet.
         storage_busy: One of its snapshots waits to be stored.
-        snapshot_steps: Steps between two snapshots from now on, set by one rank; 0 for no change.
-        storage_steps: Steps between two versions in storage from now on, likewise.
+        snapshot_steps: New number of steps between two snapshots, set by one rank; 0 for no change.
+        storage_steps: New number of steps between two versions in storage, likewise.
         read: Digest of what it has read of a stream, below 2 ** 20; the sum over ranks.
         read_squared: Its square, likewise.
         device_bytes: Memory in use on the device of each rank; empty without devices. A rank knows
@@ -67,9 +67,9 @@ class Signals:
 
 
 def refuse_readings(agreed: Signals, mine: Signals, *, step: int, device: torch.device) -> None:
-    """Raise ``DataError`` on every rank if not all have read the same of a stream."""
+    """Raise ``DataError`` on every rank if not all have read the same samples of a stream."""
     num = dist.get_world_size()
-    # By Cauchy and Schwarz: numbers whose squares sum up so are equal.
+    # By Cauchy and Schwarz, numbers whose squares have this sum are equal.
     if num * agreed.read_squared == agreed.read**2:
         return
     found = torch.zeros(num, dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
 """One optimizer step over a global batch of constant size, for any number of workers.
 
 The gradient of a micro-batch is the gradient of its summed token losses. Sums over micro-batches
-and ranks are divided once, by the number of tokens of the whole global batch: weights are exact
+and ranks are divided once, by the number of tokens of the whole global batch, so weights are exact
 with uneven quotas and uneven token counts. One all-reduce per step carries the loss sum, the token
 count, the ranks' signals, and the squares for the gradient norm.
 """
@@ -72,14 +72,14 @@ class Step:
     Attributes:
         number: This step, counted from 1.
         order_range: Positions of the data order that the step takes, half-open.
-        loss: Mean over the tokens of the global batch, on every worker; set by ``apply``. It is
-            nan without tokens.
+        loss: Mean over the tokens of the global batch, on every worker; set by ``apply``. It is nan
+            without tokens.
         grad_norm: Norm of the mean gradient before clipping; set by ``apply``.
-        lr: Learning rate of the step; of the first optimizer if they have their own.
-        tokens: Tokens in the global batch; set by ``apply``. Without any the samples count.
-        data_s: Time for which this rank has waited for data.
+        lr: Learning rate of the step; that of the first optimizer if they differ.
+        tokens: Tokens in the global batch; set by ``apply``. Without any, the samples count.
+        data_s: How long this rank has waited for data.
         is_applied: Whether ``apply`` was called.
-        is_skipped: Whether the update was left out because it was not finite, or overflowed under a
+        is_skipped: Whether the update was skipped because it was not finite, or overflowed under a
             ``GradScaler``; set by ``apply``.
         agreed: The signals of all workers, equal on all; set by ``apply``.
     """
@@ -131,8 +131,8 @@ class Step:
     def own_tokens(self) -> float:
         """Return this rank's part of the tokens of the step; nan if the script has none.
 
-        They are those of its batches. If these do not show any, they are those that the script
-        gave with its losses, unless it counts samples.
+        They are the tokens of its batches. If the batches show none, they are the numbers that the
+        script returned with its losses, unless these count samples.
         """
         mesh, num_samples = self._sharded.mesh, len(self._sums) * self._train.micro_batch
         if not (mesh.counts and num_samples):
@@ -145,18 +145,18 @@ class Step:
     def micro_batches(self) -> Iterator[Any]:
         """Yield the samples of each micro-batch of this worker, ``(micro_batch,)`` each.
 
-        With a ``DataLoader`` these are its batches, else indices.
+        With a ``DataLoader`` these are its batches; otherwise they are indices.
 
         Random numbers of torch, NumPy and Python are keyed by seed, step and micro-batch, not by
-        worker. NumPy's and Python's go on afterwards as they were before. With uneven quotas a
-        worker may get a micro-batch again, whose gradient and loss do not count.
+        worker. NumPy's and Python's afterwards continue as before. With uneven quotas a worker may
+        repeat a micro-batch, whose gradient and loss do not count.
 
         Raises:
-            TaskError: A micro-batch was left without ``backward``, or it was called before.
+            TaskError: A micro-batch was left without ``backward``, or this was called before.
         """
         if self._has_begun:
             raise TaskError(
-                f"step {self.number} was computed already: step.micro_batches was called twice"
+                f"step {self.number} was already computed: step.micro_batches was called twice"
             )
         if self._sharded.pipeline is not None:
             raise LayoutRefusedError(
@@ -194,7 +194,10 @@ class Step:
             self._progress.micro_batch(number + 1)
 
     def _read(self, number: int) -> Any:
-        """Return the samples of a pass. They may be read by now, by random numbers of their own."""
+        """Return the samples of a pass.
+
+        They may already be read, with random numbers of their own.
+        """
         self._span("data", number)
         begun_s = time.perf_counter()
         samples = next(self._samples)
@@ -213,14 +216,14 @@ class Step:
         # A fence ends a step here at the latest: not every pass has a collective.
         collectives.check()
         key = (self._train.seed, self.number, self._quota.passes[number].micro_batch)
-        # The same on all stages and parts, which call the function of the loss on the same samples.
+        # The same on all stages and parts, which call the loss function on the same samples.
         seed_all(random_seed(*key))
         self._progress.enter(WorkerPhase.FORWARD)
         self._span("forward", number)
         self._sharded.units[stage].begin_forward(number)
 
     def _begin_backward(self, model: nn.Module, number: int) -> None:
-        """Say what FSDP2 does with a model's gradients of a pass, and with gathered parameters."""
+        """Set what FSDP2 does with a model's gradients of a pass, and with gathered parameters."""
         sharded, passes = self._sharded, self._quota.passes
         modules = list(fsdp_modules(model))
         syncs = passes[number].syncs
@@ -229,7 +232,7 @@ class Step:
                 module.set_requires_gradient_sync(syncs, recurse=False)
         is_last = number == len(passes) - 1
         if syncs and sharded.mesh.replicas is not None and not self._quota.nodes:
-            # What a copy of the model has of a gradient is added up: copies are summed once.
+            # Gradients in one copy of the model are added up: copies are summed once.
             for module in modules:
                 module.set_requires_all_reduce(is_last, recurse=False)
         if sharded.keeps_gathered:
@@ -253,7 +256,7 @@ class Step:
         """Do the whole step: every micro-batch of this worker, then ``apply``.
 
         Raises:
-            TaskError: The step has begun already, or ``loss_of`` returned something else.
+            TaskError: The step has already begun, or ``loss_of`` returned something else.
         """
         if self._sharded.pipeline is not None:
             self._train_stages(self._sharded.pipeline, loss_of)
@@ -266,7 +269,7 @@ class Step:
     def _train_stages(self, pipeline: Pipeline, loss_of: Callable[[Any], Any]) -> None:
         """Compute every micro-batch of this rank's pipeline stages."""
         if self._has_begun:
-            raise TaskError(f"step {self.number} was computed already")
+            raise TaskError(f"step {self.number} was already computed")
         self._begin()
         passes = self._quota.passes
 
@@ -301,7 +304,7 @@ class Step:
             batches = [self._read(number) for number in range(len(passes))]
             pipeline.train(batches, loss_of, hooks)
         self._sharded.whole.end_passes()
-        # Several passes are open at a time: none can begin with the values before the step.
+        # Several passes are open at a time, so none can begin with the values from before the step.
         self._sharded.buffers.refuse_changes(self.number)
 
     def backward(self, loss: Tensor, tokens: int) -> None:
@@ -337,20 +340,20 @@ class Step:
             self._changes = Changes(self._sharded.shards)
 
     def _weigh(self, loss: Tensor, tokens: int) -> Tensor:
-        """Take the loss of the open pass; return what its gradient is computed of."""
+        """Record the loss of the open pass; return the scalar to differentiate."""
         one, self._pass = self._pass, None
         assert one is not None, "no pass is open"
         if one.counts:
-            # The mean over no tokens is nan, and no part of the sum.
+            # The mean over no tokens is nan, and not part of the sum.
             summed = loss.detach().double() * tokens if tokens else torch.zeros(())
             self._sums[one.micro_batch] = (summed, tokens)
-        # With a weight of zero, too, the rank takes part in every collective of the pass.
+        # Even with a weight of zero, the rank takes part in every collective of the pass.
         weighted = loss * float(tokens if one.counts else 0)
         scaler = self._sharded.registered.scaler
         return scaler.scale(weighted) if scaler is not None else weighted
 
     def _loss_and_tokens(self, returned: Any) -> tuple[Tensor, int]:
-        """Return what a script's function of the loss returned; without tokens, samples count."""
+        """Return the result of a script's loss function; without tokens, samples count."""
         is_pair = isinstance(returned, tuple)
         if not is_pair and self._sharded.mesh.context is not None:
             raise LayoutRefusedError(
@@ -372,12 +375,12 @@ class Step:
         """Reduce over workers, clip, and update the weights. Every worker calls it once.
 
         Args:
-            optimizers: Those that update, out of several; other gradients are dropped. By default
-                all whose parameters have gradients.
+            optimizers: The ones that update, out of several; other gradients are dropped. By
+                default all whose parameters have gradients.
 
         Raises:
-            TaskError: Called twice, not every micro-batch was computed, there is no gradient, or
-                the model depends on the number of workers; or the script changed gradients, rates.
+            TaskError: Called twice, a micro-batch was not computed, there is no gradient, the model
+                depends on the number of workers, or the script changed gradients or rates.
             NotFiniteError: The update is not finite, and the run ends for it.
         """
         if self.is_applied:
@@ -443,8 +446,8 @@ class Step:
         """Set loss, tokens, grad_norm and agreed; scale the gradients.
 
         The host waits for the sums before the update: if a collective was aborted, the gradients
-        are not what they should be, and the state must stay that of the step before. Meanwhile a
-        device scales the gradients.
+        are wrong, and the state must stay that of the step before. Meanwhile a device scales the
+        gradients.
         """
         sharded, deterministic = self._sharded, self._train.deterministic
         losses, tokens = self._own_losses()
@@ -520,7 +523,7 @@ class Step:
         drop_gathered(sharded.model)
 
     def _adapt(self, scaler: GradScaler) -> None:
-        """Have the scale adapt to whether a gradient overflowed, equally on all workers."""
+        """Adapt the scale to whether a gradient overflowed, equally on all workers."""
         fits = math.isfinite(self.grad_norm)
         flag = nn.Parameter(torch.zeros(1, device=self._sharded.device))
         flag.grad = torch.full_like(flag, 0.0 if fits else math.inf)

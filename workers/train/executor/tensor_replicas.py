@@ -1,8 +1,8 @@
-"""Compares the gradients of what tensor parallelism leaves whole, in some steps of an attempt.
+"""Compare the gradients of parameters that tensor parallelism leaves whole, in some steps.
 
-A plan that misses a module between two cut ones has each rank compute a gradient of its own part.
-The ranks' weights would then drift apart, and each saves only a share of them. Gradients before an
-output layer of zeros are zero in the first step, so that one shows nothing.
+If a plan misses a module between two cut ones, each rank computes the gradient of its own part. The
+ranks' weights would then drift apart, and each saves only a share of them. Gradients before an
+output layer of zeros are zero in the first step, so that step shows nothing.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from workers.collectives import on_host
 from workers.errors import LayoutRefusedError
 from workers.parallel import LocalShard, Mesh
 
-#: Equal gradients may be summed in another order on a device; those of a part differ by much more.
+#: A device may sum equal gradients in another order; gradients of different parts differ by much
+#: more.
 _RTOL: Final = 1e-2
 _NUM_NAMED: Final = 3
 #: Steps of an attempt that are compared; after these, powers of ten.
 _FIRST: Final = 3
-#: Sums of all elements with signs that are drawn. Of two independent gradients one such sum differs
-#: by less than the tolerance in 1 of 180 cases, and the norm in half of them.
+#: Sums of all elements with random signs. For two independent gradients, one such sum differs by
+#: less than the tolerance in 1 of 180 cases, and the norm in half of them.
 _NUM_SUMS: Final = 2
 
 
 class TensorReplicas:
-    """The parameters that all ranks of a tensor-parallel group have the same elements of."""
+    """The parameters of which all ranks of a tensor-parallel group have the same elements."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

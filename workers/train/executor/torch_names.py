@@ -10,5 +10,5 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 __all__ = ["ABOUT_RANKS", "DefaultReduceScatter", "ReduceScatter", "distributed_c10d"]
 
-#: In ``distributed_c10d``; every function of torch.distributed that is about ranks calls it first.
+#: In ``distributed_c10d``; every function of torch.distributed about ranks calls it first.
 ABOUT_RANKS: Final = "_rank_not_in_group"

@@ -14,7 +14,7 @@ from workers.collectives import on_host
 from workers.errors import TaskError
 from workers.parallel import LocalShard, Used
 
-#: A version keeps here the frozen parameters that a script began with, if others are frozen now.
+#: A version stores here the parameters that a script froze at its start, if others are frozen now.
 FROZEN_AT_FIRST: Final = "frozen_at_first"
 
 
@@ -22,15 +22,15 @@ class Trained:
     """Which parameters train, and which are frozen.
 
     Args:
-        shards: This rank's shard of every parameter that it has a part of.
+        shards: This rank's shard of every parameter of which it has a part.
         parameters: The shards as the optimizer's parameters, by name.
-        names: Of all parameters of the whole model.
-        used: Is told which are frozen.
+        names: Names of all parameters of the whole model.
+        used: Gets the frozen parameters.
         is_updated: Whether an optimizer updates a parameter.
         device: The device for tensors of collectives.
 
     Attributes:
-        frozen: Names of the frozen ones of the whole model, as all workers have agreed last.
+        frozen: Names of the frozen ones of the whole model, as last agreed by all workers.
         updated: Names of those that an optimizer has.
         may_grow: Whether an optimizer has a frozen one, which may train later.
     """
@@ -59,13 +59,14 @@ class Trained:
         return {FROZEN_AT_FIRST: list(self._at_first)} if is_changed else {}
 
     def begin(self, frozen: Collection[str] | None, values: Mapping[str, Any]) -> None:
-        """Agree on what a script freezes, and freeze what a version says; every worker calls it.
+        """Agree on what a script freezes, and freeze what a version records; every worker calls it.
 
-        A script freezes what it begins with in each attempt again. If that is what it froze before
-        the version, the version counts; if not, the script was changed, and counts.
+        In each attempt a script again freezes its initial choice. If that equals its choice before
+        the version, the version counts; if not, the script was changed, and its choice counts.
 
         Args:
-            frozen: The frozen ones of the version; None if there is none, or if it does not say.
+            frozen: The frozen ones of the version; None without a version, or if it does not record
+                them.
             values: The small named values of the version.
 
         Raises:
@@ -83,9 +84,9 @@ class Trained:
 
     @contextmanager
     def growing(self, frozen: Collection[str]) -> Iterator[bool]:
-        """Have the optimizers take all parameters as trained but ``frozen``, in a block.
+        """Make the optimizers treat all parameters but ``frozen`` as trained, in a block.
 
-        Every worker calls it. Yields whether any are frozen that a version has trained.
+        Every worker calls it. Yields whether any frozen parameter was trained in a version.
         """
         self.agree("in session.optimizer")
         grown = set(self.frozen) - set(frozen)
@@ -101,9 +102,9 @@ class Trained:
         return [shard.parameter.requires_grad for shard in self._shards] != self._noted
 
     def begin_step(self, number: int) -> None:
-        """Agree before a gradient of a parameter that was frozen so far is reduced, if one may be.
+        """Agree before a gradient of a so far frozen parameter may be reduced.
 
-        Every worker calls it. Where none may, the step's own all-reduce says what changed.
+        Every worker calls it. If none may be, the step's own all-reduce reports changes.
 
         Raises:
             TaskError: A parameter trains on some workers only, or cannot be trained.
@@ -147,7 +148,7 @@ class Trained:
         self.updated = tuple(n for n, yes in zip(self._names, found[2 * num :], strict=True) if yes)
         both = zip(found[num : 2 * num], found[2 * num :], strict=True)
         self.may_grow = any(is_frozen and is_updated for is_frozen, is_updated in both)
-        # The optimizer's parameters say the same.
+        # The optimizer's parameters carry the same flag.
         self._noted = [shard.parameter.requires_grad for shard in self._shards]
         for shard, is_trained in zip(self._shards, self._noted, strict=True):
             if is_trained and shard.parameter.dtype != torch.float32:

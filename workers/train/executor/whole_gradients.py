@@ -1,7 +1,7 @@
 """Gradients of the parameters that FSDP2 leaves alone, because there is nothing to shard.
 
-Every rank has those without a dim or without an element. Their gradients are added up in the
-all-reduce of the step's sums, as float64. In deterministic mode each micro-batch has its own
+Every rank has the parameters without a dim or without an element. Their gradients are added up in
+the all-reduce of the step's sums, as float64. In deterministic mode each micro-batch has its own
 elements there, as with losses.
 """
 
@@ -23,7 +23,7 @@ class WholeGradients:
     Args:
         shards: This rank's shard of every parameter.
         shapes: Shapes of all parameters of the whole model, by name.
-        num_parts: Micro-batches that have elements of their own; 1 if their sum does.
+        num_parts: Number of micro-batches with their own elements; 1 if only their sum has some.
         counts: Whether this rank's gradients count: tensor-parallel ranks have the same.
         device: The device of the sums.
     """
@@ -39,7 +39,7 @@ class WholeGradients:
     ) -> None:
         held = {shard.fqn: shard for shard in shards}
         names = sorted(name for name, shape in shapes.items() if is_whole(shape))
-        #: None for those of other pipeline stages.
+        #: None for parameters of other pipeline stages.
         self._shards = [held.get(name) for name in names]
         self._sizes = [prod(shapes[name]) for name in names]
         self._num_parts, self._counts, self._device = num_parts, counts, device
@@ -48,12 +48,12 @@ class WholeGradients:
         self.num_sums = num_parts * sum(self._sizes)
 
     def end_pass(self, part: int | None) -> None:
-        """Take the gradients of a pass as those of ``part``; None if the pass does not count."""
+        """Record the gradients of a pass as those of ``part``; None if the pass does not count."""
         if self._num_parts == 1 or not self._shards:
             return
         if part is not None:
             row = self._row()
-            # A pass of another stage of this rank has others, and zeros for these.
+            # A pass of another stage of this rank has other gradients, and zeros for these.
             self._rows[part] = self._rows[part] + row if part in self._rows else row
         for number, shard in enumerate(self._shards):
             if shard is not None and shard.parameter.grad is not None:
@@ -61,18 +61,18 @@ class WholeGradients:
                 shard.parameter.grad = None
 
     def end_passes(self) -> None:
-        """Let each parameter have a gradient again, to be looked at and dropped as others."""
+        """Make each parameter require a gradient again, which is inspected and dropped."""
         if self._seen:
             zero = torch.zeros(sum(self._sizes), device=self._device)
             self._put(torch.stack([zero, *self._rows.values()]).sum(dim=0))
             self.drop([number in self._seen for number in range(len(self._shards))])
 
     def exist(self) -> list[int]:
-        """Return 1 for each parameter that has a gradient, else 0; of all parameters."""
+        """Return 1 for each of all parameters that has a gradient, else 0."""
         return [int(one is not None and one.parameter.grad is not None) for one in self._shards]
 
     def sums(self) -> Tensor:
-        """Return what this rank adds to the sums, float64, ``(num_sums,)``."""
+        """Return this rank's contribution to the sums, float64, ``(num_sums,)``."""
         rows = {0: self._row()} if self._num_parts == 1 else self._rows
         found = torch.zeros(
             self._num_parts, sum(self._sizes), dtype=torch.float64, device=self._device
@@ -86,7 +86,7 @@ class WholeGradients:
         return found.reshape(-1)
 
     def put(self, sums: Tensor) -> Tensor:
-        """Take the sums over ranks as gradients; return their sum of squares, a float64 scalar."""
+        """Use the sums over ranks as gradients; return their sum of squares, a float64 scalar."""
         if not self._shards:
             return sums.sum()
         # A sum of zeros and -0.0 is 0.0, which a single part is not.
@@ -95,13 +95,13 @@ class WholeGradients:
         return torch.cat((whole.square(), whole.new_zeros(1))).sum()
 
     def drop(self, exist: Sequence[float]) -> None:
-        """Drop the gradients of parameters for which ``exist`` has zero: no rank had one."""
+        """Drop the gradients of parameters for which ``exist`` is zero: no rank had one."""
         for shard, exists in zip(self._shards, exist, strict=True):
             if shard is not None and not exists:
                 shard.parameter.grad = None
 
     def _row(self) -> Tensor:
-        """Return all gradients behind each other, with zeros for those that do not exist."""
+        """Return all gradients concatenated, with zeros for missing ones."""
         gradients = [one.parameter.grad if one is not None else None for one in self._shards]
         parts = [
             torch.zeros(size, device=self._device) if gradient is None else gradient.reshape(-1)

@@ -1,4 +1,4 @@
-"""Fills an attempt's state: from a version of the run, another checkpoint, or with new values."""
+"""Fill an attempt's state: from a version of the run, another checkpoint, or with new values."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Fill a model with the values that no version of the run holds: of a checkpoint, or new ones."""
+"""Fill a model with values that no version of the run holds: from a checkpoint, or new ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Initialise = Callable[[str, tuple[int, ...]], Tensor]
 def start_from(
     sharded: ShardedModel, context: WorkerContext, buffer: HostBuffer, *, tell: bool
 ) -> Initial:
-    """Load what the settings say to start from; see ``load_initial``."""
+    """Load the checkpoint that the settings name; see ``load_initial``."""
     start = context.settings.start
     kept = {entry.fqn: entry.tensor.dtype for entry in sharded.state.entries()}
     needed = {
@@ -66,7 +66,7 @@ def start_from(
 
 
 def _refuse_uncounted(sharded: ShardedModel, initial: Initial, source: str) -> None:
-    """Refuse moments without their step: the optimizer would correct them as those of a first."""
+    """Refuse moments without their step: the optimizer would treat them as a first step's."""
     names = sharded.state.scalars().keys()
     for fqn, parameter in sharded.parameters.items():
         state = sharded.optimizers.state.get(parameter, {})
@@ -97,7 +97,7 @@ def fill(
         build: Makes the whole model.
         initialise: Returns the initial value of a parameter; None to build the model.
         is_new: Whether no version of the run was loaded.
-        initial: What the run started from, if anything.
+        initial: The checkpoint from which the run started, if any.
     """
     new = set[str]()
     kept = sharded.buffers.named()
@@ -142,9 +142,9 @@ def set_optimizer(
     *,
     unstarted: bool,
 ) -> None:
-    """Set what a version says of the optimizer, beside its tensors.
+    """Set the optimizer's values from a version, beside its tensors.
 
-    ``unstarted`` tells that the optimizer had done no step.
+    ``unstarted`` means that the optimizer had done no step.
     """
     # ``prime`` made this state, and the version has none.
     bare = sharded.parameters.keys() & set(without_state)
@@ -162,7 +162,7 @@ def initial_values(
 
     Args:
         build: Makes the model; called with seeded random numbers.
-        with_weights: Whether to return the parameters, too: then the whole model is in memory.
+        with_weights: Whether to return the parameters too: then the whole model is in memory.
     """
     found = None if with_weights else _buffers_alone(build, seed)
     if found is not None:
@@ -174,10 +174,10 @@ def initial_values(
 
 
 def _buffers_alone(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor] | None:
-    """Return the buffers, made without parameters; None if they might have other values then.
+    """Return the buffers, made without parameters; None if they might then have other values.
 
-    Parameters have no values, so none are initialised. A buffer that depends on one has no value,
-    either; and one that is random depends on all random numbers before it.
+    Parameters have no values, so none are initialised. A buffer that depends on one has no value
+    either, and a random one depends on all random numbers before it.
     """
 
     def without_values(

@@ -1,4 +1,4 @@
-"""Start a run from a checkpoint that exists, in any format that ``ucp_core.open`` knows.
+"""Start a run from an existing checkpoint, in any format that ``ucp_core.open`` knows.
 
 Each rank reads its own boxes; nothing is copied on disk. Weights may be narrower floats than the
 run's: every value stays the same.
@@ -29,13 +29,13 @@ from workers.settings import RunSettings
 from workers.state import CHANGED, DTYPES, StateEntry
 from workers.train.loading.restore import WEIGHT, without_optimizer_state
 
-#: A kind of source, beside those of ``restore``.
+#: A kind of source, in addition to those of ``restore``.
 INITIAL: Final = "initial checkpoint"
-#: Fills tensors from a checkpoint, wider ones too; returns the number of bytes.
+#: Fill tensors from a checkpoint, also with narrower dtypes; return the number of bytes.
 Load = Callable[[Checkpoint, Sequence[StateEntry]], int]
-#: An error names so many tensors of a kind, and counts the others.
+#: An error names this many tensors of a kind, and counts the others.
 _TOLD: Final = 5
-#: Dims of tensors whose first dim counts rows; that of three counts experts.
+#: Numbers of dims of tensors whose first dim counts rows; with three dims it counts experts.
 _WITH_ROWS: Final = (1, 2)
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Needed:
 
     Attributes:
         dtype: Its dtype in the run.
-        is_optional: Whether it begins as built if the checkpoint lacks it: a buffer.
+        is_optional: Whether it starts as built if the checkpoint lacks it: a buffer.
     """
 
     dtype: torch.dtype
@@ -62,10 +62,10 @@ class Initial:
     Attributes:
         size_bytes: Bytes that this rank loaded.
         missing: Parameters that the checkpoint lacks, as ``run.init_missing`` allows.
-        rows: How many rows it has of parameters of which it has fewer, as ``run.init_rows`` allows.
+        rows: Its number of rows for parameters of which it has fewer, as ``run.init_rows`` allows.
         without_state: Parameters without optimizer state in it.
         scalars: The optimizer's scalars by name; see ``TrainingState.scalars``.
-        changed: Its values that changed; see ``Optimizers.changed``.
+        changed: The optimizer's values that changed; see ``Optimizers.changed``.
     """
 
     size_bytes: int
@@ -93,10 +93,10 @@ def load_initial(
         needed: The model's parameters and persistent buffers, by name.
         entries: Returns the tensors to fill: weights, and the optimizer's slots if
             ``run.init_state`` is "all". Called once the checkpoint is known to fit.
-        model: The model, for its tied parameters, and what its kind has otherwise in files.
+        model: The model, for its tied parameters and the differences of its file format.
         load: Fills tensors from a checkpoint.
-        everywhere: Returns whether all ranks say so; all of them call it once.
-        tell: Whether to log what the checkpoint has and the model lacks.
+        everywhere: Returns whether all ranks agree; all of them call it once.
+        tell: Whether to log tensors that the checkpoint has and the model lacks.
 
     Raises:
         TaskError: The checkpoint cannot be opened, or lacks what the model needs.
@@ -166,7 +166,7 @@ def _other_rows(
     *,
     tell: bool,
 ) -> dict[str, int]:
-    """Return how many rows the checkpoint has of the parameters that ``run.init_rows`` is for."""
+    """Return the checkpoint's number of rows for the parameters of ``run.init_rows``."""
     rows: dict[str, int] = {}
     for name, one in needed.items():
         entry = held.get(TensorKey(name, WEIGHT))
@@ -174,14 +174,14 @@ def _other_rows(
             continue
         if any(fnmatchcase(name, pattern) for pattern in run.init_rows):
             rows[name], ours = entry.shape[0], one.shape[0]
-            others = "begin with new values" if ours > rows[name] else "are left out"
+            others = "begin with new values" if ours > rows[name] else "are dropped"
             told = "%s has %d rows of %s and the model %d: the others %s"
             log.warning(told, run.init_from, rows[name], name, ours, others) if tell else None
     return rows
 
 
 def _refuse_not_finite(run: RunSettings, loaded: Sequence[StateEntry]) -> None:
-    """Refuse weights and moments that no step can mend; a buffer may hold an infinite mask."""
+    """Refuse weights and moments that no step can repair; a buffer may hold an infinite mask."""
     for entry in loaded:
         values = entry.tensor
         if values.is_floating_point() and values.itemsize > 1 and values.numel():
@@ -197,7 +197,7 @@ def _refuse_not_finite(run: RunSettings, loaded: Sequence[StateEntry]) -> None:
 
 
 def _common_rows(entry: StateEntry, rows: Mapping[str, int]) -> StateEntry | None:
-    """Return what this rank needs of the rows that the checkpoint has, in its shape."""
+    """Return what this rank needs of the checkpoint's rows, in its shape."""
     if entry.fqn not in rows:
         return entry
     shape = (rows[entry.fqn], *entry.shape[1:])
@@ -214,7 +214,7 @@ def _are_equal(
     """Return whether the tensors ``doubles`` equal those that this rank has loaded.
 
     Args:
-        doubles: Another name in the checkpoint of a parameter, and the one that was loaded.
+        doubles: Another name of a parameter in the checkpoint, and the one that was loaded.
         load: Fills tensors from a checkpoint.
     """
     pairs = [
@@ -246,7 +246,7 @@ def _untied(run: RunSettings, doubles: Mapping[str, str]) -> TaskError:
 
 
 def _renamed(checkpoint: Checkpoint, patterns: Mapping[str, str]) -> Checkpoint:
-    """Return the checkpoint with the names that the user says."""
+    """Return the checkpoint with the user's names."""
     manifest = checkpoint.manifest
     theirs = {key.fqn for key in manifest.state_map.entries} | manifest.ties.keys()
     names = {name: new for name in theirs if (new := _new_name(name, patterns)) != name}
@@ -345,7 +345,7 @@ def _refuse_misfits(
 def _told_misfits(
     misfits: Mapping[str, TensorEntry], needed: Mapping[str, Needed]
 ) -> Iterator[str]:
-    """Yield what is wrong with tensors that do not fit, for people."""
+    """Yield the tensors that do not fit, for people."""
     wrong = [
         f"{name} is {entry.dtype}{list(entry.shape)} in it and {DTYPES[needed[name].dtype]}"
         f"{list(needed[name].shape)} in the model"

@@ -1,8 +1,8 @@
-"""Load the state that an attempt resumes from, or report why it cannot be loaded.
+"""Load the state from which an attempt resumes, or report why it cannot be loaded.
 
-The controller chose a version and its place: the keepers' memory, or storage. All ranks load it,
-or none does. If a source is bad, the next source of the same data is used. If none is left, every
-rank leaves the attempt, and each reports what it found bad. The controller then chooses from the
+The controller chose a version and its place: the keepers' memory, or storage. Either all ranks load
+it, or none does. If a source is bad, the next source of the same data is used. If none is left,
+every rank leaves the attempt and reports its bad sources. The controller then chooses from the
 other versions. Nothing is deleted.
 
 From distant storage, replicas read disjoint shares and exchange them.
@@ -45,7 +45,7 @@ from workers.state import UNSTARTED, HostBuffer, StateEntry
 from workers.train.context import WorkerContext
 from workers.train.executor import all_agree
 
-#: A kind of source, beside those of ``workers.keeper``.
+#: A kind of source, in addition to those of ``workers.keeper``.
 STORAGE: Final = "storage"
 #: Marks a final snapshot among the small named values of a version.
 LIVE_STATE: Final = "live_state"
@@ -75,7 +75,7 @@ class Restored:
         step: Training continues after this step; 0 if there was nothing to load.
         extra: The small named values of the checkpoint.
         sources: ``(kind of source, bytes)`` that were loaded.
-        found: Bad sources that this rank found, and replaced by others.
+        found: Bad sources that this rank found and replaced by others.
         without_state: Parameters without optimizer state: frozen, or in no loss so far.
     """
 
@@ -96,7 +96,7 @@ def restore_state(
     device: torch.device,
     replicas: dist.ProcessGroup | None = None,
 ) -> Restored:
-    """Fill the state in place from the version that the attempt resumes from.
+    """Fill the state in place from the version from which the attempt resumes.
 
     Every rank of the attempt calls it. Blocks for the slowest.
 
@@ -209,11 +209,11 @@ def _opened(store: Store, checkpoints: str, assignment: Assignment) -> Checkpoin
 
 
 def _found(assignment: Assignment, error: UcpError) -> FoundBad:
-    """Return what an error says of the version in storage. Missing data counts as damaged."""
+    """Return what an error means for the version in storage. Missing data counts as damaged."""
     source = (stored_source(assignment.resume_step, assignment.resume_attempt),)
     reasons = (f"{checkpoint_name(assignment.resume_step)}: {_said(error)}",)
     if "peer" in error.facts:
-        # A peer failed, and reports why itself.
+        # A peer failed, and reports the cause itself.
         return FoundBad(reasons=reasons)
     if isinstance(error, CheckpointCorruptError) or error.facts.get("missing"):
         return FoundBad(damaged=source, reasons=reasons)
@@ -225,7 +225,7 @@ def _leave_unless_all(
     found: FoundBad,
     device: torch.device,
 ) -> None:
-    """Return if every rank has loaded so far; else leave with what this rank found."""
+    """Return if every rank has loaded so far; otherwise leave with this rank's findings."""
     try:
         agreed = all_agree(loaded, device)
     except (GroupError, dist.DistError):
@@ -245,11 +245,11 @@ def _said(error: UcpError) -> str:
 def without_optimizer_state(
     held: Iterable[TensorKey], *, unstarted: bool = False
 ) -> frozenset[str]:
-    """Return the parameters of a version that have a weight and no optimizer state.
+    """Return the parameters of a version that have a weight but no optimizer state.
 
-    An optimizer keeps no state for parameters without gradients: frozen ones, and those in no
-    loss. If no parameter has optimizer state, and the optimizer is not ``unstarted``, another one
-    made the version; then return none, so that the missing state is reported.
+    An optimizer keeps no state for parameters without gradients: frozen ones, and those in no loss.
+    If no parameter has optimizer state, and the optimizer is not ``unstarted``, another optimizer
+    made the version. Then return none, so that the missing state is reported.
     """
     weights: set[str] = set()
     kept: set[str] = set()
@@ -265,11 +265,11 @@ def misfits(
 ) -> tuple[str, ...]:
     """Return how a version differs from the state to fill, one line per tensor.
 
-    Damaged data is no misfit: only the manifest is compared. Returns at most ``MISFITS_TOLD``
+    Damaged data is not a misfit: only the manifest is compared. Returns at most ``MISFITS_TOLD``
     lines, and one that counts the others.
 
     Args:
-        names: Of all weights of the whole model; others are a misfit. None if they are not.
+        names: Names of all weights of the whole model; others are a misfit. None accepts any name.
     """
     lines: list[str] = []
     for tensor in need:
@@ -294,12 +294,12 @@ class Target:
     """The state to fill.
 
     Args:
-        buffer: Host memory for those on a device, or not contiguous.
+        buffer: Host memory for tensors on a device, or not contiguous.
         moved: Called with the size of each read.
         names: As in ``restore_state``.
 
     Attributes:
-        without_state: Parameters without optimizer state in the version loaded last.
+        without_state: Parameters without optimizer state in the last loaded version.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class Target:
         *,
         widen: bool = False,
     ) -> int:
-        """Load; return the number of bytes. ``widen`` takes narrower floats, too."""
+        """Load; return the number of bytes. ``widen`` accepts narrower floats too."""
         need = self._needed(checkpoint)
         if transport is None:
             loaded = load(
@@ -347,7 +347,7 @@ class Target:
         """Return how the checkpoint differs from the state."""
         held, names = checkpoint.state_map.entries, self._names
         if names is not None:
-            # A model may drop what never trained: a teacher, say.
+            # A model may drop parameters that never trained, such as a teacher.
             names = {*names, *checkpoint.extra.get(RELATIONS, {}).get("frozen", ())}
         return misfits(self._needed(checkpoint), held, names)
 
@@ -361,7 +361,7 @@ class Target:
         ]
 
     def fill_from(self, checkpoint: Checkpoint) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """Load if the checkpoint fits; return how it does not, and the small named values."""
+        """Load if the checkpoint fits; return the misfits and the small named values."""
         lines = self.misfits(checkpoint)
         if not lines:
             self.fill(checkpoint)
@@ -369,7 +369,7 @@ class Target:
 
 
 class GroupTransport:
-    """Lets replicas load a checkpoint together: the transport of ``load_together``.
+    """Let replicas load a checkpoint together: the transport of ``load_together``.
 
     Args:
         group: The ranks that need the same tensors; each of them must load.

@@ -1,4 +1,4 @@
-"""Fills the model and the optimizer of one attempt, in the order that a script makes them."""
+"""Fill the model and the optimizer of one attempt, in the order in which a script makes them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from workers.train.loading.restore import Restored, UnloadableSignal, restore_st
 
 
 class StateLoader:
-    """Loads the version that an attempt resumes from, or fills a new run.
+    """Load the version from which an attempt resumes, or fill a new run.
 
     Args:
-        buffer: Host memory for what is read.
+        buffer: Host memory for reads.
 
     Attributes:
-        step: The step that the attempt resumes from; 0 for a new run.
+        step: The step from which the attempt resumes; 0 for a new run.
         extra: The small named values of its version.
     """
 
@@ -46,7 +46,7 @@ class StateLoader:
         self.step = assignment.resume_step
         self.extra: dict[str, Any] = {}
         self._assignment, self._context = assignment, context
-        #: Where a version to load is, and in which directory.
+        #: The place of a version to load, and its directory.
         self._source = assignment, context
         self._num_done = 0
         self._mesh, self._buffer, self._device = mesh, buffer, device
@@ -55,11 +55,11 @@ class StateLoader:
         self._initial: Initial | None = None
 
     def prepare(self, build: Callable[[], nn.Module], initialise: Initialise | None) -> None:
-        """Note how the model gets values that no checkpoint holds; see ``Session.model``."""
+        """Record how the model gets values that no checkpoint holds; see ``Session.model``."""
         self._build, self._initialise = build, initialise
 
     def continue_from(self, earlier: str | int) -> None:
-        """Begin a new run behind a step of another training; see ``Session.continue_from``."""
+        """Start a new run after a step of another training; see ``Session.continue_from``."""
         assignment, context = self._source
         if assignment.resume_step:
             return
@@ -102,7 +102,7 @@ class StateLoader:
         self._fill(sharded)
 
     def restore(self, sharded: ShardedModel) -> Restored:
-        """Load the version that the attempt resumes from, if there is one.
+        """Load the version from which the attempt resumes, if there is one.
 
         Raises:
             UnloadableSignal: It cannot be read.
@@ -133,7 +133,7 @@ class StateLoader:
         relations = restored.extra.get(RELATIONS)
         if relations is not None:
             with sharded.trained.growing(relations.get("frozen", ())) as grown:
-                # What the optimizer keeps for a parameter that began to train later.
+                # Optimizer state of a parameter that began to train later.
                 restored = read() if grown else restored
         self.step, self.extra = restored.step or self._num_done, restored.extra
         if restored.step:
@@ -147,7 +147,7 @@ class StateLoader:
         return restored
 
     def restore_average(self, sharded: ShardedModel) -> None:
-        """Load the average of the weights from the version, as far as that has it.
+        """Load the average of the weights from the version, as far as it has one.
 
         Every worker calls it.
 
@@ -168,7 +168,7 @@ class StateLoader:
         )
 
     def fill_rest(self, sharded: ShardedModel, restored: Restored) -> Restored:
-        """Fill what neither ``fill_new`` nor ``restore`` did; return what was loaded in all."""
+        """Fill what neither ``fill_new`` nor ``restore`` filled; return all that was loaded."""
         if restored.step:
             self._fill(sharded)
             return restored

@@ -129,5 +129,5 @@ def test_what_is_behind_runs_when_the_run_is_complete(script: str, tmp_path: Pat
 
     assert (tmp_path / "seen").read_text() == "once"
     Path(script).write_text(f"{CALL}run(train)\nraise SystemExit(3)")
-    with pytest.raises(TaskError, match=r"exited with 3 behind everstep.run"):
+    with pytest.raises(TaskError, match=r"exited with 3 after everstep.run"):
         finish_script(script, (), FinishedRun(MemoryStore(), "run"))

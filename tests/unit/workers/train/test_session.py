@@ -512,7 +512,7 @@ def test_a_step_is_done_once_and_within_the_loop(make_attempts: Callable[[str], 
 
     make_attempts("run").train(train, steps=1)
     assert "in `for step in session.steps(...)`" in told[0]
-    assert "step 1 was computed already" in told[1]
+    assert "step 1 was already computed" in told[1]
 
 
 def test_numbers_of_the_script_belong_to_the_step_whose_body_runs(
