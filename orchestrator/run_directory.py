@@ -203,6 +203,12 @@ class Curve:
             if len(known) > 2 * POINTS_MAX:
                 self._by_name[name] = {int(n): number for n, number in thin(self.points(name))}
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the tokens of the last step; 0 where the script counts samples alone."""
+        tokens = int(self.last.get("tokens") or 0)
+        return 0 if tokens == self.last.get("samples") else tokens
+
     def names(self) -> list[str]:
         """Return the names of all numbers, in order."""
         return sorted(self._by_name)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from orchestrator.config import load
 from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, OrchestratorError
-from orchestrator.report import live_page, rate
+from orchestrator.report import Scale, live_page, numbers_of
 from orchestrator.run_directory import SUMMARY, TOKEN, read_outline, thin
 from ucp_core.errors import UcpError
 from ucp_core.storage import join
@@ -26,6 +26,8 @@ LOOPBACK = "127.0.0.1"
 _LOOPBACKS = (LOOPBACK, "::1")
 #: How many finished runs the list shows, and how many points of each curve.
 _OVER_MAX, _POINTS_MAX = 40, 200
+#: What its card has of a run.
+_SHOWN = ("goal", "step", "outcome", "num_workers", "lost_steps", "eta_s")
 
 
 def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
@@ -156,19 +158,11 @@ def _card(url: str, row: Mapping[str, Any]) -> dict[str, Any]:
     card = {"url": url, "name": Path(url).name or url, **row, "loss": []}
     with contextlib.suppress(UcpError, OrchestratorError):
         run = read_outline(url)
-        stats, goal = run.stats, load(run.config_text).train.steps
-        steps_per_s = rate(stats)
-        is_far = steps_per_s > 0.0 and goal > stats.step and not stats.outcome
-        card |= {
-            "goal": goal,
-            "step": stats.step,
-            "outcome": stats.outcome,
-            "num_workers": stats.num_workers,
-            "num_incidents": len(run.incidents),
-            "lost_steps": stats.lost_steps,
-            "eta_s": (goal - stats.step) / steps_per_s if is_far else None,
-            "loss": thin(run.curve.points(), _POINTS_MAX),
-        }
+        goal = load(run.config_text).train.steps
+        numbers = numbers_of(run.stats, Scale(goal=goal, samples=0, tokens=0))
+        card |= {name: numbers[name] for name in _SHOWN}
+        card["num_incidents"] = len(run.incidents)
+        card["loss"] = thin(run.curve.points(), _POINTS_MAX)
     return card
 
 

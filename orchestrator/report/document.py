@@ -76,7 +76,7 @@ def run_document(
     began_s = stats.began_s
     rows = [_incident(one, stats, before) for one, before in _newest(incidents, stats)]
     return {
-        **_numbers(stats, scale),
+        **numbers_of(stats, scale),
         "cost": {**cost, "incidents_usd": sum(incident.cost_usd for incident in incidents)},
         "loss": thin(loss),
         "validation": thin(validation),
@@ -95,7 +95,8 @@ def run_document(
     }
 
 
-def _numbers(stats: RunStats, scale: Scale) -> dict[str, Any]:
+def numbers_of(stats: RunStats, scale: Scale) -> dict[str, Any]:
+    """Return how far a run is, how fast, and where its time went."""
     steps_per_s, left = rate(stats), scale.goal - stats.step
     is_far = steps_per_s > 0.0 and left > 0 and not stats.outcome
     told = (

@@ -129,8 +129,7 @@ def report_document(
     run: RunOutline, other: RunOutline | None = None, **more: Any
 ) -> dict[str, Any]:
     """Return the document of the page for ``run``, compared with ``other`` where given."""
-    stats, last = run.stats, run.curve.last
-    tokens, samples = (last.get(name) or 0 for name in ("tokens", "samples"))
+    stats = run.stats
     runs = (run,) if other is None else (run, other)
     document = run_document(
         name=run.name,
@@ -139,9 +138,8 @@ def report_document(
         incidents=run.incidents,
         scale=Scale(
             goal=_goal(run),
-            samples=samples,
-            # A script that returns only its loss counts samples.
-            tokens=0 if tokens == samples else tokens,
+            samples=run.curve.last.get("samples") or 0,
+            tokens=run.curve.tokens_per_step,
         ),
         cost={
             "usd": stats.cost_usd or None,

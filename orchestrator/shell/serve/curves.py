@@ -48,10 +48,8 @@ class Curves:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of the last step; 0 where the script counts samples alone."""
-        last = self._curves[METRICS].last
-        tokens = int(last.get("tokens", 0))
-        return 0 if tokens == last.get("samples") else tokens
+        """Return those of the last step; 0 where the script counts samples alone."""
+        return self._curves[METRICS].tokens_per_step
 
     async def look(self) -> None:
         """Read what is new, in a thread, unless that was done a moment ago.
