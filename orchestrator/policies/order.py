@@ -90,7 +90,8 @@ def _chosen(
     names, total = [node for node, _ in nodes], sum(num for _, num in nodes)
     case = _Case(dict(nodes), dict(racks), slow, dict(held), total)
     found = _exact(names, case) if len(names) <= EXACT_MAX else _greedy(names, case)
-    return tuple(found if _cost(found, case)[:2] < _cost(names, case)[:2] else names)
+    is_better = found != names and _cost(found, case)[:2] < _cost(names, case)[:2]
+    return tuple(found if is_better else names)
 
 
 def _as_they_are(nodes: Sequence[tuple[Node, int]]) -> dict[Node, tuple[float, float]]:
@@ -158,8 +159,10 @@ def _exact(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
 
 def _greedy(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
     """Return a good order: nodes grouped by rack in their order, then single nodes moved."""
-    racks = dict.fromkeys(case.racks.get(node, "") for node in names)
-    order = [node for rack in racks for node in names if case.racks.get(node, "") == rack]
+    racks: dict[str, list[Node]] = {}
+    for node in names:
+        racks.setdefault(case.racks.get(node, ""), []).append(node)
+    order = [node for rack in racks.values() for node in rack]
     for node in names:
         if any(node in pair for pair in case.slow):
             rest = [other for other in order if other != node]

@@ -22,7 +22,7 @@ from orchestrator.core.handlers import (
     survey,
 )
 from orchestrator.core.network import search
-from orchestrator.core.state import RunOutcome, WorkerStatus
+from orchestrator.core.state import Node, RunOutcome, Worker, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import FaultKind
 
@@ -64,10 +64,9 @@ def _look_at_workers(transition: Transition) -> None:
     """
     spared_s = transition.now_s + transition.rules.bounds.start_s * _SPARED_SHARE
     has_killed = False
-    for number, worker in list(transition.run.fleet.workers.items()):
+    for number, worker in transition.run.fleet.workers.where(_is_awaited):
         if worker.deadline_s > transition.now_s:
-            if worker.deadline_s != inf:
-                transition.wake_by(worker.deadline_s)
+            transition.wake_by(worker.deadline_s)
         elif worker.status is WorkerStatus.STARTING:
             if has_killed:
                 fleet.put_worker(transition, number, worker._replace(deadline_s=spared_s))
@@ -81,10 +80,19 @@ def _look_at_workers(transition: Transition) -> None:
             recovery.give_up(transition, number)
 
 
+def _is_awaited(worker: Worker) -> bool:
+    return worker.deadline_s != inf
+
+
+def _is_watched(node: Node) -> bool:
+    has_bound = node.keeper_by_s != inf or bool(node.retry_s or node.avoid_until_s)
+    return has_bound or node.is_slow
+
+
 def _look_at_nodes(transition: Transition) -> None:
     run, now_s = transition.run, transition.now_s
     forgiven = False
-    for number, node in list(run.fleet.nodes.items()):
+    for number, node in run.fleet.nodes.where(_is_watched):
         if node.keeper_by_s <= now_s:
             fleet_events.give_up_node(transition, number)
             continue

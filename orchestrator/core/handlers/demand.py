@@ -18,7 +18,7 @@ from orchestrator.core.consequences import EventFolded, ReachChanged
 from orchestrator.core.events import CapacityRefused
 from orchestrator.core.handlers import fleet
 from orchestrator.core.network import reach
-from orchestrator.core.state import Phase, RunOutcome, WorkerStatus
+from orchestrator.core.state import Node, Phase, Reservation, RunOutcome, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import capacity
 
@@ -72,13 +72,7 @@ def renew_pending(transition: Transition) -> None:
     """Request every pending reservation again if the nodes to avoid have changed."""
     run = transition.run
     avoid = avoided_nodes(transition)
-    gone = {node.name for node in run.fleet.nodes.values() if not node.alive}
-    pending = [
-        number
-        for number, reservation in run.fleet.reservations.items()
-        if reservation.node < 0
-        and tuple(name for name in reservation.avoid if name not in gone) != avoid
-    ]
+    pending = _outdated(transition, avoid)
     offers = run.fleet.offers
     alternatives = [run.fleet.reservations[number].alternative for number in sorted(pending)]
     for number in sorted(pending):
@@ -97,9 +91,30 @@ def renew_pending(transition: Transition) -> None:
             fleet.put_offer(transition, alternative, asked)
 
 
+def is_pending(reservation: Reservation) -> bool:
+    """Return whether it is not granted yet."""
+    return reservation.node < 0
+
+
+def _outdated(transition: Transition, avoid: tuple[str, ...]) -> list[int]:
+    """Return the pending reservations that were asked for with other nodes to avoid."""
+    fleet = transition.run.fleet
+    # Reservations that were asked for together share their nodes to avoid.
+    known: dict[int, bool] = {}
+    found: list[int] = []
+    for number, reservation in fleet.reservations.where(is_pending):
+        is_old = known.get(id(reservation.avoid))
+        if is_old is None:
+            there = (n for n in reservation.avoid if fleet.nodes[fleet.node_ids[n]].alive)
+            is_old = known[id(reservation.avoid)] = tuple(there) != avoid
+        if is_old:
+            found.append(number)
+    return found
+
+
 def forgive_nodes(transition: Transition) -> None:
     """Stop avoiding nodes: the run needs all of them to reach its minimum."""
-    for number, node in list(transition.run.fleet.nodes.items()):
+    for number, node in transition.run.fleet.nodes.where(_may_be_avoided):
         if node.avoid_until_s > transition.now_s:
             fleet.put_node(
                 transition, number, node._replace(avoid_until_s=transition.now_s, strikes=())
@@ -111,13 +126,16 @@ def avoided_nodes(transition: Transition) -> tuple[str, ...]:
     """Return the names of the nodes on which nothing new is to be placed, sorted."""
     now_s = transition.now_s
     given_up = reach.given_up(transition)
-    return tuple(
-        sorted(
-            node.name
-            for number, node in transition.run.fleet.nodes.items()
-            if node.alive and (node.draining or node.avoid_until_s > now_s or number in given_up)
-        )
-    )
+    nodes = transition.run.fleet.nodes
+    found = {number for number in given_up if nodes[number].alive}
+    for number, node in nodes.where(_may_be_avoided):
+        if node.alive and (node.draining or node.avoid_until_s > now_s):
+            found.add(number)
+    return tuple(sorted(nodes[number].name for number in found))
+
+
+def _may_be_avoided(node: Node) -> bool:
+    return node.draining or node.avoid_until_s > 0.0
 
 
 def release_reservation(transition: Transition, number: int) -> None:
@@ -204,7 +222,7 @@ def _settle_alternatives(transition: Transition, *, trains: bool) -> None:
 def _give_back(transition: Transition) -> None:
     """Give back what other runs need; what members use, they leave first (``planned``)."""
     reservations = transition.run.fleet.reservations
-    pending = sorted(number for number, reservation in reservations.items() if reservation.node < 0)
+    pending = sorted(number for number, _ in reservations.where(is_pending))
     num_surplus = transition.run.fleet.num_reservations - transition.max_workers
     for number in pending[::-1][:num_surplus]:
         release_reservation(transition, number)
@@ -308,11 +326,7 @@ def release_surplus(transition: Transition) -> None:
     """Release surplus pending reservations, for example after a drain was called off."""
     if transition.rules.capacity.has_choice:
         return  # what is refused stays asked for; ``settle`` looks at each alternative
-    pending = [
-        number
-        for number, reservation in transition.run.fleet.reservations.items()
-        if reservation.node < 0
-    ]
+    pending = [number for number, _ in transition.run.fleet.reservations.where(is_pending)]
     num_surplus = max(transition.run.fleet.num_reservations - transition.max_workers, 0)
     for number in sorted(pending, reverse=True)[:num_surplus]:
         release_reservation(transition, number)

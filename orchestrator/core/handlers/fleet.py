@@ -293,16 +293,17 @@ def strike(transition: Transition, number: int) -> None:
     node = transition.run.fleet.nodes[number]
     oldest_s = transition.now_s - rules.window_s
     strikes = (*(at_s for at_s in node.strikes if at_s > oldest_s), transition.now_s)
-    others = [
-        sum(at_s > oldest_s for at_s in other.strikes)
-        for other in transition.run.fleet.nodes.values()
-        if other.alive and not other.draining and other.name != node.name
-    ]
+    fewest = inf
+    for other in transition.run.fleet.nodes.values():
+        if other.alive and not other.draining and other.name != node.name:
+            fewest = min(fewest, sum(at_s > oldest_s for at_s in other.strikes))
+            if fewest == 0:
+                break
     is_avoided = transition.now_s < node.avoid_until_s
     on_trial = not is_avoided and transition.now_s < node.avoid_until_s + node.avoided_s
-    num_max = min(others, default=0) + (1 if on_trial else rules.strikes_max)
+    num_max = fewest + (1 if on_trial else rules.strikes_max)
     node = node._replace(strikes=strikes)
-    if others and len(strikes) >= num_max:
+    if len(strikes) >= num_max:
         avoid_s = node.avoided_s if is_avoided else rules.avoid_s
         if on_trial:
             avoid_s = min(2 * node.avoided_s, rules.avoid_s_max)

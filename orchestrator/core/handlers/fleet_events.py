@@ -207,7 +207,8 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
     node = run.fleet.nodes[worker.node]
     if node.num_failed_starts:
         fleet.put_node(transition, worker.node, node._replace(num_failed_starts=0))
-    fleet.put_worker(transition, number, worker._replace(status=WorkerStatus.READY, pid=event.pid))
+    ready = worker._replace(status=WorkerStatus.READY, deadline_s=inf, pid=event.pid)
+    fleet.put_worker(transition, number, ready)
     transition.follow(CapacityChanged())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
 from math import inf
 
 from orchestrator.core.actions import StartAttempt
@@ -13,7 +15,7 @@ from orchestrator.core.consequences import (
 )
 from orchestrator.core.handlers import demand, fleet, protection
 from orchestrator.core.network import reach, search
-from orchestrator.core.state import Attempt, Node, Phase, Reads, RunOutcome, WorkerStatus
+from orchestrator.core.state import Attempt, Node, Phase, Reads, RunOutcome, Worker, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import (
     bad_sources,
@@ -201,24 +203,27 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
     """
     run = transition.run
     ranks = {number: rank for rank, number in enumerate(run.attempt.members)}
-    survivors = (run.fleet.workers.get(member) for member in run.attempt.members)
-    known = dict.fromkeys(worker.node for worker in survivors if worker is not None)
-    known |= dict.fromkeys(number for number, node in run.fleet.nodes.items() if node.usable)
+    nodes = run.fleet.nodes
+    # The members of a node are neighbours, so the nodes of survivors are in their order.
+    before = dict.fromkeys(run.attempt.nodes)
+    known = {number: None for number in before if any(w in ranks for w in nodes[number].workers)}
+    known |= dict.fromkeys(number for number, node in nodes.items() if node.usable)
     out = reach.left_out(transition, leaving=leaving)
     too_late = reach.due(transition) if run.fleet.leaving else []
     ready: dict[int, list[int]] = {}
     for draining in (False, True)[: 1 + leaving]:
         for number in known:
-            node = run.fleet.nodes[number]
-            is_in = node.usable and number not in out and node not in too_late
-            if is_in and node.draining == draining:
+            node = nodes[number]
+            if not node.usable or node.draining != draining:
+                continue
+            if number not in out and node not in too_late:
                 ready[number] = _ready_on(transition, node, ranks)
     # If there are too many, nodes that stay come first, then preferred capacity; ties keep order.
     places = {
-        number: (run.fleet.nodes[number].draining, fleet.alternative_of(transition, number))
+        number: (nodes[number].draining, fleet.alternative_of(transition, number))
         for number in ready
     }
-    preferred = sorted(ready, key=lambda number: places[number])
+    preferred = sorted(ready, key=places.__getitem__)
     rooms = [len(ready[number]) for number in preferred]
     last = max(at for at, num in enumerate(spread(rooms, layout)) if num)
     # Protection takes no node that the user likes less than all that are needed.
@@ -236,8 +241,10 @@ def _in_order(transition: Transition, used: list[tuple[int, int]]) -> list[int]:
     run = transition.run
     nodes, ids, size = run.fleet.nodes, run.fleet.node_ids, len(run.attempt.nodes)
     held: dict[int, tuple[float, float]] = {}
-    for rank, number in enumerate(run.attempt.nodes):
-        held[number] = (held.get(number, (rank / size,))[0], (rank + 1) / size)
+    rank = 0
+    for number, group in groupby(run.attempt.nodes):
+        begin, rank = rank, rank + len(tuple(group))
+        held[number] = (held.get(number, (begin / size,))[0], rank / size)
     return order.chosen(
         used,
         racks={number: nodes[number].rack for number, _ in used},
@@ -251,7 +258,8 @@ def _ready_on(transition: Transition, node: Node, ranks: dict[int, int]) -> list
     workers = transition.run.fleet.workers
     ready = [w for w in node.workers if workers[w].status is WorkerStatus.READY]
     newest_rank = len(ranks)
-    ready.sort(key=lambda w: (ranks.get(w, newest_rank), w))
+    # They are in the order of their numbers, which decides among newcomers.
+    ready.sort(key=lambda w: ranks.get(w, newest_rank))
     return ready[: node.usable]
 
 
@@ -260,18 +268,25 @@ def _bind(transition: Transition, members: list[int]) -> tuple[tuple[str, str, i
     run = transition.run
     chosen = set(members)
     # A worker that is left out releases its reservation to its node first.
-    for number in [*run.attempt.members, *members]:
-        worker = run.fleet.workers.get(number)
-        if worker is not None and worker.reservation and number not in chosen:
+    for number in run.attempt.members:
+        worker = None if number in chosen else run.fleet.workers.get(number)
+        if worker is not None and worker.reservation:
             run.fleet.workers = run.fleet.workers.set(number, worker._replace(reservation=0))
             fleet.put_node(transition, worker.node, run.fleet.nodes[worker.node])
     placed: list[tuple[str, str, int]] = []
+    bound: dict[int, Worker] = {}
+    free: dict[int, Iterator[int]] = {}
+    workers, nodes = run.fleet.workers, run.fleet.nodes
     for number in members:
-        worker = run.fleet.workers[number]
-        node = run.fleet.nodes[worker.node]
-        reservation = worker.reservation or fleet.free_reservations(transition, node)[0]
-        run.fleet.workers = run.fleet.workers.set(
-            number, worker._replace(reservation=reservation, inside=True, formed=False)
+        name, on, status, deadline_s, reservation, _, _, pid, begun_s = workers[number]
+        node = nodes[on]
+        if not reservation:
+            if on not in free:
+                free[on] = iter(fleet.free_reservations(transition, node))
+            reservation = next(free[on])
+        bound[number] = Worker(
+            name, on, status, deadline_s, reservation, True, False, pid, begun_s  # noqa: FBT003
         )
-        placed.append((worker.name, node.name, reservation))
+        placed.append((name, node.name, reservation))
+    run.fleet.workers = workers.update(bound)
     return tuple(placed)

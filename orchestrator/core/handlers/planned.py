@@ -13,7 +13,7 @@ from orchestrator.core.actions import YieldAttempt
 from orchestrator.core.consequences import AttemptFailed, EventFolded
 from orchestrator.core.handlers import demand, fleet, formation, recovery, slow
 from orchestrator.core.network import reach
-from orchestrator.core.state import Cause, Phase, RunOutcome
+from orchestrator.core.state import Cause, Node, Phase, RunOutcome
 from orchestrator.core.transition import Transition
 from orchestrator.diagnosis import Kind
 from orchestrator.policies import FaultKind, expected_step_s, growth, order, step_ratio
@@ -106,8 +106,12 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     in time are used again. Returns whether the members were asked to leave.
     """
     run, lead_s = transition.run, transition.rules.bounds.drain_lead_s
-    used = dict.fromkeys(run.fleet.workers[member].node for member in run.attempt.members)
-    draining = [node for node in (run.fleet.nodes[number] for number in used) if node.is_taken]
+    workers = run.fleet.workers
+    draining = [
+        node
+        for _, node in run.fleet.nodes.where(_is_taken)
+        if any(workers[number].inside for number in node.workers)
+    ]
     is_enough = bool(num_after)
     if not is_enough:
         draining = [node for node in draining if transition.now_s < node.leave_by_s + lead_s]
@@ -125,6 +129,10 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
         return True
     run.deadline_s = min(run.deadline_s, leave_at_s)
     return False
+
+
+def _is_taken(node: Node) -> bool:
+    return node.is_taken
 
 
 def _consider_layout(transition: Transition, layout: ParallelLayout) -> None:

@@ -61,10 +61,14 @@ def look(transition: Transition, number: int) -> bool:
 def _nodes(transition: Transition) -> list[Node]:
     """Return the slow nodes that have members."""
     run = transition.run
-    if not run.fleet.leaving:
+    if not run.fleet.leaving or not run.fleet.nodes.where(_is_slow):
         return []
     nodes = (run.fleet.nodes[number] for number in dict.fromkeys(run.attempt.nodes))
     return [node for node in nodes if node.is_slow and node.alive]
+
+
+def _is_slow(node: Node) -> bool:
+    return node.is_slow
 
 
 def _judge(transition: Transition, one: Suspicion) -> None:

@@ -33,7 +33,8 @@ def encode(value: Any) -> Any:
     if kind is float:
         return value if isfinite(value) else str(value)
     if kind is tuple or kind is list:
-        return [encode(part) for part in value]
+        # Inlined: a large run starts with a hundred thousand names.
+        return [part if type(part) in _PLAIN else encode(part) for part in value]
     if kind is dict:
         return {name: encode(part) for name, part in value.items()}
     if kind is Table:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from orchestrator.core.log.incident import Incident, incident_folder, suspicion
 from orchestrator.core.log.suspected import busy, in_few_lines
 from orchestrator.core.log.time_parts import TimeParts
+from orchestrator.core.state import Table
 from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import cost_share
 from ucp_core.layout import ParallelLayout
@@ -76,9 +77,11 @@ class RunStats:
     lost_nodes: list[str] = field(default_factory=list)
     outcome: str = ""
     reason: str = ""
-    #: ``(reservation, alternative, dollars an hour)``: requested ones, and those that it has.
-    _pending: list[tuple[int, str, float]] = field(default_factory=list)
-    _held: list[tuple[int, str, float]] = field(default_factory=list)
+    #: ``(alternative, dollars an hour)`` of requested reservations, and of those that it has.
+    _pending: Table[tuple[str, float]] = field(default_factory=Table)
+    _held: Table[tuple[str, float]] = field(default_factory=Table)
+    #: How many it has at each of their prices, which JSON has as text.
+    _prices: dict[str, int] = field(default_factory=dict)
     #: Those that are open, and the last of all.
     _suspects: list[Suspicion] = field(default_factory=list)
     _suspected_last: list[Suspicion] = field(default_factory=list)
@@ -117,7 +120,7 @@ class RunStats:
             # Its last sign of life was the record before.
             self._enter("over", self._now_s)
         # It is unknown what the run had between two claims.
-        if self._held and at_s > self._now_s and record["kind"] != "RunResumed":
+        if self._prices and at_s > self._now_s and record["kind"] != "RunResumed":
             self.cost_usd += (at_s - self._now_s) * self.usd_per_hour / _HOUR_S
         self._now_s = max(self._now_s, at_s)
         take = self._TAKES.get(record["kind"])
@@ -183,7 +186,7 @@ class RunStats:
     @property
     def usd_per_hour(self) -> float:
         """Return what the reservations that the run has cost."""
-        return sum(price for _, _, price in self._held)
+        return sum(num * float(price) for price, num in self._prices.items())
 
     @property
     def num_pending(self) -> int:
@@ -285,8 +288,8 @@ class RunStats:
         """Continue counting; open incidents never ended with a step and are final now."""
         self.outcome = self.reason = ""
         self._open.clear()
-        self._pending.clear()
-        self._held.clear()
+        self._pending = Table()
+        self._give_back_all()
         self._injected_s.clear()
         self.lost_nodes.clear()
         self._enter("recovering", at_s)
@@ -491,8 +494,8 @@ class RunStats:
     def _reservation_requested(self, record: Mapping[str, Any], _at_s: float) -> None:
         alternative = str(record.get("alternative", 0))
         _add(self.asked, [(alternative, 1)])
-        reservation = record["reservation"], alternative, float(record.get("usd_per_hour", 0.0))
-        self._pending.append(reservation)
+        price = float(record.get("usd_per_hour", 0.0))
+        self._pending = self._pending.set(record["reservation"], (alternative, price))
 
     def _reservation_granted(self, record: Mapping[str, Any], _at_s: float) -> None:
         self._hold({record["reservation"]})
@@ -508,20 +511,30 @@ class RunStats:
         self._hold({reservation for reservation, _ in record["reservations"]})
 
     def _hold(self, numbers: Collection[int]) -> None:
-        new = [reservation for reservation in self._pending if reservation[0] in numbers]
-        self._pending = [
-            reservation for reservation in self._pending if reservation[0] not in numbers
-        ]
-        self._held += new
-        _add(self.granted, [(alternative, 1) for _, alternative, _ in new])
+        for number in numbers:
+            reservation = self._pending.get(number)
+            if reservation is None:
+                continue
+            self._pending = self._pending.without(number)
+            self._held = self._held.set(number, reservation)
+            alternative, price = reservation
+            _add(self._prices, [(str(price), 1)])
+            _add(self.granted, [(alternative, 1)])
 
     def _reservation_released(self, record: Mapping[str, Any], _at_s: float) -> None:
-        self._pending = [
-            reservation for reservation in self._pending if reservation[0] != record["reservation"]
-        ]
-        self._held = [
-            reservation for reservation in self._held if reservation[0] != record["reservation"]
-        ]
+        number = record["reservation"]
+        if number in self._pending:
+            self._pending = self._pending.without(number)
+        held = self._held.get(number)
+        if held is not None:
+            self._held = self._held.without(number)
+            price = str(held[1])
+            self._prices[price] -= 1
+            if not self._prices[price]:
+                del self._prices[price]
+
+    def _give_back_all(self) -> None:
+        self._held, self._prices = Table(), {}
 
     def _reservations_refused(self, record: Mapping[str, Any], _at_s: float) -> None:
         _add(self.refused, [(str(record["alternative"]), record["num_reservations"])])
@@ -530,7 +543,7 @@ class RunStats:
         # More steps of a failed attempt may be known than were reported.
         self._count(self._reached_step)
         self._enter("over", at_s)
-        self._held.clear()
+        self._give_back_all()
         self.outcome, self.reason = record["outcome"], record["reason"]
 
     _TAKES: ClassVar[dict[str, Callable[[RunStats, Mapping[str, Any], float], None]]] = {

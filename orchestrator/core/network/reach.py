@@ -50,8 +50,12 @@ def num_together(transition: Transition, *, leaving: bool = False) -> int:
 def due(transition: Transition) -> list[Node]:
     """Return the nodes that the provider takes about now: nobody is to be there."""
     now_s, lead_s = transition.now_s, transition.rules.bounds.drain_lead_s
-    nodes = transition.run.fleet.nodes.values()
-    return [node for node in nodes if node.alive and node.is_due(now_s, lead_s)]
+    taken = transition.run.fleet.nodes.where(_is_taken)
+    return [node for _, node in taken if node.is_due(now_s, lead_s)]
+
+
+def _is_taken(node: Node) -> bool:
+    return node.alive and node.is_taken
 
 
 def _apart(transition: Transition, *, paused: bool) -> list[Pair]:
