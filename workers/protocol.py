@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ucp_core.layout import ParallelLayout
+from workers.packed import packed
 
 #: What has lost the controller computes no more after this: trainers leave at a step boundary, with
 #: that step in storage, and wait. A controller that died is back after 1 s. Ray ends the processes
@@ -495,6 +496,7 @@ class Ending:
 BEAT_S: Final = 0.1
 
 
+@packed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupState:
     """The state of one process group of a rank, from the record ring.
@@ -604,6 +606,7 @@ def _unpacked(costs: bytes, span: str, span_s: float) -> Digest:
     return Digest(costs=rows, span=span, span_s=span_s)
 
 
+@packed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
     """The state of one worker process, seen by its node's keeper from outside the process.
@@ -717,6 +720,7 @@ class Flow(NamedTuple):
     by_buffer_us: int = 0
 
 
+@packed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
     """One keeper's view of its node; sent periodically, and at once after a change.

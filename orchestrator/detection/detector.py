@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -45,8 +45,7 @@ class Mark(NamedTuple):
         return Mark(now_s, used_s) if is_more else self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
+class Watched(NamedTuple):
     """One worker as last reported.
 
     Attributes:
@@ -164,7 +163,7 @@ def observe(state: Detector, report: NodeReport, at_s: float, *, learns: bool = 
             counted = _count(steps_s, counted, row)
         if before is None or known is None or gap:
             workers[row.worker] = _anew(report.node, row, watched_s)
-        elif _progress(known.report) != _progress(row):
+        elif _has_progressed(known.report, row):
             since_s = max(before.heard_s, watched_s - _last_sign_age_s(row))
             workers[row.worker] = _anew(report.node, row, since_s)
         else:
@@ -194,22 +193,15 @@ def without_silent(state: Detector, members: Collection[str], silent_s: float) -
 
 def _anew(node: str, row: WorkerReport, since_s: float) -> Watched:
     """Return a worker that was seen to progress at ``since_s``."""
-    return Watched(
-        node=node,
-        report=row,
-        still_since_s=since_s,
-        idle=Mark(since_s, work_s(row)),
-        asleep=Mark(since_s, row.processor_s),
-        frozen_since_s=since_s,
-    )
+    idle, asleep = Mark(since_s, work_s(row)), Mark(since_s, row.processor_s)
+    return Watched(node, row, since_s, idle, asleep, since_s)
 
 
 def _still(known: Watched, row: WorkerReport, now_s: float) -> Watched:
     """Return a worker that has not progressed since the report before."""
     # An unknown beating thread is no sign that the process is frozen.
     has_run = not row.beater_runs or row.beater_runs != known.report.beater_runs
-    return replace(
-        known,
+    return known._replace(
         report=row,
         idle=known.idle.after(work_s(row), now_s),
         asleep=known.asleep.after(row.processor_s, now_s),
@@ -234,11 +226,21 @@ def _forget_stillness(state: Detector) -> Detector:
     return replace(state, nodes=NodeMap.of(nodes))
 
 
-def _progress(row: WorkerReport) -> tuple[object, ...]:
-    seqs = tuple((group.group, group.entered_seq, group.finished_seq) for group in row.groups)
+def _has_progressed(before: WorkerReport, now: WorkerReport) -> bool:
+    # What differs most often comes first: most workers train.
+    if now.step != before.step or now.micro_batch != before.micro_batch:
+        return True
+    if (now.phase, now.attempt, now.pid) != (before.phase, before.attempt, before.pid):
+        return True
     # While it trains, what is stored beside that says nothing of the training.
-    moved_bytes = row.moved_bytes if row.phase in _MOVES else 0
-    return (row.pid, row.attempt, row.phase, row.step, row.micro_batch, moved_bytes, seqs)
+    if now.moved_bytes != before.moved_bytes and now.phase in _MOVES:
+        return True
+    return len(now.groups) != len(before.groups) or any(
+        new.finished_seq != old.finished_seq
+        or new.entered_seq != old.entered_seq
+        or new.group != old.group
+        for new, old in zip(now.groups, before.groups, strict=True)
+    )
 
 
 def _count(steps_s: list[float], counted: tuple[int, int], row: WorkerReport) -> tuple[int, int]:
@@ -266,5 +268,8 @@ def _last_sign_age_s(row: WorkerReport) -> float:
     A waiting rank last did something when it called the collective, a silent one at its last
     beat. Without this, the report period would be added to every detection.
     """
-    waits_s = [group.waiting_s for group in row.groups if group.waiting_s > 0.0]
-    return min([*waits_s, row.phase_s]) if waits_s else row.beat_age_s
+    waited_s = inf
+    for group in row.groups:
+        if 0.0 < group.waiting_s < waited_s:
+            waited_s = group.waiting_s
+    return row.beat_age_s if waited_s == inf else min(waited_s, row.phase_s)
