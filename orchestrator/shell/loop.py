@@ -34,6 +34,7 @@ from orchestrator.shell.memory import loss_document
 from orchestrator.shell.parts import Parts
 from orchestrator.shell.reads import SURVEY_S, Reads
 from orchestrator.shell.serve import (
+    NUM_TOLD,
     Live,
     RunCollector,
     Sources,
@@ -104,7 +105,7 @@ class Run:
             metrics=RunCollector(
                 run=config.run.name,
                 run_id=parts.names.run_id,
-                status=self._status,
+                status=partial(self._status, NUM_TOLD),
                 stats=parts.outputs.stats,
                 samples_per_step=config.train.global_batch,
                 tokens_per_step=config.tokens_per_step,
@@ -355,10 +356,10 @@ class Run:
         )
         self._spawn(self._reads.find_and_enter(action))
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self, num_told: int | None = None) -> dict[str, Any]:
         parts, stats = self._parts, self._parts.outputs.stats
         return status_document(
-            described=core.describe(parts.state),
+            described=core.describe(parts.state, num_told),
             reports=parts.observer.reports,
             seen_at_s=parts.observer.seen_at_s,
             costs=parts.observer.costs,

@@ -267,9 +267,7 @@ class FleetShell:
     def _probe(self, action: act.ProbeLinks) -> None:
         ends = dict.fromkeys((*action.nodes, *(end for pair in action.pairs for end in pair)))
         heard = tuple(node for node in ends if node in self.alive)
-        self._later(
-            1.0, ev.LinksProbed, number=action.number, heard=heard, pairs=action.pairs
-        )
+        self._later(1.0, ev.LinksProbed, number=action.number, heard=heard, pairs=action.pairs)
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
         self._attempt = action
@@ -292,9 +290,7 @@ class FleetShell:
             return
         self._step += 1
         number = action.attempt
-        self.fold(
-            ev.StepCompleted(at_s=self.now_s, attempt=number, step=self._step, step_s=STEP_S)
-        )
+        self.fold(ev.StepCompleted(at_s=self.now_s, attempt=number, step=self._step, step_s=STEP_S))
         if self._step % COMMIT_EVERY == 0 and self.stored:
             self._committed, self._committed_by = self._step, number
             self.fold(ev.CheckpointCommitted(at_s=self.now_s, attempt=number, step=self._step))

@@ -284,9 +284,7 @@ def _bind(transition: Transition, members: list[int]) -> tuple[tuple[str, str, i
             if on not in free:
                 free[on] = iter(fleet.free_reservations(transition, node))
             reservation = next(free[on])
-        bound[number] = Worker(
-            name, on, status, deadline_s, reservation, True, False, pid, begun_s  # noqa: FBT003
-        )
+        bound[number] = Worker(name, on, status, deadline_s, reservation, True, False, pid, begun_s)
         placed.append((name, node.name, reservation))
     run.fleet.workers = workers.update(bound)
     return tuple(placed)

@@ -9,8 +9,10 @@ it again.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -263,32 +265,36 @@ def next_deadline_s(state: RunState) -> float:
     return min(state.deadline_s, state.fleet.wake_s)
 
 
-def describe(state: RunState) -> dict[str, Any]:
+def describe(state: RunState, num_told: int | None = None) -> dict[str, Any]:
     """Return what ``everstep status`` shows, as JSON values.
 
-    Keys: ``phase, attempt, step, committed_step, layout, other_layouts[{layout, why}],
+    Keys: ``phase, attempt, step, committed_step, layout, other_layouts[{layout, why}], num_members,
     members[{rank, worker, node, pid, state}], standbys[{worker, node, pid, state}],
-    nodes[{node, state, reservations}], pending_reservations, capacity[{alternative, asked, granted,
-    refused, since_s, refused_s, grant_s, why}], shared{limit, runs} | null, cause{kind, guilty,
-    evidence, at_s, rule, verdict, places} | null, suspects[{kind, guilty{ranks, nodes, links},
+    processes{state: number}, nodes[{node, state, reservations}], pending_reservations,
+    capacity[{alternative, asked, granted, refused, since_s, refused_s, grant_s, why}],
+    shared{limit, runs} | null,
+    cause{kind, guilty, evidence, at_s, rule, verdict, places} | null, suspects[{kind, guilty{ranks, nodes, links},
     confidence, since_s, evidence, alternatives[{kind, guilty}], worker, times}], sent{axis: bytes},
     waits_for, reason``.
     A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
+
+    Args:
+        num_told: Only so many members, those of the first ranks, and so many standbys have rows;
+            None for all.
     """
-    ranks = {number: rank for rank, number in enumerate(state.attempt.members)}
-    members: list[dict[str, Any]] = []
-    standbys: list[dict[str, Any]] = []
-    for number, worker in state.fleet.workers.items():
-        entry = {
-            "worker": worker.name,
-            "node": state.fleet.nodes[worker.node].name,
-            "pid": worker.pid or None,
-            "state": _worker_state(worker),
-        }
-        if number in ranks and worker.reservation:
-            members.append({"rank": ranks[number], **entry})
-        else:
-            standbys.append(entry)
+    workers = state.fleet.workers
+    in_order = ((rank, workers.get(number)) for rank, number in enumerate(state.attempt.members))
+    members = (
+        {"rank": rank, **_describe_worker(state, worker)}
+        for rank, worker in in_order
+        if worker is not None and worker.reservation
+    )
+    numbers = set(state.attempt.members)
+    standbys = (
+        _describe_worker(state, worker)
+        for number, worker in workers.items()
+        if number not in numbers or not worker.reservation
+    )
     cause = state.cause
     return {
         "phase": str(state.phase),
@@ -299,8 +305,10 @@ def describe(state: RunState) -> dict[str, Any]:
         "other_layouts": [
             {"layout": layout, "why": why} for layout, why in state.attempt.other_layouts
         ],
-        "members": sorted(members, key=lambda member: member["rank"]),
-        "standbys": standbys,
+        "num_members": sum(member in workers for member in state.attempt.members),
+        "members": list(islice(members, num_told)),
+        "standbys": list(islice(standbys, num_told)),
+        "processes": dict(Counter(map(_worker_state, workers.values()))),
         "nodes": [_describe_node(node) for node in state.fleet.nodes.values()],
         "pending_reservations": _missing_reservations(state),
         "capacity": [_describe_offer(n, offer) for n, offer in enumerate(state.fleet.offers)],
@@ -322,6 +330,15 @@ def describe(state: RunState) -> dict[str, Any]:
         "sent": dict(state.sent),
         "waits_for": _waits_for(state),
         "reason": state.reason,
+    }
+
+
+def _describe_worker(state: RunState, worker: Worker) -> dict[str, Any]:
+    return {
+        "worker": worker.name,
+        "node": state.fleet.nodes[worker.node].name,
+        "pid": worker.pid or None,
+        "state": _worker_state(worker),
     }
 
 

@@ -22,6 +22,8 @@ _NUM_INCIDENTS = 20
 _TEXT_MAX = 160
 #: As much of a node's id as boards show.
 _NODE = 12
+#: Members, and nodes, with series of their own: a scrape of a large run takes no longer.
+NUM_TOLD = 1000
 #: The values of ``RunStats.phase``.
 _PHASES = "waiting", "forming", "training", "yielding", "recovering", "over"
 
@@ -34,7 +36,7 @@ class RunCollector(Collector):
     Args:
         run: The name of the run, which others may have as well.
         run_id: The run, and no other one.
-        status: Returns the document of ``/status``.
+        status: Returns the document of ``/status``, with rows for ``NUM_TOLD`` members at most.
         samples_per_step: The global batch.
         tokens_per_step: Tokens of it; 0 if only the workers can tell.
     """
@@ -254,12 +256,16 @@ class RunCollector(Collector):
         )
 
     def _fleet(self, status: Mapping[str, Any]) -> Iterator[Metric]:
-        members, standbys = status["workers"], status["standbys"]
         yield self._gauge(
             "worker_processes",
             "Processes of workers by state.",
-            _by_key(Counter(row["state"] for row in (*members, *standbys))),
+            _by_key(status["processes"]),
             "state",
+        )
+        yield self._gauge(
+            "workers_without_series",
+            "Members without series of their own: those of the last ranks of many.",
+            _one(max(0, self._stats.num_workers - NUM_TOLD)),
         )
         yield self._gauge(
             "nodes",
@@ -272,7 +278,10 @@ class RunCollector(Collector):
             for row in status["nodes"]
             if row["state"] != "lost"
         ]
-        yield self._gauge("node_noticed", "1 if somebody says that it goes.", noticed, "node")
+        # Those that go come first: of many not all have series.
+        noticed.sort(key=lambda sample: not sample[1])
+        told = noticed[:NUM_TOLD]
+        yield self._gauge("node_noticed", "1 if somebody says that it goes.", told, "node")
         yield self._gauge(
             "reservations_pending",
             "Places for workers that were asked for and not granted yet.",
@@ -381,7 +390,8 @@ class RunCollector(Collector):
             ("keeper_held_bytes", "Memory that snapshots take on a node.", "held_bytes"),
             ("keeper_budget_bytes", "Memory that they may take there.", "budget_bytes"),
         ):
-            samples = [((row["node"][:_NODE],), row[key]) for row in redundancy["keepers"]]
+            rows = redundancy["keepers"][:NUM_TOLD]
+            samples = [((row["node"][:_NODE],), row[key]) for row in rows]
             yield self._gauge(name, text, samples, "node")
         yield self._counter(
             "redundancy_reduced_seconds",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.config import RunConfig
@@ -51,15 +51,16 @@ def status_document(
         "phase": described["phase"],
         "attempt": described["attempt"],
         "step": described["step"],
-        "loss": _finite(*(report.loss for report in current)),
-        "grad_norm": _finite(*(report.facts.grad_norm for report in current)),
-        "lr": _finite(*(report.facts.lr for report in current)),
-        "validation_loss": _finite(*(report.facts.validation_loss for report in current)),
-        "step_tokens": _tokens(current, len(described["members"])),
+        "loss": _finite(report.loss for report in current),
+        "grad_norm": _finite(report.facts.grad_norm for report in current),
+        "lr": _finite(report.facts.lr for report in current),
+        "validation_loss": _finite(report.facts.validation_loss for report in current),
+        "step_tokens": _tokens(reports.values(), described),
         "layout": described["layout"],
         "other_layouts": described["other_layouts"],
         "workers": workers(described["members"]),
         "standbys": workers(described["standbys"]),
+        "processes": described["processes"],
         "nodes": [
             {
                 "node": view.node,
@@ -199,18 +200,18 @@ def _worker(
         "step": report.step,
         "last_heartbeat_s": heartbeat_s,
         "compute_s": None if cost is None else cost.compute_s,
-        "data_s": _finite(facts.data_s),
-        "device_bytes": _finite(facts.device_bytes),
-        "device_bytes_max": _finite(facts.device_bytes_max),
+        "data_s": _finite([facts.data_s]),
+        "device_bytes": _finite([facts.device_bytes]),
+        "device_bytes_max": _finite([facts.device_bytes_max]),
     }
 
 
-def _tokens(current: Sequence[WorkerReport], num_members: int) -> float | None:
+def _tokens(reports: Iterable[WorkerReport], described: Mapping[str, Any]) -> float | None:
     """Return the tokens of a step over all members; None while one has told none."""
-    tokens = sum(report.facts.tokens for report in current)
-    return (_finite(tokens) or None) if len(current) == num_members else None
+    told = [one.facts.tokens for one in reports if one.attempt == described["attempt"]]
+    return (_finite([sum(told)]) or None) if len(told) == described["num_members"] else None
 
 
-def _finite(*values: float) -> float | None:
+def _finite(values: Iterable[float]) -> float | None:
     """Return the first of the values that JSON has, None if it has none of them."""
     return next((value for value in values if math.isfinite(value)), None)

@@ -145,7 +145,12 @@ def test_tokens_of_a_step_are_known_once_all_members_have_told_theirs() -> None:
             for rank, each in enumerate(told)
         }
         document = status_document(
-            described={**describe(RunState()), "attempt": ATTEMPT, "members": rows},
+            described={
+                **describe(RunState()),
+                "attempt": ATTEMPT,
+                "members": rows,
+                "num_members": len(rows),
+            },
             reports=reports,
             seen_at_s=dict.fromkeys(reports, 0.0),
             costs={},

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrator.core import RunStats
 from orchestrator.core.log.incident import Incident
-from orchestrator.shell.serve import RunCollector
+from orchestrator.shell.serve import NUM_TOLD, RunCollector
 
 README = Path(__file__).parents[5] / "dashboards" / "README.md"
 RULES = README.with_name("rules.yml")
@@ -62,6 +62,7 @@ STATUS: dict[str, Any] = {
         },
     ],
     "standbys": [{"state": "starting"}],
+    "processes": {"training": 1, "forming": 1, "starting": 1},
     "layout": "parallel.tensor=2",
     "nodes": [
         {"node": letter * 56, "state": state}
@@ -269,10 +270,7 @@ def test_series_of_incidents_do_not_grow_with_the_run() -> None:
     """A run of months has thousands."""
     stats = RunStats()
     stats.incidents += [Incident(number=n, kind="crash", t_detect_s=1.0) for n in range(1, 1001)]
-    collector = RunCollector(
-        run="small", run_id="small-1", status=lambda: STATUS, stats=stats,
-        samples_per_step=1, tokens_per_step=0,
-    )  # fmt: skip
+    collector = collector_of(STATUS, stats)
 
     numbers = {
         sample.labels["number"]
@@ -282,6 +280,40 @@ def test_series_of_incidents_do_not_grow_with_the_run() -> None:
     }
 
     assert numbers == {str(number) for number in range(981, 1001)}
+
+
+def test_a_scrape_does_not_grow_with_a_large_run() -> None:
+    """Six series a member and three a node were 500,000 of 10,000 nodes: seconds at each scrape."""
+    num_told, nodes = [], [f"{number:056x}" for number in range(5000)]
+    for num in (NUM_TOLD, len(nodes)):
+        rows = [{**STATUS["workers"][0], "rank": rank} for rank in range(min(num, NUM_TOLD))]
+        keepers = [{"node": node, "held_bytes": 1, "budget_bytes": 2} for node in nodes[:num]]
+        status = {
+            **STATUS,
+            "workers": rows,
+            "nodes": [
+                {"node": node, "state": "draining" if node is nodes[num - 1] else "alive"}
+                for node in nodes[:num]
+            ],
+            "redundancy": {**STATUS["redundancy"], "keepers": keepers},
+        }
+        found = collector_of(status, RunStats(num_workers=num)).prepare()()
+        num_told.append(found.count(b"\n"))
+
+        # The one that matters has a series, wherever it is among them.
+        assert found.count(b"everstep_node_noticed{") == NUM_TOLD
+        assert re.findall(rb"everstep_node_noticed{.*} 1.0", found)
+        untold = re.findall(rb"everstep_workers_without_series{.*} (\d+)", found)
+        assert untold == [str(num - NUM_TOLD).encode()]
+    assert num_told[0] == num_told[1]
+
+
+def collector_of(status: dict[str, Any], stats: RunStats) -> RunCollector:
+    """Return the metrics of a run with that status and those numbers."""
+    return RunCollector(
+        run="small", run_id="small-1", status=lambda: status, stats=stats,
+        samples_per_step=1, tokens_per_step=0,
+    )  # fmt: skip
 
 
 def test_names_and_types_are_as_prometheus_asks() -> None:
