@@ -21,7 +21,7 @@ def packed(cls: type[T]) -> type[T]:
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     values = attrgetter(*names)
     _SETTERS[cls] = tuple(getattr(cls, name).__set__ for name in names)
-    cls.__reduce__ = lambda self: (_unpacked, (cls, values(self)))  # type: ignore[method-assign, assignment, misc, return-value]
+    cls.__reduce__ = lambda self: (_unpacked, (cls, values(self)))  # type: ignore[method-assign]
     return cls
 
 

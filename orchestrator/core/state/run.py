@@ -273,9 +273,9 @@ def describe(state: RunState, num_told: int | None = None) -> dict[str, Any]:
     processes{state: number}, nodes[{node, state, reservations}], pending_reservations,
     capacity[{alternative, asked, granted, refused, since_s, refused_s, grant_s, why}],
     shared{limit, runs} | null,
-    cause{kind, guilty, evidence, at_s, rule, verdict, places} | null, suspects[{kind, guilty{ranks, nodes, links},
-    confidence, since_s, evidence, alternatives[{kind, guilty}], worker, times}], sent{axis: bytes},
-    waits_for, reason``.
+    cause{kind, guilty, evidence, at_s, rule, verdict, places} | null,
+    suspects[{kind, guilty{ranks, nodes, links}, confidence, since_s, evidence,
+    alternatives[{kind, guilty}], worker, times}], sent{axis: bytes}, waits_for, reason``.
     A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
 
     Args:

@@ -1,3 +1,5 @@
+from random import Random
+
 import pytest
 
 from orchestrator.core.state.table import Table
@@ -52,3 +54,56 @@ def test_a_table_of_items_is_the_one_that_they_came_from() -> None:
     assert list(again.items()) == list(table.items()) == [(5, 4), (2, 3), (500, 2)]
     assert len(again) == 3
     assert list(again.set(1, 1)) == list(table.set(1, 1))
+
+
+def test_what_was_looked_for_is_found_again_after_any_change() -> None:
+    """A chunk remembers the answer, so what changed there could be missed, or told twice."""
+    table: Table[int] = Table()
+    rng = Random(0)
+    for _ in range(2000):
+        key, before = rng.randrange(300), table
+        known = before.where(_is_odd)
+        if key in table and rng.random() < 0.3:
+            table = table.without(key)
+        elif rng.random() < 0.1:
+            table = table.update({each: rng.randrange(9) for each in range(key, key + 90)})
+        else:
+            table = table.set(key, rng.randrange(9))
+
+        assert table.where(_is_odd) == [each for each in table.items() if each[1] % 2]
+        assert before.where(_is_odd) == known
+
+
+def test_many_values_at_once_are_as_one_after_the_other() -> None:
+    """The old version is a value, too: it must not see them."""
+    table = Table.of((key, 0) for key in range(100))
+    changed = {key: key for key in range(50, 300, 7)}
+    one_by_one = table
+    for key, value in changed.items():
+        one_by_one = one_by_one.set(key, value)
+
+    assert list(table.update(changed).items()) == list(one_by_one.items())
+    assert set(table.values()) == {0}
+    assert table.update({}) is table
+
+
+def _is_odd(value: int) -> bool:
+    return bool(value % 2)
+
+
+def test_what_has_not_changed_is_not_looked_at_again() -> None:
+    """A controller of 10,000 nodes looks for those with a bound at nearly every tick."""
+    asked: list[int] = []
+
+    def is_negative(value: int) -> bool:
+        asked.append(value)
+        return value < 0
+
+    table = Table.of((key, key) for key in range(10_000))
+    assert table.where(is_negative) == []
+    asked.clear()
+    changed = table.set(5000, -1)
+
+    assert changed.where(is_negative) == [(5000, -1)]
+    assert changed.where(is_negative) == [(5000, -1)]
+    assert len(asked) <= 64
