@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 """
 
     assert sorted(imported_names(source)) == ["a.b", "c.d", "c.e", "g", "h.i.j"]
-    assert import_graph()["workers.protocol"] == {"ucp_core.layout"}
+    assert import_graph()["workers.protocol"] == {"ucp_core.layout", "workers.packed"}
 
 
 def test_no_arrow_between_rooms_goes_up() -> None:

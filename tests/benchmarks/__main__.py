@@ -3,7 +3,7 @@
 python -m tests.benchmarks                          # all of them
 python -m tests.benchmarks --quick                  # all, with their smallest settings
 python -m tests.benchmarks recovery restart         # those of these names, or parts of names
-python -m tests.benchmarks core --histories 100     # one of them, with options of its own
+python -m tests.benchmarks fleet --nodes 1000       # one of them, with options of its own
 
 Above what each prints stand commit, date, machine and command. ``RESULTS.md`` has the figures.
 """
@@ -26,9 +26,8 @@ QUICK: Final = {
     "bench_change": "--rounds 1",
     "bench_checkpoint": "--megabytes 12 --rounds 1",
     "bench_convert": "--gibibytes 0.1 --rounds 1",
-    "bench_core": "--histories 20 --workers 16",
-    "bench_detection": "--nodes 4 --seconds 1",
     "bench_diagnosis": "--planted 12 --clean 7 --repeats 0",
+    "bench_fleet": "--nodes 20 --hours 2 --seconds 2 --histories 20",
     "bench_growth": "--recoveries 5",
     "bench_init_from": "--megabytes 600 --rounds 1",
     "bench_interpreter": "--preset tiny --rounds 4",

@@ -64,6 +64,7 @@ class FleetShell:
         self._pending: OrderedDict[int, act.RequestReservation] = OrderedDict()
         self._granted: dict[int, str] = {}
         self._leaving: set[str] = set()
+        self._behind: set[str] = set()
         self._attempt: act.StartAttempt | None = None
         self._inside: dict[str, None] = {}
         self._unformed = 0
@@ -167,10 +168,24 @@ class FleetShell:
         for n, node in enumerate(names):
             del self.alive[node]
             self._leaving.discard(node)
+            self._behind.discard(node)
             for worker in self._on.pop(node):
                 del self._workers[worker]
                 self._inside.pop(worker, None)
             self._later(over_s * n / len(names), ev.NodeLost, node=node, cause=cause)
+
+    def cut_off(self, nodes: Iterable[str]) -> None:
+        """Machines reach nobody any more, but their reports come: the others lose connections."""
+        assert self._attempt is not None
+        self._behind = set(nodes)
+        unreached = min(self._behind)
+        for worker in list(self._inside):
+            self._inside.pop(worker)
+            if self._workers[worker] not in self._behind:
+                self._later(
+                    _LEAVE_S, ev.WorkerLeft, attempt=self._attempt.attempt, worker=worker,
+                    how=ev.Leaving.PEER_LOST, step=self._step, detail="reset", unreached=unreached,
+                )  # fmt: skip
 
     def notice(self, node: str, lead_s: float) -> None:
         """The provider says that it takes a machine, takes it, and another one comes."""
@@ -267,7 +282,12 @@ class FleetShell:
     def _probe(self, action: act.ProbeLinks) -> None:
         ends = dict.fromkeys((*action.nodes, *(end for pair in action.pairs for end in pair)))
         heard = tuple(node for node in ends if node in self.alive)
-        self._later(1.0, ev.LinksProbed, number=action.number, heard=heard, pairs=action.pairs)
+        outside = [node for node in heard if node not in self._behind]
+        # Each of them says whom it does not reach.
+        lost = tuple((node, to) for node in outside for to in sorted(self._behind & ends.keys()))
+        self._later(
+            1.0, ev.LinksProbed, number=action.number, heard=heard, pairs=action.pairs, lost=lost
+        )
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
         self._attempt = action

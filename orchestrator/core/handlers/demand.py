@@ -79,7 +79,7 @@ def renew_pending(transition: Transition) -> None:
         release_reservation(transition, number)
     if transition.rules.capacity.has_choice:
         for alternative in alternatives:
-            _request_one(transition, avoid, alternative)
+            _request_some(transition, avoid, alternative, 1)
     else:
         _request(transition)
     for alternative, before in enumerate(offers):
@@ -211,9 +211,9 @@ def _settle_alternatives(transition: Transition, *, trains: bool) -> None:
         asked = sorted(pending.get(alternative, ()))
         for number in asked[num_missing:]:
             release_reservation(transition, number)
-        for _ in range(num_missing - len(asked)):
+        if num_missing > len(asked):
             avoid = avoided_nodes(transition) if avoid is None else avoid
-            _request_one(transition, avoid, alternative)
+            _request_some(transition, avoid, alternative, num_missing - len(asked))
         is_refused = is_refused and fleet.offer(transition, alternative).refused_s != inf
     if num_had > max_workers and (trains or transition.is_limited):
         _release_worst(transition, num_had - max_workers)
@@ -246,14 +246,16 @@ def _release_worst(transition: Transition, num_surplus: int) -> None:
 
 
 def _request(transition: Transition) -> None:
-    avoid = avoided_nodes(transition)
-    while transition.run.fleet.num_reservations < transition.max_workers:
-        _request_one(transition, avoid, 0)
+    num_missing = transition.max_workers - transition.run.fleet.num_reservations
+    if num_missing > 0:
+        _request_some(transition, avoided_nodes(transition), 0, num_missing)
 
 
-def _request_one(transition: Transition, avoid: tuple[str, ...], alternative: int) -> None:
-    reservation = fleet.add_reservation(transition, avoid, alternative)
-    transition.actions.append(request(transition, reservation))
+def _request_some(
+    transition: Transition, avoid: tuple[str, ...], alternative: int, num: int
+) -> None:
+    numbers = fleet.add_reservations(transition, avoid, alternative, num)
+    transition.actions += (request(transition, number) for number in numbers)
     transition.wake_by(_refused_by_s(transition, alternative))
 
 

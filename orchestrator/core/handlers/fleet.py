@@ -162,21 +162,25 @@ def put_offer(transition: Transition, alternative: int, changed: Offer) -> None:
     transition.run.fleet.offers = (*offers[:alternative], changed, *offers[alternative + 1 :])
 
 
-def add_reservation(transition: Transition, avoid: tuple[str, ...], alternative: int) -> int:
-    """Add a pending reservation; return its number."""
+def add_reservations(
+    transition: Transition, avoid: tuple[str, ...], alternative: int, num: int
+) -> range:
+    """Add ``num`` pending reservations; return their numbers."""
     run = transition.run
-    number = run.fleet.next_reservation
-    run.fleet.next_reservation += 1
-    run.fleet.reservations = run.fleet.reservations.set(number, Reservation(-1, avoid, alternative))
-    run.fleet.num_reservations += 1
+    first = run.fleet.next_reservation
+    numbers = range(first, first + num)
+    run.fleet.next_reservation += num
+    pending = dict.fromkeys(numbers, Reservation(-1, avoid, alternative))
+    run.fleet.reservations = run.fleet.reservations.update(pending)
+    run.fleet.num_reservations += num
     asked = offer(transition, alternative)
     since_s = min(asked.since_s, transition.now_s)
     put_offer(
         transition,
         alternative,
-        asked._replace(num_pending=asked.num_pending + 1, since_s=since_s),
+        asked._replace(num_pending=asked.num_pending + num, since_s=since_s),
     )
-    return number
+    return numbers
 
 
 def place_reservation(transition: Transition, number: int, node_number: int) -> None:

@@ -151,8 +151,7 @@ def _start(transition: Transition) -> None:
     resume_step, resume_attempt = run.committed
     number = run.attempt.number + 1
     unreached = reach.unreached(transition)
-    placed = _bind(transition, members)
-    nodes = tuple(run.fleet.workers[member].node for member in members)
+    placed, nodes = _bind(transition, members)
     run.lineage = (*run.lineage, (number, resume_step))
     run.bad = bad_sources.still_bad(run.bad, run.lineage)
     unread = (*run.unread_before, *run.attempt.unread)
@@ -263,8 +262,14 @@ def _ready_on(transition: Transition, node: Node, ranks: dict[int, int]) -> list
     return ready[: node.usable]
 
 
-def _bind(transition: Transition, members: list[int]) -> tuple[tuple[str, str, int], ...]:
-    """Give every member a reservation on its node; return the three of each in rank order."""
+def _bind(
+    transition: Transition, members: list[int]
+) -> tuple[tuple[tuple[str, str, int], ...], tuple[int, ...]]:
+    """Give every member a reservation on its node.
+
+    Returns:
+        The three of each, and the number of its node, in rank order.
+    """
     run = transition.run
     chosen = set(members)
     # A worker that is left out releases its reservation to its node first.
@@ -274,17 +279,20 @@ def _bind(transition: Transition, members: list[int]) -> tuple[tuple[str, str, i
             run.fleet.workers = run.fleet.workers.set(number, worker._replace(reservation=0))
             fleet.put_node(transition, worker.node, run.fleet.nodes[worker.node])
     placed: list[tuple[str, str, int]] = []
+    used: list[int] = []
     bound: dict[int, Worker] = {}
     free: dict[int, Iterator[int]] = {}
     workers, nodes = run.fleet.workers, run.fleet.nodes
     for number in members:
         name, on, status, deadline_s, reservation, _, _, pid, begun_s = workers[number]
-        node = nodes[on]
+        if not used or used[-1] != on:
+            node = nodes[on]
         if not reservation:
             if on not in free:
                 free[on] = iter(fleet.free_reservations(transition, node))
             reservation = next(free[on])
         bound[number] = Worker(name, on, status, deadline_s, reservation, True, False, pid, begun_s)
         placed.append((name, node.name, reservation))
+        used.append(on)
     run.fleet.workers = workers.update(bound)
-    return tuple(placed)
+    return tuple(placed), tuple(used)

@@ -69,9 +69,10 @@ def _facts(
     transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
 ) -> RedundancyFacts:
     fleet = transition.run.fleet
-    used = [fleet.nodes[number] for number in dict.fromkeys(nodes)]
+    names = {number: fleet.nodes[number].name for number in dict.fromkeys(nodes)}
+    used = [fleet.nodes[number] for number in names]
     return RedundancyFacts(
-        nodes=tuple(fleet.nodes[number].name for number in nodes),
+        nodes=tuple(map(names.__getitem__, nodes)),
         budgets_bytes={node.name: node.budget_bytes for node in used if node.budget_bytes},
         rank_bytes=-(-transition.run.state_bytes // len(nodes)),
         layout=layout,

@@ -101,7 +101,7 @@ class Live:
         """Return the document as JSON; ``tag`` names its content."""
         if monotonic_s() - self._made_s >= _FRESH_S:
             await self._curves.look()
-            self._document = json.dumps(self._made(), separators=(",", ":")).encode()
+            self._document = self.made()
             self.tag = f'"{blake2b(self._document, digest_size=12).hexdigest()}"'
             self._made_s = monotonic_s()
         return self._document
@@ -117,7 +117,11 @@ class Live:
         async with self._reporting:
             return await in_thread(STORAGE, report_of, self._config.run.directory)
 
-    def _made(self) -> dict[str, Any]:
+    def made(self) -> bytes:
+        """Return the document as it is now."""
+        return json.dumps(self._content(), separators=(",", ":")).encode()
+
+    def _content(self) -> dict[str, Any]:
         config, sources = self._config, self._sources
         stats, described = sources.stats, sources.described()
         redundancy = sources.redundancy()

@@ -2,13 +2,13 @@ import pytest
 
 from tests.benchmarks.__main__ import choose
 
-NAMES = ("bench_core", "bench_recovery", "bench_restart", "bench_restart_cold", "peer_ray_train")
+NAMES = ("bench_fleet", "bench_recovery", "bench_restart", "bench_restart_cold", "peer_ray_train")
 
 
 def test_words_choose_benchmarks_and_options_go_to_the_one_that_is_meant() -> None:
     """An option that was taken for a word ran the benchmark with its defaults, and said nothing."""
     assert choose(NAMES, []) == (list(NAMES), [])
-    assert choose(NAMES, ["core", "peer"]) == (["bench_core", "peer_ray_train"], [])
+    assert choose(NAMES, ["fleet", "peer"]) == (["bench_fleet", "peer_ray_train"], [])
     assert choose(NAMES, ["recovery", "--kills", "3"]) == (["bench_recovery"], ["--kills", "3"])
 
 
@@ -23,7 +23,7 @@ def test_a_whole_name_means_that_benchmark_alone() -> None:
     ("arguments", "message"),
     [
         (["recovry"], "no benchmark has .'recovry'. in its name"),
-        (["core", "--kills", "3", "x"], None),
+        (["fleet", "--kills", "3", "x"], None),
         (["re", "--kills", "3"], "are options of one benchmark"),
         (["--kills", "3"], "are options of one benchmark"),
     ],

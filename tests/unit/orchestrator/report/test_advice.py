@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.core import Incident, RunStats
+from orchestrator.core.state import Table
 from orchestrator.report.advice import advice, named_nodes
 
 
@@ -19,7 +20,7 @@ def _stats(**values: Any) -> RunStats:
     stats._time.spend("recovery", 100.0)
     for name, value in values.items():
         setattr(stats, name, value)
-    stats._pending = [(9, "0", 0.0)] * (4 - stats.num_workers)
+    stats._pending = Table.of((number, ("0", 0.0)) for number in range(4 - stats.num_workers))
     return stats
 
 
@@ -101,7 +102,7 @@ def test_a_node_is_gone_while_the_run_may_get_it_back() -> None:
 def test_a_place_whose_worker_is_starting_is_not_open() -> None:
     """A second after each recovery a page told people to add a node."""
     stats = _stats(num_workers=3, lost_nodes=["aeed281d"], outcome="")
-    stats._pending = []
+    stats._pending = Table()
 
     assert advice(stats, [], goal=400) == []
     stats.num_workers = 4

@@ -1,18 +1,14 @@
-"""What watching a large run costs the controller: reports of keepers, replayed at their real rate.
-
-    python -m tests.benchmarks detection [--nodes 256] [--seconds 5]
+"""Reports of the keepers of a large run, and the observer that takes them in.
 
 Nodes of 8 GPUs, in groups of the world, 8 tensor-parallel ranks each, and data-parallel ones across
 nodes. Three times are replayed: training, one in which one rank computes and the others wait, and
-one in which nobody is missing. In the last two keepers report more often, in a small run.
-``share`` is processor time by watched time: of taking reports in and judging them, and of
-``unpickling`` them, which Ray does in another thread.
+one in which nobody is missing.
+``cores`` is processor time by watched time, of taking reports in and judging them. In it are the
+``unpickling_cores``: Ray unpickles in another thread of the process, under the same lock.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import pickle
 from time import process_time
 from typing import Any
@@ -20,12 +16,14 @@ from typing import Any
 from orchestrator.core import Event
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.observer import Observer
-from workers.keeper.actor import MOVING_PERIOD_S, still_period_s
+from workers.keeper.actor import still_period_s
 from workers.protocol import GroupState, NodeReport, WorkerPhase, WorkerReport
 from workers.settings import ParallelSettings
 
 NUM_GPUS = 8
 STEP_S = 1.0
+#: A report of each rank in so many seconds.
+PERIOD_S = 2.0
 
 
 def worker_report(rank: int, num_nodes: int, *, step: int, waiting_s: float) -> WorkerReport:
@@ -61,6 +59,7 @@ class Replay:
     def __init__(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes
         self.at_s = 100.0
+        self.judged_s_max = 0.0
         self.events: list[Event] = []
         self._observer = Observer(
             Inbox(at_s=lambda: self.at_s, post=self.events.append),
@@ -102,55 +101,49 @@ class Replay:
         for report in unpacked:
             self.at_s += over_s / len(reports)
             self._observer.on_report(report)
+            judged_s = process_time()
             self._observer.judge()
+            self.judged_s_max = max(self.judged_s_max, process_time() - judged_s)
         return process_time() - unpacked_s, unpacked_s - began_s
 
     def during(self, seconds: float, *, period_s: float, **how: Any) -> dict[str, float]:
         """Return the costs of a time; ``how`` as for ``reports``, by the time that has passed."""
-        used_s = unpickling_s = passed_s = 0.0
+        used_s = unpickling_s = passed_s = self.judged_s_max = 0.0
+        num_reports = 0
         while passed_s < seconds:
             told = {
                 name: value(passed_s) if callable(value) else value for name, value in how.items()
             }
-            used, unpickling = self.take(self.reports(**told), period_s)
+            reports = self.reports(**told)
+            num_reports += len(reports)
+            used, unpickling = self.take(reports, period_s)
             used_s, unpickling_s, passed_s = (
                 used_s + used,
                 unpickling_s + unpickling,
                 passed_s + period_s,
             )
         return {
-            "share": round(used_s / passed_s, 4),
-            "unpickling_share": round(unpickling_s / passed_s, 4),
+            "cores": round((used_s + unpickling_s) / passed_s, 3),
+            "unpickling_cores": round(unpickling_s / passed_s, 3),
+            "reports_per_s": round(num_reports / passed_s),
+            "judged_ms_max": round(1e3 * self.judged_s_max, 1),
         }
 
 
-def main() -> None:
-    """Print one JSON object."""
-    parser = argparse.ArgumentParser(description="Time the watching of a large run.")
-    parser.add_argument("--nodes", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    options = parser.parse_args()
-    replay = Replay(options.nodes)
+def watch(num_nodes: int, seconds: float) -> dict[str, Any]:
+    """Return what it costs to watch so many nodes, for each of three times."""
+    replay = Replay(num_nodes)
     training = replay.during(
-        options.seconds,
-        period_s=MOVING_PERIOD_S,
+        seconds,
+        period_s=PERIOD_S,
         step=lambda passed_s: 1 + int(passed_s / STEP_S),
         waiting_s=0.0,
     )
-    still_s = still_period_s(options.nodes * NUM_GPUS)
-    hang = {"step": 1 + int(options.seconds / STEP_S), "waiting_s": lambda passed_s: 0.1 + passed_s}
-    one_computes = replay.during(options.seconds, period_s=still_s, missing=NUM_GPUS + 1, **hang)
-    all_wait = replay.during(options.seconds, period_s=still_s, **hang)
-    report = {
-        "reports_per_s": [options.nodes / MOVING_PERIOD_S, options.nodes / still_s],
-        "gpus": options.nodes * NUM_GPUS,
+    hang = {"step": 1 + int(seconds / STEP_S), "waiting_s": lambda passed_s: 0.1 + passed_s}
+    still_s = still_period_s(num_nodes * NUM_GPUS)
+    return {
         "training": training,
-        "one_computes": one_computes,
-        "all_wait": all_wait,
+        "one_computes": replay.during(seconds, period_s=still_s, missing=NUM_GPUS + 1, **hang),
+        "all_wait": replay.during(seconds, period_s=still_s, **hang),
         "events": len(replay.events),
     }
-    print(json.dumps(report, indent=2))
-
-
-if __name__ == "__main__":
-    main()
