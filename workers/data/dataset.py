@@ -96,7 +96,7 @@ def open_texts(settings: DataSettings) -> Texts:
 
 
 def _cache_directory(settings: DataSettings, source: Source, tokenizer: Tokenizer) -> Path:
-    """Return a directory named by a hash of all that the tokens depend on."""
+    """Return a directory named by a hash of everything on which the tokens depend."""
     depends = {
         **asdict(settings),
         "tokenizer": tokenizer.name,

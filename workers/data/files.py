@@ -1,4 +1,4 @@
-"""Files of a dataset: which there are, and where an index of them is kept."""
+"""Files of a dataset: which ones exist, and where their index is kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ucp_core.storage import Stamp, Store, open_store
 from workers.errors import DataError
 
 Arrays: TypeAlias = dict[str, NDArray[np.int64]]
-#: A file that is not read whole is known by so many pieces of so many bytes.
+#: Number and size of the pieces by which a file that is not read whole is identified.
 _NUM_PIECES: Final = 32
 _PIECE_BYTES: Final = 32 << 10
 
@@ -59,8 +59,8 @@ class DataFile:
     def content(self) -> str:
         """Return what identifies its content on any machine.
 
-        It is what the storage says of it, or a digest: of all, or of pieces from one end to the
-        other.
+        It is the storage's own identifier, or a digest: of the whole file, or of pieces spread over
+        it.
         """
         if self.stamp.is_of_content:
             return self.stamp.text
@@ -74,7 +74,7 @@ class DataFile:
         return digest.hexdigest()
 
     def open(self) -> Any:
-        """Return the file as Python's file objects, for libraries that read those."""
+        """Return the file as a Python file object, for libraries that read those."""
         return io.BufferedReader(_Raw(self), buffer_size=self.store.request_bytes)
 
 
@@ -109,11 +109,11 @@ def find_files(what: str, paths: str | Path | Sequence[str | Path]) -> tuple[Dat
     """Return the files that paths, URLs and globs name, in order, those of a glob by name.
 
     Args:
-        what: Who asks, for messages.
+        what: The caller, for messages.
         paths: One or several.
 
     Raises:
-        DataError: A path names no file, or cannot be looked at. Every such path is named.
+        DataError: A path names no file, or cannot be listed. Every such path is named.
     """
     found: list[DataFile] = []
     problems: list[str] = []
@@ -163,7 +163,7 @@ def cached_arrays(
     """Return arrays that ``make`` computes, once for all processes of a machine.
 
     Args:
-        depends: All that the arrays depend on, as JSON values.
+        depends: Everything on which the arrays depend, as JSON values.
         cache: Local directory for them; None for one of this user's among temporary files.
 
     Raises:

@@ -1,7 +1,7 @@
 """Fingerprints of samples: a few microseconds each, whatever their size.
 
-They tell samples of a dataset apart, not every change to one: of a large array or a long text
-they take three pieces. ``content_of`` looks at all of a sample, for a few of them.
+They distinguish samples of a dataset, but do not detect every change to one: of a large array or a
+long text they take three pieces. ``content_of`` covers whole samples, for a few of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 #: Bytes of each of three pieces: first, middle and last.
 _PIECE_BYTES: Final = 128
-#: Items of a list that are looked at, of either end, and how deep.
+#: How many items of a list are included, at either end, and how deep.
 _ITEMS_MAX, _DEPTH_MAX = 8, 4
-#: What NumPy has instead of torch's own types.
+#: NumPy's counterparts of torch's own types.
 _OF_TORCH_ONLY: Final = {
     torch.bfloat16: torch.int16,
     torch.float8_e4m3fn: torch.uint8,
@@ -30,7 +30,7 @@ _PLAIN: Final = (bool, int, float, complex, type(None))
 _TEXT, _LISTS = (str, bytes), (list, tuple)
 #: Tensors of a sample whose numbers are compared.
 _FLOATS_MAX: Final = 4
-#: Machines of other kinds round otherwise. Norms and projections of other samples differ by more.
+#: Machines of other kinds round differently. Norms and projections of other samples differ by more.
 _TOLERANCE: Final = 1e-3
 #: Numbers of a ``Content``.
 CONTENT_LENGTH: Final = 1 + 2 * _FLOATS_MAX
@@ -40,11 +40,11 @@ Content: TypeAlias = Sequence[float]
 
 
 def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
-    """Return a CRC-32 over what a sample holds, the same in every process.
+    """Return a CRC-32 over the content of a sample, the same in every process.
 
     Args:
         value: Tensors, arrays, numbers, text, lists, mappings, or objects with attributes.
-        before: The fingerprint of what came before.
+        before: The fingerprint of the previous values.
         depth: How deep in a sample ``value`` is.
     """
     if isinstance(value, Tensor):
@@ -87,7 +87,7 @@ def _of_unusual_tensor(tensor: Tensor, before: int) -> int:
     if (bits := _OF_TORCH_ONLY.get(tensor.dtype)) is not None:
         tensor = tensor.view(bits)
     if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
-        # To look inside would wait for the device.
+        # Reading its content would wait for the device.
         return zlib.crc32(f"{tensor.dtype}{tensor.shape}".encode(), before)
     return _of_array(tensor.numpy(force=True), before)
 
@@ -107,7 +107,7 @@ def _of_array(array: NDArray[Any], before: int) -> int:
 
 
 def content_of(value: Any) -> Content:
-    """Return what identifies all that a sample holds, the same on any machine but for rounding.
+    """Return an identity of the whole sample, the same on any machine except for rounding.
 
     It waits for a device that holds tensors of it.
     """

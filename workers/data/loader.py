@@ -2,9 +2,9 @@
 
 A dataset that can only be iterated keeps its own order; see ``stream``.
 
-The samples of a step depend on seed and step alone: any number of workers reads it, and a run that
-resumes begins at its step without reading what was before. Random numbers of the dataset
-(augmentation, masking) are keyed by step and micro-batch, so they are the same everywhere, too.
+The samples of a step depend on seed and step alone: any number of workers reads the same, and a
+resumed run starts at its step without reading earlier data. Random numbers of the dataset
+(augmentation, masking) are keyed by step and micro-batch, so they are the same everywhere too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from workers.errors import DataError
 
 #: Batches that each process reads ahead.
 _AHEAD: Final = 2
-#: The order of so many samples is computed together.
+#: The order is computed for this many samples together.
 _SAMPLES_AT_ONCE: Final = 1 << 14
 
 
@@ -57,7 +57,7 @@ def as_data(data: Any) -> int | DataLoader:
 
 
 def num_tokens(batch: Any) -> int:
-    """Return how many tokens a batch has, padding included; 0 if it does not show any.
+    """Return how many tokens a batch has, padding included; 0 if it shows none.
 
     It shows them as ``input_ids``, or as inputs and labels that are whole numbers of one shape
     ``(samples, positions)``.
@@ -109,11 +109,11 @@ def micro_batches_of(
     """Yield step, number and samples, ``(micro_batch,)``, of a rank's micro-batches without end.
 
     Args:
-        numbers: Which micro-batches of each step the rank computes, in order.
+        numbers: The micro-batches of each step that the rank computes, in order.
         first_step: The first step, from 1.
     """
     offsets = np.asarray(numbers, np.int64)[:, None] * micro_batch + np.arange(micro_batch)
-    # The first batch must not wait for many; later it is cheaper to ask for many steps at once.
+    # The first batch must not wait for many; later it is cheaper to request many steps at once.
     num_steps, num_steps_max = 1, max(1, _SAMPLES_AT_ONCE // max(1, offsets.size))
     while True:
         steps = np.arange(first_step, first_step + num_steps)
@@ -173,7 +173,7 @@ class DataLoader:
         self.dataset = cast("Any", dataset)
         self.is_stream = is_stream(dataset)
         if self.is_stream:
-            # Refuses what cannot be read again before the run begins.
+            # Refuses a dataset that cannot be read again before the run begins.
             Stream(self.dataset, seed=0, global_batch=1)
         elif not len(self.dataset):
             raise DataError("DataLoader: the dataset has no samples")
@@ -195,12 +195,15 @@ class DataLoader:
         return len(self.dataset)
 
     def state(self) -> dict[str, Any] | None:
-        """Return where a stream is behind the step of the last batch; None for other datasets."""
+        """Return the position of a stream after the step of the last batch.
+
+        None for other datasets.
+        """
         return self._state
 
     @property
     def read_digest(self) -> int:
-        """Return a digest, below 2 ** 20, of what a stream gave up to the step of the last batch.
+        """Return a digest, below 2 ** 20, of a stream's samples up to the step of the last batch.
 
         It is 0 for other datasets, whose order is the run's.
         """
@@ -224,7 +227,7 @@ class DataLoader:
             micro_batch: Samples of a batch.
             numbers: Which micro-batches of each step this rank computes, in order.
             first_step: The step of the first batch, from 1.
-            state: What ``state`` returned behind the step before it.
+            state: The result of ``state`` after the step before it.
 
         Raises:
             DataError: A process that reads died, or the dataset raised; says which sample.
@@ -254,7 +257,7 @@ class DataLoader:
         return _Reader(self.dataset, self._collate).read(indices)
 
     def contents(self, indices: Sequence[int], *, seed: int) -> list[Content]:
-        """Return what samples hold, each with random numbers of its own.
+        """Return the content of samples, each with its own random numbers.
 
         A process that reads ahead does it, if there is one: files may be open there.
         """
@@ -274,7 +277,7 @@ class DataLoader:
             yield _read_step, (cut, step)
 
     def _results(self, calls: Iterator[_Call]) -> Iterator[Any]:
-        """Yield what calls return, but nothing for None; processes work ahead."""
+        """Yield the results of calls, but nothing for None; processes work ahead."""
         if not self._num_workers:
             reader = _Reader(self.dataset, self._collate)
             for function, arguments in calls:
@@ -309,7 +312,7 @@ class DataLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Which part of a stream a rank takes: micro-batches of each step, by their numbers."""
+    """The part of a stream that a rank takes: micro-batches of each step, by their numbers."""
 
     seed: int
     global_batch: int
@@ -356,7 +359,7 @@ def _seek(reader: _Reader, cut: _Cut, step: int, state: dict[str, Any] | None) -
 
 
 def _read_step(reader: _Reader, cut: _Cut, step: int) -> tuple[list[Any], dict[str, Any]]:
-    """Return the batches of a step that the rank computes, and where the stream is behind it."""
+    """Return the rank's batches of a step, and the position of the stream after it."""
     assert reader.stream is not None, "a stream is sought before it is read"
     each = {
         number: range(number * cut.micro_batch, (number + 1) * cut.micro_batch)

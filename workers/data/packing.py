@@ -16,7 +16,7 @@ from workers.errors import DataError
 
 #: Labels that carry no loss, for torch's ``cross_entropy`` and Hugging Face's models.
 IGNORED: Final = -100
-#: Documents are asked for their length so many at a time.
+#: How many documents are requested for their length at a time.
 _LENGTHS_AT_ONCE: Final = 1024
 
 
@@ -31,10 +31,10 @@ def pack(
     """Return rows of ``length`` tokens made of a dataset's documents; give it to ``DataLoader``.
 
     Documents follow one another without padding, so one may be cut between two rows. A row is a
-    dict of three arrays of ``(length,)``: ``input_ids``; ``position_ids``, which begin at 0 with
-    each document and each row, from which Hugging Face's models tell documents apart; and
-    ``labels``, which are the tokens, but -100 where a document begins. What is left at the end
-    and fills no row is not used.
+    dict of three arrays of ``(length,)``: ``input_ids``; ``position_ids``, which restart at 0 with
+    each document and each row, so that Hugging Face's models keep documents apart; and ``labels``,
+    which are the tokens, but -100 where a document begins. Tokens at the end that fill no row are
+    not used.
 
     With a map-style dataset the rows are map-style, too: documents are in an order that depends
     on ``seed``, and ``DataLoader`` permutes the rows. Each document is read once to learn its
@@ -132,7 +132,7 @@ class PackedStream:
         self._skipped = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset, if it wants to know."""
+        """Inform the dataset of the epoch, if it accepts that."""
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
 

@@ -25,7 +25,7 @@ class ParquetRows:
 
     Args:
         paths: Paths, URLs or globs. The order counts.
-        columns: What to read; everything by default.
+        columns: The columns to read; everything by default.
         cache_bytes: Of decoded row groups, in each process that reads.
 
     Attributes:

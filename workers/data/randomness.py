@@ -70,7 +70,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def numbers_of_stage(number: int) -> Iterator[None]:
-    """Let a stage of a pipeline draw numbers of its own in a pass, and the script go on with its.
+    """Let a pipeline stage draw its own numbers in a pass, and the script continue with its own.
 
     The first stage draws what the whole model would.
     """
@@ -82,7 +82,7 @@ def numbers_of_stage(number: int) -> Iterator[None]:
 
 
 def draw_for_part(number: int) -> None:
-    """Draw numbers of its own for a part of sequences from here on; so far they were of the whole.
+    """Draw separate numbers for a part of sequences from here on; so far they were for the whole.
 
     The first part draws what whole sequences would.
     """

@@ -53,7 +53,8 @@ class Readers:
             for pipe in (our_calls, results):
                 with suppress(OSError):
                     fcntl.fcntl(pipe.fileno(), _F_SETPIPE_SZ, _COPIED_BYTES_MAX)
-            # The next ones must not inherit the pipes' other ends: who dies closes them.
+            # Later processes must not inherit the other ends of the pipes: a process that dies must
+            # close them.
             process = context.Process(target=_main, args=(begin, calls, results), daemon=True)
             process.start()
             calls.close()
@@ -100,13 +101,13 @@ class Readers:
         return value
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Want no result of these calls; does not wait for them."""
+        """Discard the results of these calls, without waiting for them."""
         for number in numbers:
             if self._received.pop(number, None) is None:
                 self._dropped.add(number)
 
     def close(self) -> None:
-        """End the processes once they have done what they are at."""
+        """End the processes once they have finished their current call."""
         for calls, results in self._ends:
             # Closing is not enough: processes that were forked later hold this end, too.
             with suppress(OSError):

@@ -51,7 +51,7 @@ class Sampled:
         """Return the first epoch under a seed.
 
         Raises:
-            DataError: It is another one when it is asked for again, or no order.
+            DataError: It differs when it is requested again, or is not an order.
         """
         self._seed, self._kept = seed, {}
         first = self.epoch(0)
@@ -83,7 +83,7 @@ class Sampled:
         return self._kept[number]
 
     def digest(self) -> int:
-        """Return what tells the first epoch from that of another order; not 0."""
+        """Return an identity of the first epoch's order; not 0."""
         return zlib.crc32(self.epoch(0).tobytes()) or 1
 
     def _drawn(self, number: int) -> NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 Every worker reads the whole stream and keeps its part of each step, so any number of workers sees
 every sample once, in the stream's own order. The stream must be the same wherever it is read: a
-digest of what was read says if it is, to the other workers and after a resume.
+digest of the samples read confirms this, to the other workers and after a resume.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from workers.errors import DataError
 
 #: A version keeps the state of a stream among its small values.
 _STATE_BYTES_MAX: Final = 256 << 10
-#: The digest takes one of so many samples of a step, and the first of an epoch: a lost one shifts
-#: all that follow.
+#: The digest covers one of this many samples of a step, and the first of an epoch: a lost one
+#: shifts all that follow.
 _SAMPLES_EACH: Final = 8
-#: So many samples are read twice before the first step: an order of chance shows.
+#: This many samples are read twice before the first step, which reveals a random order.
 _TWICE: Final = 8
-#: Seeds of NumPy's generators that are longer than this are those that it draws itself.
+#: Longer seeds of NumPy's generators are those that it draws itself.
 _SEED_BITS: Final = 64
 #: The digest behind the next sample if there is none: the epoch ends.
 _NONE_LEFT: Final = 0
 _END: Final = object()
 
 
-#: What is wrong with a stream that gives other samples when it is read again.
+#: The problem of a stream that gives other samples when it is read again.
 KEEPS_ORDER: Final = (
     "Samples would be lost or seen twice. It must give the same samples whoever reads it, and "
     "each time: keep no state from one reading to the next (a generator, a cursor), give shuffle a "
@@ -73,13 +73,13 @@ class Stream:
         _refuse_unseeded(dataset)
         self._dataset: Any = dataset
         self._seed, self._global_batch = seed, global_batch
-        #: What the first samples must be, when nothing is lost yet if they are not.
+        #: The expected first samples, checked before anything can be lost.
         self._first: deque[int] = deque()
         self._iterator: Any = iter(())
         self._epoch = self._taken = 0
         #: Over samples read so far, and where the epoch began.
         self._digest = self._epoch_digest = 0
-        #: What the digest must be behind the next sample, if that is known.
+        #: The expected digest after the next sample, if known.
         self._next_digest: int | None = None
         #: A sample that was read ahead, and the digest behind it.
         self._ahead: tuple[Any, int] | None = None
@@ -92,7 +92,7 @@ class Stream:
 
         Args:
             step: The last step whose samples were taken.
-            state: What ``state`` returned after it; None if nobody knows, then all is read again.
+            state: What ``state`` returned after it; None if unknown; then all of it is read again.
 
         Raises:
             DataError: It was read again, and gave other samples.
@@ -152,12 +152,12 @@ class Stream:
                     f"{told} has {len(text)} bytes; at most {_STATE_BYTES_MAX} are kept. Without "
                     "state_dict the stream is read again when a run resumes"
                 )
-            # A copy: the dataset goes on.
+            # A copy, because the dataset continues.
             held = json.loads(text)
         where: dict[str, Any] = {"epoch": self._epoch, "taken": self._taken, "dataset": held}
         where |= {"epoch_digest": self._epoch_digest, "digest": self._digest}
         if held is not None:
-            # Not every state_dict leads to where it was taken: the next sample will tell.
+            # Not every state_dict leads back to where it was taken: the next sample will show it.
             self._seed_place(step + 1, 0)
             sample = next(self._iterator, _END)
             digest = _NONE_LEFT if sample is _END else fingerprint(sample, self._digest)
@@ -207,7 +207,7 @@ class Stream:
         return sample
 
     def _first_samples(self) -> deque[int]:
-        """Return fingerprints of the first samples of a reading of its own."""
+        """Return fingerprints of the first samples of a separate reading."""
         other = Stream(self._dataset, seed=self._seed, global_batch=self._global_batch)
         other._begin_epoch(0)
         found: deque[int] = deque()
@@ -219,7 +219,7 @@ class Stream:
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._taken, self._epoch_digest = epoch, 0, self._digest
-        # Many choose their order as they give the first sample: the epoch's random numbers do.
+        # Many choose their order when they give the first sample: the epoch's random numbers do.
         self._iterator = _begun(self._iterate(epoch))
 
     def _iterate(self, epoch: int, state: Any = None) -> Any:
@@ -300,7 +300,7 @@ def _refuse_unseeded(dataset: Any) -> None:
 
 
 def _parts(dataset: Any) -> list[Any]:
-    """Return what Hugging Face's stream is made of; nothing of another one."""
+    """Return the parts of Hugging Face's stream; nothing for others."""
     # Documents that are packed have one inside.
     parts = [getattr(getattr(dataset, "_dataset", dataset), "_ex_iterable", None)]
     for part in parts:

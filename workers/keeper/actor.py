@@ -56,7 +56,7 @@ STILL_PERIOD_S = 0.1
 #: That too is longer in a large run, by so much a rank: the controller takes in the reports of all
 #: nodes, and 2,000 of them a second would be all that it does.
 STILL_PERIOD_S_EACH = 5e-4
-#: Connections are looked at no more often: that takes 10 us for each of the machine.
+#: Connections are read no more often: that takes 10 us for each one of the machine.
 FLOWS_PERIOD_S = 0.5
 #: A process that was killed is gone after milliseconds, unless a device holds it. Below the time
 #: that the controller waits for the answer.
@@ -83,9 +83,10 @@ class Keeper:
         directory: Shared-memory directory with the node's progress records and record rings.
         controller: Receives the reports.
         run_url: The run directory; "" keeps no snapshots.
-        settings: What the run is configured to do; None keeps no snapshots.
+        settings: The run's settings; None keeps no snapshots.
         claim: Claim of the run on its directory; orders may name a later one.
-        notices: Who may tell of the node's end, as for ``workers.keeper.notices.sources_of``.
+        notices: Sources that may announce the node's end, as for
+            ``workers.keeper.notices.sources_of``.
     """
 
     def __init__(
@@ -326,9 +327,9 @@ class Keeper:
         return (*found, *self._notices.problems())
 
     def _cut_off(self) -> None:
-        """End the node's trainers: it reaches no other one, and the run goes on without it.
+        """End the node's trainers: it reaches no other node, and the run continues without it.
 
-        What it holds in memory stays, for the controller to find when it is back.
+        Its memory stays, for the returning controller to find.
         """
         log.critical("no other node is reached: ending %s", ", ".join(self._watch.workers))
         for worker in self._watch.workers:

@@ -206,7 +206,7 @@ class ArenaTable:
     def tell(self) -> None:
         """Announce a change to those who wait for news, and for pins if there are any.
 
-        Not called for finished copies: nobody waits for those.
+        Not called for finished copies: no caller waits for those.
         """
         with self._news:
             self._num_news += 1
@@ -215,7 +215,7 @@ class ArenaTable:
             self.tell_pins()
 
     def tell_pins(self) -> None:
-        """Wake whoever waits for pins."""
+        """Wake the threads that wait for pins."""
         with self._pins:
             self._num_pins += 1
             self._pins.notify_all()
@@ -248,7 +248,7 @@ class ArenaTable:
         self.tell_pins()
 
     def quarantine(self, bad: Iterable[tuple[str, int, int]]) -> None:
-        """Drop versions that could not be loaded: nobody is offered them again.
+        """Drop versions that could not be loaded: they are never offered again.
 
         Args:
             bad: ``(arena, buffer, sequence)`` of each; a newer version in the buffer is left alone.
@@ -335,7 +335,7 @@ class ArenaTable:
         try:
             arena = Arena.create(name, body_bytes=body_bytes)
         finally:
-            # Also on failure: nobody has that memory.
+            # Also on failure: no process has that memory.
             with self._lock:
                 del self._claims[name]
                 if arena is not None:

@@ -25,7 +25,7 @@ class Budget:
 
     Args:
         directory: Directory of the run on the node: ``ROOT/RUN/NODE``, for every run on the node.
-        node_memory_mib: What the user allows; 0 asks for the default.
+        node_memory_mib: The user's limit; 0 asks for the default.
     """
 
     def __init__(self, directory: Path, node_memory_mib: int) -> None:
@@ -52,7 +52,8 @@ class Budget:
 def _claimed_bytes(own: Path) -> int:
     """Return what the keepers of other runs on the node may still take.
 
-    What they have taken is shared memory; how much of that is theirs is not known, so all is.
+    What they have taken is shared memory. How much of it is theirs is not known, so all of it
+    counts.
     """
     pattern = f"*/{own.parent.name}/{_NAME}"
     others = [path for path in own.parent.parent.parent.glob(pattern) if path != own]
@@ -61,7 +62,7 @@ def _claimed_bytes(own: Path) -> int:
 
 
 def _living_bytes(path: Path) -> int:
-    """Return the budget in a file; 0 if no keeper has it any more."""
+    """Return the budget in a file; 0 if no keeper holds it."""
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,7 +70,7 @@ def _living_bytes(path: Path) -> int:
         with contextlib.suppress(OSError, ValueError):
             return int(path.read_text())
     except OSError:
-        pass  # it has just ended, or is somebody else's
+        pass  # It has just ended, or belongs to another user.
     return 0
 
 

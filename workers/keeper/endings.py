@@ -1,9 +1,9 @@
 """How the trainers of a node ended: their exit status, and what they said last.
 
-Only its parent is told how a process ended, and Ray's raylet does not pass it on. Linux 6.15 shows
-it to whoever holds a descriptor of the process. Before, the kernel shows it to every process of the
-same user (``/proc/PID/stat``) until the parent has asked, which is a matter of milliseconds. A
-thread waits for that moment, and is late where the processors are busy.
+The kernel reports only to the parent how a process ended, and Ray's raylet does not pass it on.
+Linux 6.15 reports it to any holder of a descriptor of the process. Before, the kernel shows it to
+every process of the same user (``/proc/PID/stat``) until the parent has asked, which is a matter of
+milliseconds. A thread waits for that moment, and is late where the processors are busy.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Final
 from workers.protocol import Ending
 from workers.records import process_state
 
-#: At most so much of a process's last words is told.
+#: Limit for the quoted part of a process's last words.
 _LINES_MAX, _LINE_CHARS = 2, 160
-#: What a killed process said before is of something else: it had no time to speak of the kill.
+#: Earlier output of a killed process has another cause: it had no time to report the kill.
 _RECENT_S: Final = 5.0
 _TAIL_BYTES: Final = 1 << 16
 _OUT, _ERR = 1, 2
@@ -39,9 +39,10 @@ _LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
 _PEAKS: Final = ("memory.peak", "memory.max_usage_in_bytes", "memory.current")
 #: A process may join a control group late, and only a kill of these last seconds is its own.
 _REFRESH_S: Final = 5.0
-#: How often a process that is asked about is looked at.
+#: How often to look at a process whose end was requested.
 _LOOK_S: Final = 0.005
-#: What glog, faulthandler and torch write behind an error: frames of native code, and headings.
+#: Lines that glog, faulthandler and torch write after an error: frames of native code, and
+#: headings.
 _FRAMES: Final = re.compile(
     r"@ +0x[0-9a-f]|^#\d|^frame #|\[0x[0-9a-f]+\]$|\*\*\* (SIG|Aborted|Check failure)|PC: @"
     r"|^C\+\+ Cap|^Exception raised from|^Extension modules:|^(Current t|T)hread 0x"
@@ -274,7 +275,7 @@ def _last_words(paths: Iterable[Path], *, is_killed: bool = False) -> list[str]:
             file.seek(max(0, found.st_size - _TAIL_BYTES))
             words = _words(file.read().decode(errors="replace"), is_killed=is_killed)
             if words or is_killed:
-                # Its errors come first. What else it prints are results.
+                # Its errors come first. Its other output is results.
                 return words
     return []
 

@@ -43,8 +43,8 @@ class NodeMemory:
     ``claim`` is that of the run, until an order names a later one.
 
     Attributes:
-        secret: What peers and loaders have to prove that they know.
-        address: Where they read.
+        secret: The secret that peers and loaders must prove to know.
+        address: The address at which they read.
 
     Raises:
         OSError: A socket could not be opened.
@@ -131,7 +131,7 @@ class NodeMemory:
         return True
 
     def obey(self, order: KeeperOrder) -> None:
-        """Protect the nodes that the order names, and no others any more."""
+        """Protect the nodes that the order names, and only those."""
         with self._obeying:
             if order.attempt == self._table.attempt:
                 self._mirrors.follow(order.copies_of, order.parity)
@@ -141,7 +141,7 @@ class NodeMemory:
         return self._persister.flush(attempt, step)
 
     def tend(self, living: Collection[str]) -> None:
-        """Free memory that nothing needs any more, given the living workers of the node."""
+        """Free unneeded memory, given the living workers of the node."""
         # The descriptor server's threads add to it meanwhile.
         for owner in list(self._refused):
             if owner.rpartition("/")[2] not in living:
@@ -149,7 +149,7 @@ class NodeMemory:
         self._table.reap(living=living, stored_step=self.stored[1])
 
     def stop_storing(self) -> None:
-        """Store nothing any more: the run is over. Safe to repeat."""
+        """Store nothing from now on: the run is over. Safe to repeat."""
         self._persister.close()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Notices of the end of a machine: who is asked on a node, and what the answers mean."""
+"""Notices of the end of a machine: the sources of a node, and the meaning of their answers."""
 
 from typing import TYPE_CHECKING
 

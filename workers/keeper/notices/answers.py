@@ -28,7 +28,7 @@ def aws(action: str | None, rebalance: str | None) -> Notice | None:
     Args:
         action: The answer of ``spot/instance-action``; None if there is none.
         rebalance: Likewise of ``events/recommendations/rebalance``: the instance is likelier than
-            others to be taken, nobody knows when.
+            others to be taken, at an unknown time.
     """
     if action is not None:
         said = _mapping(action)
@@ -106,7 +106,7 @@ def _moment(text: str, told_s: float) -> float:
     try:
         left_s = float(text)
     except ValueError:
-        if len(text) <= len("2026-11-26"):  # Nobody says whether a day begins or ends it.
+        if len(text) <= len("2026-11-26"):  # It is ambiguous whether a day begins or ends it.
             raise
         return _time(text)
     if not math.isfinite(left_s):

@@ -1,4 +1,4 @@
-"""Which cloud this machine is of, as its firmware says; nothing is asked over the network."""
+"""The cloud of this machine, according to its firmware; nothing is asked over the network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-#: Whose metadata services are known.
+#: Clouds with known metadata services.
 CLOUDS: Final = ("aws", "gcp", "azure")
 _DMI: Final = Path("/sys/class/dmi/id")
 _FILES: Final = (
@@ -31,7 +31,7 @@ def recognised(dmi: Mapping[str, str] | None = None) -> str:
     """Return one of ``CLOUDS``, or "none".
 
     Args:
-        dmi: What ``read_dmi`` returns; None reads it.
+        dmi: The result of ``read_dmi``; None reads it.
     """
     said = read_dmi() if dmi is None else dmi
     # Amazon's older machines are Xen's, and say so in the version only: "4.11.amazon".

@@ -1,4 +1,4 @@
-"""Asks the sources of a node again and again, each in a thread of its own: they may block."""
+"""Poll the sources of a node, each in a separate thread, because they may block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.protocol import Notice
 
 log = logging.getLogger(__name__)
 
-#: One that does not answer is asked less and less often, at last this often.
+#: A source that does not answer is polled less and less often, at last this often.
 _ASK_S_MAX: Final = 60.0
 
 
@@ -35,7 +35,7 @@ class NoticeWatch:
             ).start()
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop polling."""
         self._closed.set()
 
     def notice(self) -> Notice | None:

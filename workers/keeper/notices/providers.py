@@ -35,7 +35,7 @@ _ENDPOINT: Final = "http://169.254.169.254"
 _ANSWER_S: Final = 5.0
 #: The events of a thousand machines are about half of it.
 _ANSWER_BYTES_MAX: Final = 1 << 20
-#: So long Google's holds the answer back until there is another.
+#: How long Google's service holds the answer back until there is another.
 _HANG_S: Final = 5
 _TOKEN_LIVES_S: Final = 21600
 #: Time limit of the user's own command.
@@ -47,8 +47,8 @@ class Source(Protocol):
 
     Attributes:
         name: For people.
-        advice: What they do if it does not answer.
-        period_s: It is asked this often.
+        advice: What the user should do if it does not answer.
+        period_s: How often it is polled.
     """
 
     name: str
@@ -92,7 +92,7 @@ class _Unknown:
         self.name = f"notices.endpoint {endpoint}"
 
     def look(self) -> Notice | None:
-        """Raise: nobody knows how to ask it."""
+        """Raise: its protocol is unknown."""
         raise ValueError("the firmware of this machine names no known cloud, so it is not asked")
 
 
@@ -100,7 +100,7 @@ class _Service:
     """A metadata service over HTTP, past all proxies."""
 
     name = ""
-    advice = "see whether this machine reaches it; notices.cloud: none asks nobody"
+    advice = "check whether this machine reaches it, or set notices.cloud: none to switch this off"
     period_s = 1.0
 
     def __init__(self, endpoint: str) -> None:
@@ -146,7 +146,7 @@ class _Aws(_Service):
     """IMDSv2: a token first, which a container gets if the hop limit is 2."""
 
     name = "the metadata service of aws"
-    advice = "containers need a hop limit of 2; notices.cloud: none asks nobody"
+    advice = "containers need a hop limit of 2; set notices.cloud: none to switch this off"
     #: As AWS advises.
     period_s = 5.0
 
@@ -277,7 +277,7 @@ class _Command:
 
 
 def _end(connection: socket.socket, late: threading.Event) -> None:
-    """End a connection that somebody reads; he finds that it is closed."""
+    """End a connection that another thread reads; that thread finds it closed."""
     late.set()
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
