@@ -10,7 +10,7 @@ torch 2.14 can re-form a group by itself (``dist._reconfigure``). It is not used
     three survivors form                   15 ms             7 ms
     four form, one of them new             45 ms             18 ms
     a member dies while the rest form      abort ends that   ends at the timeout
-    sub-groups and meshes                  formed anew       keep their old members
+    sub-groups and meshes                  re-formed         keep their old members
     sub-groups with a new process          yes               no, their names differ
     a new process with a new store         yes               no
     a stopped process shows its calls      yes               no

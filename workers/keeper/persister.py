@@ -123,7 +123,7 @@ class Persister:
         return any(stored)
 
     def close(self) -> None:
-        """Store nothing any more. Safe to repeat; does not wait for a store that is stuck."""
+        """Store nothing from now on. Safe to repeat; does not wait for a store that is stuck."""
         self._closing.set()
         self._table.tell_pins()
         self._thread.join(_CLOSE_S_MAX)
@@ -200,13 +200,13 @@ class Persister:
                 self._on_problem(_SUBJECT, f"old checkpoints are not deleted: {error}")
 
     def _end(self, error: SupersededError) -> None:
-        """Store nothing any more: the directory belongs to somebody else."""
+        """Store nothing from now on: another run owns the directory."""
         log.critical("this keeper stores nothing more, the run continues elsewhere: %s", error)
         self._closing.set()
         self._on_problem(_SUBJECT, str(error))
 
     def _require_owner(self, attempt: int) -> None:
-        """Look who owns the directory, once in an attempt: parts of it harm nobody then."""
+        """Check who owns the directory, once per attempt: later parts of it do no harm."""
         claim = self._table.claim
         if claim != self._owner.claim:
             self._owner, self._owned_attempt = Owner(self._store, self._directory, claim), 0

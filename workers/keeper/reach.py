@@ -74,7 +74,7 @@ async def silent(machines: Mapping[str, tuple[str, int]]) -> set[str]:
 
 
 class Reach:
-    """Finds out when this machine reaches no other one any more.
+    """Find out when this machine reaches no other one.
 
     Args:
         on_cut_off: Called on the event loop each time that this begins.

@@ -280,7 +280,7 @@ class NodeWatch:
         seen = ring.look(now_ns=now_ns)
         children = self._children.setdefault(worker, ChildrenTime())
         if self.still_s() >= STILL_S:
-            # While workers move, nobody asks whether their children do.
+            # While workers move, it does not matter whether their children do.
             children.look(view.pid)
         return report_on(
             worker,

@@ -58,9 +58,9 @@ class Plan:
     """The parts of each bucket of a state, made once: slicing takes longer than enqueueing.
 
     Args:
-        targets: Where the tensors go.
-        places: Where their memory is: a tensor may get other memory.
-        buckets: What is copied together.
+        targets: The destinations of the tensors.
+        places: The addresses of their memory: a tensor may move.
+        buckets: The buckets.
         bucket_bytes: Their size.
 
     Attributes:

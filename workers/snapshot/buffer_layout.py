@@ -39,7 +39,7 @@ class Captured:
 
     Attributes:
         step: The step after which it was taken.
-        entries: What this rank saves of its tensors.
+        entries: The part of the state's tensors that this rank saves.
         extra: Small named values.
         param_groups: The optimizer's groups.
         guarded: ``(rank, tensors)`` that it saves for other ranks: as copies, or in a parity.
@@ -58,7 +58,7 @@ def source_of(assignment: Assignment) -> dict[str, Any]:
 
 
 class BufferLayout:
-    """Where everything lies in a buffer, as ``save_rank`` writes it; made once per layout."""
+    """The position of everything in a buffer, as ``save_rank`` writes it; made once per layout."""
 
     def __init__(self, state: Captured, assignment: Assignment) -> None:
         self._entries = state.entries

@@ -3,8 +3,8 @@
 Between two updates the state stands still. Meanwhile it leaves in buckets on a stream of its own,
 and each bucket is checksummed while the next ones are copied. Few are under way at once, and only
 while the rank holds one of the node's credits: other users of the bus wait for a bucket, not for a
-state. What is left when the update comes leaves at once, and the device delays the update until
-then; the training thread does not wait.
+state. The rest leaves at once when the update comes, and the device delays the update until then;
+the training thread does not wait.
 
 In a pipeline the step releases the buckets: a few behind the update, the others behind marks that
 the stage's blocks set where passes begin and end (``workers.snapshot.passes``,
@@ -374,7 +374,7 @@ class DeviceCopy:
             last.wait()
 
     def end(self, limit_s: float) -> bool:
-        """Stop copying; return whether nothing is under way any more within ``limit_s``.
+        """Stop copying; return whether all copies have ended within ``limit_s``.
 
         A device that is stuck in a computation never gets to a copy behind it.
         """

@@ -57,7 +57,7 @@ class Fallback:
     def agree(self, *, is_behind: bool, is_without_memory: bool) -> None:
         """Note what all ranks agreed on about the snapshots so far."""
         if is_without_memory:
-            # One rank may have failed to complete it, which nobody will learn.
+            # One rank may have failed to complete it, and no other will learn of it.
             self._taken = None
         elif not is_behind and self._taken is not None:
             self.safe = self._taken

@@ -130,7 +130,7 @@ class SnapshotWriter:
             return True
         if self._arena is None or not self._arena.copy_behind():
             return False
-        # A restarted keeper does not know this memory, nor that nobody copies it.
+        # A restarted keeper does not know this memory, nor that no peer copies it.
         self._put(self._tell)
         return True
 
@@ -269,7 +269,7 @@ class SnapshotWriter:
             self._late_until_s = float("-inf")
 
     def _capture_spare(self, state: Captured, fallback: Fallback) -> None:
-        """Copy the state into a buffer that nobody needs, if there is one."""
+        """Copy the state into an unneeded buffer, if there is one."""
         if not self.is_ready_for(state.entries, state.guarded):
             return
         assert self._arena is not None

@@ -2,12 +2,12 @@
 
 A buffer in ``state_dict`` is saved with every version, in its own dtype. If a step changes one, the
 value after the step must not depend on the number of workers. So every micro-batch of a step begins
-with the value before the step, and each must leave the same value. What depends on the samples,
-such as BatchNorm's running mean, becomes the mean over all micro-batches if that is declared, and
-is refused by name if not.
+with the value before the step, and each must leave the same value. A buffer that depends on the
+samples, such as BatchNorm's running mean, becomes the mean over all micro-batches if declared so;
+otherwise it is refused by name.
 
-A snapshot may be copied while the next forward pass changes buffers. So what is saved is a copy,
-which changes with the weights.
+A snapshot may be copied while the next forward pass changes buffers. So a copy is saved, which
+changes with the weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PersistentBuffers:
 
     Changes are detected by version counters, addresses and identities: this takes about a
     microsecond per buffer and waits for no device. Writes through ``.data`` are not counted; the
-    first pass compares the bytes to find who writes so.
+    first pass compares the bytes to find them.
 
     Args:
         model: The model, on its device.
@@ -80,7 +80,7 @@ class PersistentBuffers:
         """Do nothing if all buffers are as the last step left them.
 
         Raises:
-            TaskError: One has changed in between, which no version has.
+            TaskError: One has changed in between; no version has the change.
         """
         self.have_changed, self._bounds, self._sums = False, None, {}
         for held in self._changed():
@@ -241,7 +241,7 @@ class _Held:
         key: Its name in its module.
         tensor: Its tensor at the start; None if it was registered without a value.
         is_saved: Whether there are values that a checkpoint can hold.
-        kept: What is saved: the value after the last step.
+        kept: The saved value: the one after the last step.
     """
 
     def __init__(self, fqn: str, key: str, owner: nn.Module) -> None:
@@ -273,7 +273,7 @@ class _Held:
         return self.now is not self._seen
 
     def is_written_unseen(self) -> bool:
-        """Return whether there are other values, though nothing shows that."""
+        """Return whether the values changed without any sign of it."""
         return not self.has_changed() and not _same_bytes(self.kept, self.now)
 
     def keeps_form(self) -> bool:

@@ -22,7 +22,7 @@ from workers.state.own_values import OwnValues
 from workers.state.twins import state_of_a_step
 from workers.state.whole_vectors import in_whole_vectors
 
-#: Where a version keeps the values of optimizers that changed.
+#: The key under which a version keeps changed values of optimizers.
 CHANGED: Final = "optimizer_changed"
 #: Says that the optimizers have done no step yet.
 UNSTARTED: Final = "optimizer_unstarted"
@@ -86,7 +86,7 @@ class Optimizers:
                         )
         #: The rates as they were set last.
         self._rates = {id(group): (group, _noted(group["lr"])) for group in self.param_groups}
-        #: What ``prime`` replaced.
+        #: The state that ``prime`` replaced.
         self._made: list[tuple[optim.Optimizer, nn.Parameter, dict[str, Any] | None]] = []
         self._own = OwnValues(self.every, self.unknown)
         self.changed, self.set_changed = self._own.changed, self._own.set_changed

@@ -2,8 +2,8 @@
 
 Such values are in its groups; and in a kind that is not torch's own, in attributes and in ``state``
 under keys that are no parameters. Numbers, texts, tensors of no dimension and collections of these
-are saved with each version if they have changed since the optimizer was made. What a script makes
-an optimizer with stays its choice.
+are saved with each version if they have changed since the optimizer was made. Values that a script
+passes to an optimizer's constructor stay its choice.
 """
 
 from __future__ import annotations

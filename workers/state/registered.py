@@ -72,7 +72,7 @@ class Registered:
         """Register an object, and load its state if there is one.
 
         Args:
-            saved: What ``values`` had of it; None at the start of a run.
+            saved: The value that ``values`` had for it; None at the start of a run.
 
         Raises:
             TaskError: The name is taken, or the object has no state that can be saved or loaded.

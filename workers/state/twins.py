@@ -77,7 +77,7 @@ def refuse_unsavable(
             if isinstance(value, Tensor) and value is not vars(parameter).get(name):
                 what = f"a tensor of shape {tuple(value.shape)} in parameter.{name}"
                 raise refusal(type(optimizer).__name__, what)
-    # What is in the memory of a weight or gradient is that weight or gradient.
+    # A tensor in the memory of a weight or gradient is that weight or gradient.
     memory = {_memory(one) for one in (*stand_ins.values(), *gradients)}
     seen = {id(one) for one in stand_ins.values()}
     for told, before, after in _beside_parameters(optimizer, twin):

@@ -2,10 +2,10 @@
 
 torch computes a tensor on a CPU by vectors, and the elements behind the last whole one singly. Some
 kernels round these in another way: the fused ones of AdamW and SGD, and pow, sigmoid or atan2 in
-any optimizer (torch 2.13). Which elements are last depends on the number of workers. So in
-deterministic mode the optimizer gets each shard with rows behind it, in memory that the model does
-not use, up to whole vectors. No kernel is chosen here, so this holds for any of them, and for any
-width of vectors and any device.
+any optimizer (torch 2.13). The position of the last elements depends on the number of workers. So
+in deterministic mode the optimizer gets each shard with rows behind it, in memory that the model
+does not use, up to whole vectors. No kernel is chosen here, so this holds for any of them, and for
+any width of vectors and any device.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def in_whole_vectors(
 ) -> None:
     """Give each parameter zeros behind its rows, up to whole vectors, in place.
 
-    Dims but the first stay as they are. What an optimizer keeps for it, in ``state``, gets zeros,
-    too.
+    Dims but the first stay as they are. The optimizer's state for it, in ``state``, gets zeros too.
 
     Args:
         parameters: Those of ``local_parameters``, after ``reserve``.

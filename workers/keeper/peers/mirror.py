@@ -67,7 +67,7 @@ class Mirror(Replication):
         self._thread.start()
 
     def stop(self) -> None:
-        """Copy nothing any more, at once; what was copied stays."""
+        """Stop copying at once; finished copies stay."""
         self._streams.abort()
         super().stop()
         self._table.note_listed(self._peer.node, ())
@@ -197,7 +197,7 @@ class Mirrors:
         return [line for one in list(self._running.values()) for line in one.problems.values()]
 
     def stop(self) -> None:
-        """Follow nothing any more; copies and parities stay."""
+        """Stop following; copies and parities stay."""
         self.follow(())
 
 

@@ -29,7 +29,7 @@ from workers.memory import Arena, LocalPart, Part, is_copy, is_parity
 from workers.parity import ParityRecord, buffer_bytes, complete_draft, write
 from workers.protocol import Held, Member, ParityGroup
 
-#: In place of a node in the names of copies: nobody copies these (``is_parity``).
+#: In place of a node in the names of copies: these are never copied (``is_parity``).
 _PREFIX: Final = "parity"
 
 

@@ -86,7 +86,7 @@ class Streams:
         self._numbers = count()
         self._streams: dict[int, _Stream] = {}
         self._work = threading.Condition()
-        #: Ranges of the read that runs which nobody has taken, and how many are not filled.
+        #: Ranges of the read that runs that no stream has taken, and how many are not filled.
         self._left: deque[tuple[int, int]] = deque()
         self._num_open = 0
         self._read: tuple[str, Held, memoryview] | None = None

@@ -57,7 +57,7 @@ def refuse_diverged(step: int, sharded: ShardedModel) -> None:
     names = _differing(sharded, sums[1:])
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     which = ", ".join(map(str, ranks))
-    is_known = layout.dp_replicate > 2  # noqa: PLR2004  of two nobody knows which is right
+    is_known = layout.dp_replicate > 2  # noqa: PLR2004  with two it is unknown which is right
     told = f"those of rank {which}" if is_known else f"rank {which}, of which one is wrong"
     raise DivergedError(
         f"step {step}: copies of the weights differ, {told}: "
