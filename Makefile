@@ -23,7 +23,8 @@ COMPILE := { $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib 2>/dev/null || tru
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast test-py312 test-ray test-torch test-peerless test-gpu test-chaos \
-  chaos-network simulate check check-form check-types rooms format docs site bench bench-quick clean
+  chaos-network simulate check check-form check-types rooms format docs site bench bench-quick \
+  bench-peers clean
 
 help:
 	@echo "make demo        train twice, once with faults, and compare (under 5 minutes on 2 cores)"
@@ -41,6 +42,7 @@ help:
 	@echo "make simulate    2,000 seeded histories of the controller's decisions (HISTORIES=, SEED=)"
 	@echo "make bench       every measurement, beside its peers (hours; tests/benchmarks/RESULTS.md)"
 	@echo "make bench-quick every benchmark with its smallest setting: do they run?"
+	@echo "make bench-peers torchrun, torchft, Ray Train, NVRx and everstep under the same faults (hours; ARGS=\"--runs 1\")"
 	@echo "make format      let ruff format and fix"
 	@echo "make clean       remove .venv, caches and builds (runs/ stays)"
 
@@ -156,12 +158,25 @@ $(BENCH): $(STAMP)
 	@DS_BUILD_OPS=0 $(INSTALL) -c constraints.txt -e '.[interop,peers]'
 	@touch $@
 
-bench: $(BENCH)
+# Each peer in an environment of its own: pip takes CPU builds of torch where an index has them.
+PEER_STAMPS := $(patsubst tests/benchmarks/peers/%/requirements.txt,.venv-peers/%/.installed,\
+  $(wildcard tests/benchmarks/peers/*/requirements.txt))
+
+.venv-peers/%/.installed: tests/benchmarks/peers/%/requirements.txt $(STAMP)
+	@echo "venv: installing $* in .venv-peers"
+	@$(BIN)/python -m venv .venv-peers/$*
+	@.venv-peers/$*/bin/python -m pip install --quiet --progress-bar off -r $<
+	@touch $@
+
+bench: $(BENCH) $(PEER_STAMPS)
 	$(BIN)/python -m tests.benchmarks
 
 bench-quick: $(BENCH)
 	$(BIN)/python -m tests.benchmarks --quick
 
+bench-peers: $(STAMP) $(PEER_STAMPS)
+	$(BIN)/python -m tests.benchmarks peers $(ARGS)
+
 clean:
-	rm -rf $(VENV) .venv-docs .venv-py312 .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers .venv-docs .venv-py312 .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

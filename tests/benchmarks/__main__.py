@@ -20,7 +20,7 @@ from typing import Final
 from tests.benchmarks.common import origin
 
 #: What imports a peer, and the package without which it cannot be imported.
-PEERS: Final = {"DeepSpeed": "deepspeed", "Ray Train": "pandas", "torchdata": "torchdata"}
+PEERS: Final = {"DeepSpeed": "deepspeed", "torchdata": "torchdata"}
 #: The smallest settings: they show that a benchmark starts and ends, and their figures say nothing.
 QUICK: Final = {
     "bench_change": "--rounds 1",
@@ -51,7 +51,7 @@ QUICK: Final = {
     "bench_soak": "--faults 2 --from 0 --local --kinds worker-kill keeper-kill",
     "bench_spot_traces": "--trace p3 --hours 3 3.5",
     "bench_traffic": "--mib 24 --rounds 3 --steps 4",
-    "peer_ray_train": "--workers 2 --fault worker",
+    "peers": "--arms everstep --faults kill --runs 1 --each 1 --again --directory build/quick",
 }
 
 
@@ -94,9 +94,9 @@ def missing_peers() -> list[str]:
 
 
 def main() -> int:
-    """Run the modules ``bench_*`` and, after them, the peer; return 1 if one failed."""
+    """Run the modules ``bench_*`` and, after them, the peers; return 1 if one failed."""
     folder = Path(__file__).parent
-    names = [path.stem for path in sorted(folder.glob("bench_*.py"))] + ["peer_ray_train"]
+    names = [path.stem for path in sorted(folder.glob("bench_*.py"))] + ["peers"]
     arguments = sys.argv[1:]
     is_quick = "--quick" in arguments
     chosen, options = choose(names, [each for each in arguments if each != "--quick"])

@@ -4,23 +4,17 @@ Every time is read from what the run wrote: from the fault (our clock, just befo
 to the end of the first step of the next attempt (``wall_time`` of rank 0's metric line).
 
     python -m tests.benchmarks.bench_recovery --kills 20 --json
-
-``--peer N`` injects N faults of each kind into Ray Train as well, right after, and prints how many
-times longer it takes (needs ``pip install "everstep[peers]"``). The two stand beside each other
-with the number of faults of each.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -244,12 +238,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--shrinks", type=int, default=20)
     parser.add_argument("--nodes", type=int, default=5)
-    parser.add_argument("--peer", type=int, default=0, help="faults of each kind for Ray Train")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    # Ray Train is a part of ray, but its import needs pandas.
-    if arguments.peer and importlib.util.find_spec("pandas") is None:
-        parser.error('--peer needs Ray Train: pip install "everstep[peers]"')
     result: dict[str, Any] = {}
     _say("warm standbys: kills, stops, controller")
     with running(standby_per_node=1) as bench:
@@ -271,30 +261,7 @@ def main() -> None:
         _say(json.dumps(result))
         result["kill_shrink"] = _spread(kill_workers(bench, arguments.shrinks, standbys=0))
     _say(json.dumps(result))
-    if arguments.peer:
-        result["peer"] = peer(arguments.peer, result)
     print(json.dumps(result) if arguments.json else json.dumps(result, indent=2))
-
-
-def peer(repeats: int, ours: dict[str, Any]) -> dict[str, Any]:
-    """Return Ray Train's recoveries, as it comes and tuned, and its medians over ours."""
-    results: dict[str, Any] = {}
-    for fault, own in (("worker", "kill_shrink"), ("node", "node")):
-        for tuned in (False, True):
-            command = [sys.executable, "-m", "tests.benchmarks.peer_ray_train", "--json"]
-            command += [
-                "--fault",
-                fault,
-                "--repeats",
-                str(repeats),
-                *(["--tuned"] if tuned else []),
-            ]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
-            name = f"{fault}_tuned" if tuned else fault
-            results[name] = {**spread(seconds), "ratio": spread(seconds)["p50"] / ours[own]["p50"]}
-            _say(json.dumps(results))
-    return results
 
 
 def _say(text: str) -> None:

@@ -2,13 +2,13 @@ import pytest
 
 from tests.benchmarks.__main__ import choose
 
-NAMES = ("bench_fleet", "bench_recovery", "bench_restart", "bench_restart_cold", "peer_ray_train")
+NAMES = ("bench_fleet", "bench_recovery", "bench_restart", "bench_restart_cold", "peers")
 
 
 def test_words_choose_benchmarks_and_options_go_to_the_one_that_is_meant() -> None:
     """An option that was taken for a word ran the benchmark with its defaults, and said nothing."""
     assert choose(NAMES, []) == (list(NAMES), [])
-    assert choose(NAMES, ["fleet", "peer"]) == (["bench_fleet", "peer_ray_train"], [])
+    assert choose(NAMES, ["fleet", "peer"]) == (["bench_fleet", "peers"], [])
     assert choose(NAMES, ["recovery", "--kills", "3"]) == (["bench_recovery"], ["--kills", "3"])
 
 

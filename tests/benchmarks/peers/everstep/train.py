@@ -1,0 +1,45 @@
+"""The same training in everstep, as its guide's first page writes it."""
+
+from typing import Any
+
+import torch
+
+from everstep import Session, run
+from tests.benchmarks.peers.events import Log
+from tests.benchmarks.peers.trainer import (
+    CLIP_NORM,
+    GLOBAL_BATCH,
+    LR,
+    NUM_SAMPLES,
+    PROBE_EVERY,
+    build_model,
+    probe,
+    summed_loss,
+)
+
+log = Log()
+
+
+def train(session: Session) -> None:
+    model = session.model(build_model)
+    session.optimizer(lambda named: torch.optim.AdamW(named.values(), lr=LR))
+    log.start(
+        step=session.step, rank=session.rank, world=session.world_size,
+        group=f"attempt {session._assignment.attempt}",
+    )  # fmt: skip
+
+    def loss_of(samples: Any) -> torch.Tensor:
+        log.samples(session.step + 1, samples)
+        return summed_loss(model, samples) / len(samples)
+
+    for step in session.steps(NUM_SAMPLES):
+        session.train_step(loss_of)
+        log.committed(step.number, step.loss)
+        if step.number % PROBE_EVERY == 0:
+            log.weights(step.number, probe(model.named_parameters()))
+        if log.is_over(step.number):
+            session.stop("the benchmark has seen enough")
+
+
+if __name__ == "__main__":
+    run(train, steps=1_000_000, global_batch=GLOBAL_BATCH, micro_batch=4, clip_norm=CLIP_NORM)
