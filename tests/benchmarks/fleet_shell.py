@@ -188,16 +188,20 @@ class FleetShell:
                 )  # fmt: skip
 
     def notice(self, node: str, lead_s: float) -> None:
-        """The provider says that it takes a machine, takes it, and another one comes."""
+        """The provider says that it takes a machine, gives another one, and takes it.
+
+        Without another one each notice renews all requests that are pending, each of which names
+        all nodes to avoid: the journal grows with the third power of the notices.
+        """
         self._leaving.add(node)
         by_s = self.now_s + lead_s
         self.fold(ev.NodeDraining(at_s=self.now_s, node=node, deadline_s=by_s, notice="spot"))
+        self.join()
         self._at(by_s, self._take, node)
 
     def _take(self, node: str) -> None:
         if node in self.alive:
             self.lose([node])
-            self.join()
 
     def crash(self, worker: str) -> None:
         """A process dies."""
