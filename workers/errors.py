@@ -72,6 +72,10 @@ class DivergedError(TaskError):
     """
 
 
+class NodeShortError(WorkerError):
+    """The node has no memory or descriptors left for an attempt; another node may have."""
+
+
 class ArenaError(WorkerError):
     """Snapshot memory cannot be allocated, or is invalid."""
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from workers.process.device import EXIT_CODE
 
 #: In a /dev/shm of its own, with the pages and the descriptor socket there as in a run.
 SCRIPT = """
@@ -70,13 +73,11 @@ def test_snapshots_do_not_fit_into_shared_memory_and_need_not() -> None:
 
 #: In a /dev/shm of its own that somebody else has filled.
 IN_FULL = """
-import contextlib, os
+import os
 from workers.records.ring import RecordRing
 from workers.records.progress import ProgressRecord
 
-with open("/dev/shm/other", "wb", buffering=0) as file, contextlib.suppress(OSError):
-    while file.write(bytes(4096)):
-        pass
+fill()
 for make in (
     lambda: RecordRing("/dev/shm/ring", attempt=1, num_ranks=4),
     lambda: ProgressRecord.create("/dev/shm/page", worker="w0001"),
@@ -91,7 +92,7 @@ print(os.listdir("/dev/shm"))
 
 def test_where_shared_memory_is_full_a_worker_says_so() -> None:
     """A file grows there without a word: the first store to it was a bus error, and no outcome."""
-    done = _in_small_shm([sys.executable, "-c", IN_FULL])
+    done = _in_small_shm([sys.executable, "-c", FILL + IN_FULL])
 
     assert done.returncode == 0, done.stderr
     ring, page, left = done.stdout.splitlines()
@@ -99,6 +100,49 @@ def test_where_shared_memory_is_full_a_worker_says_so() -> None:
     assert ring.endswith(": '/dev/shm/ring'")
     assert page == "[Errno 28] No space left on device for 4096 bytes: '/dev/shm/page'"
     assert left == "['other']"
+
+
+#: A worker that is there already is to form an attempt. Its script raises such an error, too.
+FORMING = """
+import sys
+from pathlib import Path
+from tests.unit.workers.process.test_device import attempts
+
+pages = Path("/dev/shm/pages")
+pages.mkdir()
+attempts(Path(sys.argv[1]), pages, before=fill if sys.argv[2] == "full" else None)
+"""
+OUT_OF_SPACE = """
+import everstep
+
+def train(session):
+    raise OSError(28, "no space for the script")
+
+everstep.run(train)
+"""
+FILL = """
+import contextlib
+
+def fill():
+    with open("/dev/shm/other", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("room", "code", "outcomes"), [("full", EXIT_CODE, ""), ("free", 0, "Raised Raised ")]
+)
+def test_where_an_attempt_finds_no_room_its_process_ends(
+    room: str, code: int, outcomes: str, tmp_path: Path
+) -> None:
+    """The second such error was taken for a bug of the script, and ended the run on all nodes."""
+    (tmp_path / "script.py").write_text(OUT_OF_SPACE)
+    (tmp_path / "outcomes").touch()
+    done = _in_small_shm([sys.executable, "-c", FILL + FORMING, str(tmp_path), room])
+
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "outcomes").read_text() == outcomes
 
 
 #: In one in which 1 MiB is left after the first attempt.

@@ -17,11 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ucp_core.errors import HeldError, StorageError
 from ucp_core.storage import held, open_store
 from workers import collectives
+from workers.errors import NodeShortError
 from workers.keeper import progress_path, ring_path
 from workers.process import device, termination
 from workers.process.output import HeldOutput, OutputLog, log_of
@@ -168,7 +169,7 @@ class AttemptRunner:
     def run(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> Outcome:
         """Train in the attempt until this worker leaves it; never raises.
 
-        Ends the process if its device fails for good.
+        Ends the process if its device fails for good, or if its node has no room for an attempt.
         """
         if device.has_failed():
             os._exit(device.EXIT_CODE)
@@ -188,6 +189,9 @@ class AttemptRunner:
         try:
             with log_of(output):
                 outcome = run_attempt(assignment, context)
+        except NodeShortError as error:
+            # No outcome either: the run continues with workers of other nodes.
+            _end(output, f"{error}; so this process ends\n")
         except BaseException as error:  # noqa: BLE001  the edge: a bug of ours is an outcome too
             outcome = Raised(
                 attempt=assignment.attempt,
@@ -204,9 +208,9 @@ class AttemptRunner:
             output.add(outcome.traceback)
         if device.has_failed() and not device.is_of_script(outcome):
             # No outcome: the error is not the script's. The run continues without this worker.
-            output.add(f"the GPU failed, so this process ends, and another takes over: {outcome}\n")
-            output.close()
-            os._exit(device.EXIT_CODE)
+            _end(
+                output, f"the GPU failed, so this process ends, and another takes over: {outcome}\n"
+            )
         if isinstance(outcome, Completed | Raised | Superseded):
             # This process may be ended next.
             output.close()
@@ -295,3 +299,10 @@ class AttemptRunner:
 
     def _note_formed(self, formed: Formed) -> None:
         self._formed = {formed.attempt: formed}
+
+
+def _end(output: OutputLog, words: str) -> NoReturn:
+    """End this process with words in its log."""
+    output.add(words)
+    output.close()
+    os._exit(device.EXIT_CODE)

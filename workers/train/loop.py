@@ -7,6 +7,7 @@ so the script also releases its objects.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import traceback
@@ -20,7 +21,13 @@ import torch.distributed as dist
 
 from ucp_core.errors import SupersededError, UcpError
 from workers import collectives
-from workers.errors import DivergedError, LayoutRefusedError, NotFiniteError, WorkerError
+from workers.errors import (
+    DivergedError,
+    LayoutRefusedError,
+    NodeShortError,
+    NotFiniteError,
+    WorkerError,
+)
 from workers.memory import HandOver, SnapshotMemory
 from workers.parallel import build_mesh
 from workers.protocol import (
@@ -57,6 +64,9 @@ _OURS: Final = str(Path(__file__).parents[1])
 _BUILT_IN: Final = str(Path(__file__).with_name("lm.py"))
 #: How long an attempt waits for memory of the previous one, if that ran out of it.
 _LEFTOVERS_S: Final = 5.0
+
+#: What a node can run out of: memory, space in shared memory, descriptors.
+_SHORT: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE})
 
 
 class _Process:
@@ -194,6 +204,8 @@ class _Attempt:
             return PeerLost(attempt=attempt, step=step, detail=described, unreached=unreached)
         if isinstance(error, SupersededError):
             return Superseded(attempt=attempt, step=step, why=str(error))
+        if self._session is None and getattr(error, "errno", None) in _SHORT:
+            raise NodeShortError(f"this node has no room for an attempt: {error}") from error
         if isinstance(error, DivergedError):
             # A step whose copies differ does not count as completed.
             step = error.facts["step"] - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,15 +42,25 @@ everstep.run(train)
 """
 
 
-def attempts(directory: Path) -> None:
-    """Go through two attempts of a worker, and note how it left them."""
+def attempts(
+    directory: Path, pages: Path | None = None, before: Callable[[], object] | None = None
+) -> None:
+    """Go through two attempts of a worker, and note how it left them.
+
+    Args:
+        directory: Of the run and its script.
+        pages: Where the worker's records are; ``directory`` if not given.
+        before: What is done before the first attempt, when the worker is there.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     runner = AttemptRunner(
         worker="w0001",
-        directory=directory,
+        directory=pages or directory,
         run_url=str(directory / "run"),
         settings=Settings(run=RunSettings(directory="run", script=str(directory / "script.py"))),
     )
+    if before is not None:
+        before()
     for attempt in (1, 2):
         assignment = Assignment(
             attempt=attempt,
