@@ -7,7 +7,7 @@ values, which become JSON (``pickle_values``). Conversion draws from a ``budget`
 """
 
 from ucp_core.torch_files.budget import current_budget, reading_within, use_budget
-from ucp_core.torch_files.pickle_classes import Buildable, Global
+from ucp_core.torch_files.pickle_classes import Global
 from ucp_core.torch_files.pickle_reader import collector_paused
 from ucp_core.torch_files.pickle_tensors import extents_of, known_dtype
 from ucp_core.torch_files.pickle_writer import pickle_tree

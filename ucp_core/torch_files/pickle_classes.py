@@ -45,18 +45,8 @@ class Global:
     make: Callable[..., Any] = field(repr=False, compare=False)
 
 
-class Buildable:
-    """Base of the stand-ins for objects that are made first and get their state later."""
-
-    __slots__ = ()
-
-    def build(self, state: Any) -> None:
-        """Take the state."""
-        raise NotImplementedError
-
-
 @dataclass(slots=True, eq=False)
-class Opaque(Buildable):
+class Opaque:
     """An object of an allowed foreign class: what its pickle says, nothing else.
 
     Attributes:
@@ -68,10 +58,6 @@ class Opaque(Buildable):
     name: str
     args: tuple[Any, ...] = ()
     state: Any = None
-
-    def build(self, state: Any) -> None:
-        """Take the state."""
-        self.state = state
 
 
 class Array:
@@ -154,7 +140,7 @@ def _opaque(full: str) -> Callable[..., Any]:
 def check_key(key: Any) -> None:
     """Check that hashing ``key`` is cheap: a scalar, a stand-in, or a small tuple of them."""
     kind = type(key)
-    if kind in _KEYS or isinstance(key, Buildable):
+    if kind in _KEYS:
         return
     parts = [key]
     count = 0
@@ -165,7 +151,7 @@ def check_key(key: Any) -> None:
             if count > _KEY_ELEMENTS_MAX:
                 break
             parts += part
-        elif type(part) not in _KEYS and not isinstance(part, Buildable):
+        elif type(part) not in _KEYS:
             count = _KEY_ELEMENTS_MAX + 1
             break
     if kind is not tuple or count > _KEY_ELEMENTS_MAX:

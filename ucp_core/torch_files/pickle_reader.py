@@ -31,8 +31,8 @@ from ucp_core.torch_files.budget import Budget, current_budget
 from ucp_core.torch_files.pickle_classes import (
     Allow,
     Array,
-    Buildable,
     Global,
+    Opaque,
     Resolver,
     check_key,
 )
@@ -508,8 +508,8 @@ class _Machine:
     def op_build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if isinstance(target, Buildable):
-            target.build(state)
+        if type(target) is Opaque:
+            target.state = state
         elif type(target) is Array:
             self.stack[-1] = target.with_state(state)
             self._replace(target, self.stack[-1])

@@ -1,4 +1,7 @@
-"""Reads the metadata of a torch DCP directory, and checks its files against them."""
+"""Reads the metadata of a torch DCP directory, and checks its files against them.
+
+Source: ``torch.distributed.checkpoint.metadata`` and ``.filesystem`` of torch 2.0 to 2.13.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.formats.dcp.container import Blob, Chunk, Container, StoredTensor
-from ucp_core.formats.dcp.metadata import (
-    CLASSES,
-    BytesMetadata,
-    ChunkMetadata,
-    Index,
-    Metadata,
-    StorageInfo,
-    TensorMetadata,
-    expect,
-    mapping,
-)
 from ucp_core.formats.dcp.recognition import METADATA_NAME, metadata_names
 from ucp_core.formats.dcp.safetensors import find_safetensors
 from ucp_core.geometry import Box
 from ucp_core.storage import join
-from ucp_core.torch_files import collector_paused, current_budget, known_dtype, read_pickle
+from ucp_core.torch_files import (
+    Global,
+    Opaque,
+    collector_paused,
+    current_budget,
+    extents_of,
+    known_dtype,
+    read_pickle,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,12 +59,12 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
     for name in container.metadata_names:
         path = join(directory, name)
         current_budget().draw(container.sizes[name], path)
-        metadata = read_pickle(store.read(path), where=path, allow=CLASSES)
+        metadata = read_pickle(store.read(path), where=path)
         prefix = name[: name.rfind("/") + 1]
         try:
             with collector_paused():
                 _add(container, metadata, prefix, path)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(
                 f"{path} is not what torch DCP writes ({error})", path=path
             ) from error
@@ -73,26 +73,44 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
     return container
 
 
+def _fields(value: Any, kind: str) -> Any:
+    """Return the attributes of an object of a class of ``torch.distributed.checkpoint``."""
+    _expect(value, Opaque)
+    if _class(value) != kind:
+        msg = f"a {_class(value)} where {kind} is expected"
+        raise TypeError(msg)
+    return value.state
+
+
+def _class(value: Opaque) -> str:
+    return value.name.rpartition(".")[2]
+
+
+def _expect(value: Any, kind: type[Any]) -> Any:
+    if type(value) is not kind:
+        msg = f"a {type(value).__name__} where {kind.__name__} is expected"
+        raise TypeError(msg)
+    return value
+
+
 def _add(container: Container, metadata: Any, prefix: str, path: str) -> None:
     """Add the content of one metadata file."""
-    state = expect(metadata, Metadata).state
+    state = _expect(_fields(metadata, "Metadata"), dict)
     places: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
-    for index, info in mapping(state["storage_data"]).items():
-        place = expect(index, Index)
-        item = _blob(expect(info, StorageInfo), place.key, prefix, path)
-        places[place.key, place.offset] = item
-    for name, value in mapping(state["state_dict_metadata"]).items():
+    for index, info in _expect(state["storage_data"], dict).items():
+        place = _fields(index, "MetadataIndex")
+        key, offset = _expect(place["fqn"], str), place.get("offset")
+        blob = _blob(_fields(info, "_StorageInfo"), key, prefix, path)
+        places[key, None if offset is None else extents_of(offset)] = blob
+    for name, value in _expect(state["state_dict_metadata"], dict).items():
         key = _key(name)
-        if type(value) is TensorMetadata:
-            _add_tensor(container, key, value, places, path)
-        elif type(value) is BytesMetadata:
-            blob = places.get((key, None))
-            if blob is None:
+        if _class(_expect(value, Opaque)) == "BytesStorageMetadata":
+            found = places.get((key, None))
+            if found is None:
                 _missing(key, None, path)
-            container.blobs.setdefault(key, []).append(blob)
+            container.blobs.setdefault(key, []).append(found)
         else:
-            msg = f"{key} is a {type(value).__name__}"
-            raise TypeError(msg)
+            _add_tensor(container, key, _fields(value, "TensorStorageMetadata"), places, path)
     container.version = str(state.get("version") or "")
     planner = state.get("planner_data")
     if isinstance(planner, dict):
@@ -108,7 +126,7 @@ def _is_path(value: Any) -> bool:
 
 
 def _key(value: Any) -> str:
-    key: str = expect(value, str)
+    key: str = _expect(value, str)
     if len(key.encode()) > _KEY_BYTES_MAX:
         msg = f"a key has {len(key)} characters"
         raise ValueError(msg)
@@ -118,27 +136,31 @@ def _key(value: Any) -> str:
 def _add_tensor(
     container: Container,
     key: str,
-    value: TensorMetadata,
+    fields: Mapping[str, Any],
     places: Mapping[tuple[str, tuple[int, ...] | None], Blob],
     path: str,
 ) -> None:
-    dtype = known_dtype(value.dtype, f"{path} ({key})")
-    item = container.tensors.setdefault(key, StoredTensor(dtype, value.shape, []))
-    if (item.dtype, item.shape) != (dtype, value.shape):
+    shape = extents_of(fields["size"])
+    properties = _fields(fields["properties"], "TensorProperties")
+    named = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    dtype = known_dtype(_expect(named, Global).name.removeprefix("torch."), f"{path} ({key})")
+    item = container.tensors.setdefault(key, StoredTensor(dtype, shape, []))
+    if (item.dtype, item.shape) != (dtype, shape):
         raise CheckpointCorruptError(
-            f"{path}: {key} is {dtype}{list(value.shape)}, another rank wrote {item.dtype}"
+            f"{path}: {key} is {dtype}{list(shape)}, another rank wrote {item.dtype}"
             f"{list(item.shape)}: the files are of different saves",
             key=key,
             path=path,
         )
     known = {chunk.box for chunk in item.chunks}
-    for chunk in value.chunks:
-        place = expect(chunk, ChunkMetadata)
-        box = _box(place.offsets, place.sizes)
-        if len(box.start) != len(value.shape):
-            msg = f"{key} has {len(value.shape)} dims, its box {box}"
+    for chunk in _expect(fields["chunks"], list):
+        place = _fields(chunk, "ChunkStorageMetadata")
+        offsets = extents_of(place["offsets"])
+        box = _box(offsets, extents_of(place["sizes"]))
+        if len(box.start) != len(shape):
+            msg = f"{key} has {len(shape)} dims, its box {box}"
             raise ValueError(msg)
-        blob = places.get((key, place.offsets))
+        blob = places.get((key, offsets))
         if box.is_empty:
             # A rank without rows still writes an item, which can be the last one of its file.
             container.empty += [] if blob is None else [(key, blob)]
@@ -160,22 +182,23 @@ def _missing(key: str, box: Box | None, path: str) -> NoReturn:
     raise CheckpointCorruptError(f"{path}: {what} is in no file: it is damaged", key=key, path=path)
 
 
-def _blob(info: StorageInfo, key: str, prefix: str, path: str) -> Blob:
-    if info.transforms:
+def _blob(fields: Mapping[str, Any], key: str, prefix: str, path: str) -> Blob:
+    if fields.get("transform_descriptors"):
         raise CheckpointCorruptError(
             f"{path}: {key} was saved through an extension (it is compressed, perhaps): save "
             "it without one",
             key=key,
             path=path,
         )
-    if not _is_inside(_key(info.path)):
+    file = _key(fields["relative_path"])
+    if not _is_inside(file):
         raise CheckpointCorruptError(
-            f"{path}: {key} is said to be in {info.path[:80]!r}, which is no file of this "
-            "checkpoint",
+            f"{path}: {key} is said to be in {file[:80]!r}, which is no file of this checkpoint",
             key=key,
             path=path,
         )
-    return Blob(prefix + info.path, info.offset, info.length)
+    offset_bytes, num_bytes = extents_of((fields["offset"], fields["length"]))
+    return Blob(prefix + file, offset_bytes, num_bytes)
 
 
 @lru_cache(maxsize=64)
