@@ -109,12 +109,12 @@ class Sitting:
             with contextlib.suppress(Exception):
                 undo()
         line = {
-            "fault": order.index, "seed": self._seed, "kinds": order.kinds, "when": order.when,
+            "fault": order.number, "seed": self._seed, "kinds": order.kinds, "when": order.when,
             "machines": [deed.machine for deed in deeds], "survived": not why, "why": why,
             "seconds": round(took_s, 1), "journal": "", **self._judged(deeds),
         }  # fmt: skip
         if why:
-            to = self._kept / f"{self._seed}-{order.index}"
+            to = self._kept / f"{self._seed}-{order.number}"
             line["journal"] = kept_journal(self._operator, to)
         return line
 

@@ -69,13 +69,13 @@ class Order(NamedTuple):
     """One fault of a soak, or two that belong together.
 
     Attributes:
-        index: Of the seed.
+        number: Counts the faults of a seed, from 0.
         kinds: One or two.
         when: "alone", "together" or "recovering".
         places: Draws the machines.
     """
 
-    index: int
+    number: int
     kinds: tuple[str, ...]
     when: str
     places: int

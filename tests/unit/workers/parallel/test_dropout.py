@@ -30,7 +30,8 @@ class Layer(nn.Module):
         self.one_part, self.other_part, self.whole = nn.Dropout(), nn.Dropout(), nn.Dropout()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.whole(self.down(self.other_part(self.one_part(self.up(x)))))
+        dropped: Tensor = self.whole(self.down(self.other_part(self.one_part(self.up(x)))))
+        return x + dropped
 
 
 def masks_of(model: nn.Module, key: tuple[int, ...], how: Any) -> dict[str, Any]:
