@@ -93,50 +93,32 @@ Point: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One committed step, as rank 0 wrote it.
+    """One committed step, as rank 0 wrote it."""
 
-    Attributes:
-        step: Optimizer step, from 1.
-        attempt: The attempt that took it.
-        loss: Mean over the tokens of the global batch; nan if it was not a number.
-        grad_norm: Before clipping; nan likewise.
-        tokens: Tokens that carry loss.
-        first_sample: Place of its first sample in the order of all samples.
-        step_s: Duration.
-        num_workers: Workers that took it.
-        layout: Their layout, for people.
-    """
-
-    step: int
-    attempt: int
-    loss: float
-    grad_norm: float
+    step: int  #: Optimizer step, from 1.
+    attempt: int  #: The attempt that took it.
+    loss: float  #: Mean over the tokens of the global batch; nan if it was not a number.
+    grad_norm: float  #: Before clipping; nan likewise.
     learning_rate: float
-    tokens: int
+    tokens: int  #: Tokens that carry loss.
     samples: int
-    first_sample: int
-    step_s: float
-    num_workers: int
-    layout: str
+    first_sample: int  #: Place of its first sample in the order of all samples.
+    step_s: float  #: Duration.
+    num_workers: int  #: Workers that took it.
+    layout: str  #: Their layout, for people.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The content of a run directory.
-
-    Attributes:
-        config_text: The resolved configuration as YAML.
-        journal: One mapping per record, oldest first.
-        steps: In order; a step that was redone is there once, as it was taken last.
-        incidents: By number.
-        summary: ``summary.json``; empty before the run is over.
-    """
+    """The content of a run directory."""
 
     url: str
-    config_text: str = ""
-    journal: tuple[Mapping[str, Any], ...] = ()
+    config_text: str = ""  #: The resolved configuration as YAML.
+    journal: tuple[Mapping[str, Any], ...] = ()  #: One mapping per record, oldest first.
+    #: In order; a step that was redone is there once, as it was taken last.
     steps: tuple[StepRecord, ...] = ()
-    incidents: tuple[Incident, ...] = ()
+    incidents: tuple[Incident, ...] = ()  #: By number.
+    #: ``summary.json``; empty before the run is over.
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -232,26 +214,16 @@ def further_curves(curve: Curve, values: Curve) -> dict[str, list[Point]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutline:
-    """The content of a run's report.
-
-    Attributes:
-        config_text: The resolved configuration as YAML.
-        stats: The folded journal.
-        curve: Training loss by step, thinned.
-        validation: Validation loss likewise.
-        values: The script's own numbers likewise.
-        incidents: By number, the open ones too.
-        summary: ``summary.json``; empty before the run is over.
-    """
+    """The content of a run's report."""
 
     url: str
-    config_text: str
-    stats: RunStats
-    curve: Curve
-    validation: Curve
-    values: Curve
-    incidents: tuple[Incident, ...]
-    summary: Mapping[str, Any]
+    config_text: str  #: The resolved configuration as YAML.
+    stats: RunStats  #: The folded journal.
+    curve: Curve  #: Training loss by step, thinned.
+    validation: Curve  #: Validation loss likewise.
+    values: Curve  #: The script's own numbers likewise.
+    incidents: tuple[Incident, ...]  #: By number, the open ones too.
+    summary: Mapping[str, Any]  #: ``summary.json``; empty before the run is over.
 
     @property
     def name(self) -> str:

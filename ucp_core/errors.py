@@ -25,17 +25,11 @@ from typing import Any, NamedTuple
 
 
 class Place(NamedTuple):
-    """A place in a text.
+    """A place in a text."""
 
-    Attributes:
-        file: Its name, or ``command line``; "" for nowhere.
-        line: Counts from 1; 0 for the whole text.
-        column: Counts from 1.
-    """
-
-    file: str = ""
-    line: int = 0
-    column: int = 0
+    file: str = ""  #: Its name, or ``command line``; "" for nowhere.
+    line: int = 0  #: Counts from 1; 0 for the whole text.
+    column: int = 0  #: Counts from 1.
 
     def __str__(self) -> str:
         """Return ``file:line``."""
@@ -43,18 +37,13 @@ class Place(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with a document.
+    """One thing that is wrong with a document."""
 
-    Attributes:
-        path: The key, as in ``tensors.wte.slots.weight.fragments[3].box`` or ``train.lr``; "" for
-            the whole document.
-        message: The mistake, and the right form.
-        place: Where a text for people has it.
-    """
-
+    #: The key, as in ``tensors.wte.slots.weight.fragments[3].box`` or ``train.lr``; "" for the
+    #: whole document.
     path: str
-    message: str
-    place: Place = Place()
+    message: str  #: The mistake, and the right form.
+    place: Place = Place()  #: Where a text for people has it.
 
     def __str__(self) -> str:
         """Return it as one line for people."""

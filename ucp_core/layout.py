@@ -22,22 +22,14 @@ EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "cp", "tp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """The degree of every mesh axis.
+    """The degree of every mesh axis."""
 
-    Attributes:
-        pp: Pipeline stages.
-        dp_replicate: Full copies of the model (HSDP's outer axis).
-        dp_shard: Ways in which parameters and optimizer state are sharded (FSDP2).
-        cp: Context-parallel ways.
-        tp: Tensor-parallel ways.
-        ep: Expert-parallel ways, taken out of ``dp_shard``: neighbours on it have other experts.
-    """
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
+    pp: int = 1  #: Pipeline stages.
+    dp_replicate: int = 1  #: Full copies of the model (HSDP's outer axis).
+    dp_shard: int = 1  #: Ways in which parameters and optimizer state are sharded (FSDP2).
+    cp: int = 1  #: Context-parallel ways.
+    tp: int = 1  #: Tensor-parallel ways.
+    #: Expert-parallel ways, taken out of ``dp_shard``: neighbours on it have other experts.
     ep: int = 1
 
     def __post_init__(self) -> None:

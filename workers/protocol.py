@@ -53,53 +53,33 @@ Source: TypeAlias = tuple[int, int, str, str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A complete version of one rank in a buffer of an arena.
-
-    Attributes:
-        sequence: Number of writes to the buffer; a reader compares it before and after.
-        attempt: The attempt that wrote it.
-        step: The step after which the state was taken.
-        rank: The rank in that attempt.
-        world_size: The number of ranks in that attempt.
-        data_bytes: Length of the data, at the start of the buffer's body.
-        record_bytes: Length of the record, which follows the data.
-    """
+    """A complete version of one rank in a buffer of an arena."""
 
     buffer: int
-    sequence: int
-    attempt: int
-    step: int
-    rank: int
-    world_size: int
-    data_bytes: int
-    record_bytes: int
+    sequence: int  #: Number of writes to the buffer; a reader compares it before and after.
+    attempt: int  #: The attempt that wrote it.
+    step: int  #: The step after which the state was taken.
+    rank: int  #: The rank in that attempt.
+    world_size: int  #: The number of ranks in that attempt.
+    data_bytes: int  #: Length of the data, at the start of the buffer's body.
+    record_bytes: int  #: Length of the record, which follows the data.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPart:
-    """A version of one rank in a keeper's memory, on the rank's node or copied to another.
+    """A version of one rank in a keeper's memory, on the rank's node or copied to another."""
 
-    Attributes:
-        arena: Name of the arena on its node.
-        held: The version in one of its buffers.
-    """
-
-    arena: str
-    held: Held
+    arena: str  #: Name of the arena on its node.
+    held: Held  #: The version in one of its buffers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A rank's version that a parity was computed from.
-
-    Attributes:
-        data_bytes: Length of its data.
-        record_bytes: Length of its record, which follows the data.
-    """
+    """A rank's version that a parity was computed from."""
 
     rank: int
-    data_bytes: int
-    record_bytes: int
+    data_bytes: int  #: Length of its data.
+    record_bytes: int  #: Length of its record, which follows the data.
 
     @property
     def size_bytes(self) -> int:
@@ -109,41 +89,26 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParity:
-    """A node's parities of a version of one group; see ``workers.parity.rebuild``.
+    """A node's parities of a version of one group; see ``workers.parity.rebuild``."""
 
-    Attributes:
-        arena: Name of the arena on its node.
-        held: The parities in one of its buffers; the rank is below 0.
-        num_parities: 1 or 2: the number of nodes that may be lost.
-        place: The node's place in the group.
-        members: The versions it was computed from, by place; None for a node without one.
-    """
-
-    arena: str
-    held: Held
-    num_parities: int
-    place: int
+    arena: str  #: Name of the arena on its node.
+    held: Held  #: The parities in one of its buffers; the rank is below 0.
+    num_parities: int  #: 1 or 2: the number of nodes that may be lost.
+    place: int  #: The node's place in the group.
+    #: The versions it was computed from, by place; None for a node without one.
     members: tuple[Member | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """What a keeper holds in memory, and the address where peers read it.
+    """What a keeper holds in memory, and the address where peers read it."""
 
-    Attributes:
-        node: Ray node id, hex.
-        host: Host of the keeper's server for peers.
-        parts: All complete versions in its arenas.
-        parities: All complete parities in its arenas.
-        budget_bytes: Limit of all its arenas together; 0 if it keeps no snapshots.
-    """
-
-    node: str
-    host: str
+    node: str  #: Ray node id, hex.
+    host: str  #: Host of the keeper's server for peers.
     port: int
-    parts: tuple[HeldPart, ...]
-    parities: tuple[HeldParity, ...] = ()
-    budget_bytes: int = 0
+    parts: tuple[HeldPart, ...]  #: All complete versions in its arenas.
+    parities: tuple[HeldParity, ...] = ()  #: All complete parities in its arenas.
+    budget_bytes: int = 0  #: Limit of all its arenas together; 0 if it keeps no snapshots.
 
     @property
     def held_bytes(self) -> int:
@@ -154,63 +119,45 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """The place of one rank's part of the version to load, or of parities.
-
-    Attributes:
-        held: The entry of the keeper's ``Inventory``; the rank is below 0 for parities.
-        secret: The secret that the keeper asks for.
-    """
+    """The place of one rank's part of the version to load, or of parities."""
 
     node: str
     host: str
     port: int
     arena: str
-    held: Held
-    secret: bytes = field(repr=False)
+    held: Held  #: The entry of the keeper's ``Inventory``; the rank is below 0 for parities.
+    secret: bytes = field(repr=False)  #: The secret that the keeper asks for.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """The address of a keeper for other keepers.
-
-    Attributes:
-        secret: The secret that it asks for; the keeper makes it, and its ``hello`` returns it.
-    """
+    """The address of a keeper for other keepers."""
 
     node: str
     host: str
     port: int
+    #: The secret that it asks for; the keeper makes it, and its ``hello`` returns it.
     secret: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlace:
-    """A node of a parity group.
+    """A node of a parity group."""
 
-    Attributes:
-        peer: Its keeper; None for the node that receives this message.
-        ranks: Its ranks in the attempt, in order.
-    """
-
-    peer: Peer | None
-    ranks: tuple[int, ...]
+    peer: Peer | None  #: Its keeper; None for the node that receives this message.
+    ranks: tuple[int, ...]  #: Its ranks in the attempt, in order.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityGroup:
-    """The nodes that protect each other by parity.
+    """The nodes that protect each other by parity."""
 
-    Attributes:
-        attempt: The attempt whose versions they protect.
-        num_parities: 1 or 2: the number of nodes that may be lost.
-        places: All nodes of the group, this one included, in the same order on each.
-        over_replicas: Whether ranks compute the parities from their replicas; the keepers then
-            only add the members' records.
-    """
-
-    attempt: int
-    num_parities: int
+    attempt: int  #: The attempt whose versions they protect.
+    num_parities: int  #: 1 or 2: the number of nodes that may be lost.
+    #: All nodes of the group, this one included, in the same order on each.
     places: tuple[GroupPlace, ...]
+    #: Whether ranks compute the parities from their replicas; the keepers then only add the
+    #: members' records.
     over_replicas: bool = False
 
     @property
@@ -241,62 +188,44 @@ def stored_source(step: int, attempt: int) -> Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperOrder:
-    """What a keeper does in an attempt; sent to it at the start of every attempt.
+    """What a keeper does in an attempt; sent to it at the start of every attempt."""
 
-    Attributes:
-        attempt: The attempt. The keeper's memory accepts nothing of older ones from now on.
-        lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first: tells
-            which versions no longer count.
-        copies_of: Keepers whose ranks' newest versions it copies into its memory.
-        parity: The group whose parities it keeps; None for no parities.
-        bad: ``(arena, buffer, sequence)`` of versions that could not be loaded: it drops them.
-        claim: The claim under which the order is given (``ucp_core.storage.Owner``).
-        others: Addresses of raylets on a few other nodes of the attempt: a keeper that reaches none
-            of them, and not the head, ends its trainers.
-    """
-
-    attempt: int
+    attempt: int  #: The attempt. The keeper's memory accepts nothing of older ones from now on.
+    #: ``(attempt, resume_step)`` of every attempt up to this one, oldest first: tells which
+    #: versions no longer count.
     lineage: tuple[tuple[int, int], ...]
-    copies_of: tuple[Peer, ...]
-    parity: ParityGroup | None = None
+    copies_of: tuple[Peer, ...]  #: Keepers whose ranks' newest versions it copies into its memory.
+    parity: ParityGroup | None = None  #: The group whose parities it keeps; None for no parities.
+    #: ``(arena, buffer, sequence)`` of versions that could not be loaded: it drops them.
     bad: tuple[tuple[str, int, int], ...] = ()
-    claim: int = 0
+    claim: int = 0  #: The claim under which the order is given (``ucp_core.storage.Owner``).
+    #: Addresses of raylets on a few other nodes of the attempt: a keeper that reaches none of
+    #: them, and not the head, ends its trainers.
     others: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Enter ``attempt`` as ``rank``. The worker holds the call until it has left the attempt.
+    """Enter ``attempt`` as ``rank``. The worker holds the call until it has left the attempt."""
 
-    Attributes:
-        attempt: Fencing token; larger than any the worker has seen.
-        rank: This worker's rank in the attempt.
-        layout: Degrees of the mesh.
-        store_host: Host of the attempt's rendezvous store, outside all workers.
-        resume_step: The committed step to load; 0 to initialise from the seed.
-        resume_attempt: The attempt that committed ``resume_step``; 0 with ``resume_step`` 0.
-        lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first.
-        memory: All parts and parities of that version in keepers' memory; empty to load from
-            storage.
-        guards: Replicas on other nodes whose shares of the state this rank saves beside its own;
-            None if keepers protect each other's snapshots.
-        parity: Replicas on different nodes, this rank included, by place in their group; this
-            rank keeps a parity of the others' shares. () for no parity.
-        claim: The claim under which the attempt began (``ucp_core.storage.Owner``).
-    """
-
-    attempt: int
-    rank: int
-    layout: ParallelLayout
-    store_host: str
+    attempt: int  #: Fencing token; larger than any the worker has seen.
+    rank: int  #: This worker's rank in the attempt.
+    layout: ParallelLayout  #: Degrees of the mesh.
+    store_host: str  #: Host of the attempt's rendezvous store, outside all workers.
     store_port: int
-    resume_step: int
-    resume_attempt: int
+    resume_step: int  #: The committed step to load; 0 to initialise from the seed.
+    resume_attempt: int  #: The attempt that committed ``resume_step``; 0 with ``resume_step`` 0.
+    #: ``(attempt, resume_step)`` of every attempt up to this one, oldest first.
     lineage: tuple[tuple[int, int], ...]
+    #: All parts and parities of that version in keepers' memory; empty to load from storage.
     memory: tuple[MemoryPart, ...] = ()
+    #: Replicas on other nodes whose shares of the state this rank saves beside its own; None if
+    #: keepers protect each other's snapshots.
     guards: tuple[int, ...] | None = None
+    #: Replicas on different nodes, this rank included, by place in their group; this rank keeps
+    #: a parity of the others' shares. () for no parity.
     parity: tuple[int, ...] = ()
-    claim: int = 0
+    claim: int = 0  #: The claim under which the attempt began (``ucp_core.storage.Owner``).
 
     @property
     def saved_too(self) -> tuple[int, ...]:
@@ -338,17 +267,12 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLost:
-    """A collective of the worker failed: a hint that a peer died, no proof which one.
-
-    Attributes:
-        step: The last completed step.
-        detail: One line for people.
-        unreached: Address of the peer that the transport could not connect to; "" if it names none.
-    """
+    """A collective of the worker failed: a hint that a peer died, no proof which one."""
 
     attempt: int
-    step: int
-    detail: str
+    step: int  #: The last completed step.
+    detail: str  #: One line for people.
+    #: Address of the peer that the transport could not connect to; "" if it names none.
     unreached: str = ""
 
 
@@ -358,23 +282,17 @@ DEVICE_MEMORY: Final = "device memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """The training code raised.
-
-    Attributes:
-        step: The step in which it raised: the last completed one plus 1.
-        error: Type and message in one line.
-        traceback: The traceback to print, from the user's first frame on.
-        refuses: The axis whose degree the script or the model cannot have, ``DEVICE_MEMORY`` if the
-            device has too little of it, else "".
-        ranks: The ranks that numbers come from which are not finite, or whose copies of the weights
-            differ from the others'; empty if that is not known.
-    """
+    """The training code raised."""
 
     attempt: int
-    step: int
-    error: str
-    traceback: str
+    step: int  #: The step in which it raised: the last completed one plus 1.
+    error: str  #: Type and message in one line.
+    traceback: str  #: The traceback to print, from the user's first frame on.
+    #: The axis whose degree the script or the model cannot have, ``DEVICE_MEMORY`` if the device
+    #: has too little of it, else "".
     refuses: str = ""
+    #: The ranks that numbers come from which are not finite, or whose copies of the weights
+    #: differ from the others'; empty if that is not known.
     ranks: tuple[int, ...] = ()
 
 
@@ -392,63 +310,43 @@ class Superseded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundBad:
-    """Bad sources that a worker found while loading.
+    """Bad sources that a worker found while loading."""
 
-    Attributes:
-        damaged: Sources whose bytes are not those that were written.
-        unread: Sources that could not be read or contradict others; they may be sound.
-        misfits: How the model or optimizer differs from those that made the version.
-        reasons: One line or more for each of these, for people.
-    """
-
-    damaged: tuple[Source, ...] = ()
+    damaged: tuple[Source, ...] = ()  #: Sources whose bytes are not those that were written.
+    #: Sources that could not be read or contradict others; they may be sound.
     unread: tuple[Source, ...] = ()
+    #: How the model or optimizer differs from those that made the version.
     misfits: tuple[str, ...] = ()
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()  #: One line or more for each of these, for people.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unloadable:
-    """A rank could not load the version to resume from, so all ranks left the attempt.
-
-    Attributes:
-        found: What this rank found bad; empty if another rank failed.
-    """
+    """A rank could not load the version to resume from, so all ranks left the attempt."""
 
     attempt: int
     step: int
-    found: FoundBad
+    found: FoundBad  #: What this rank found bad; empty if another rank failed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formed:
-    """The worker formed its groups, built the model and loaded its state.
-
-    Attributes:
-        load_s: The part of forming that was loading.
-        sources: ``(kind of source, bytes)`` that were loaded.
-        found: Bad sources that other sources replaced.
-    """
+    """The worker formed its groups, built the model and loaded its state."""
 
     attempt: int
-    load_s: float
-    sources: tuple[tuple[str, int], ...]
-    found: FoundBad = field(default_factory=FoundBad)
+    load_s: float  #: The part of forming that was loading.
+    sources: tuple[tuple[str, int], ...]  #: ``(kind of source, bytes)`` that were loaded.
+    found: FoundBad = field(default_factory=FoundBad)  #: Bad sources that other sources replaced.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """Something happened in an attempt that goes on, and is to be put on record.
-
-    Attributes:
-        text: One line for people.
-        ranks: The ranks that it comes from; empty if that is not known.
-    """
+    """Something happened in an attempt that goes on, and is to be put on record."""
 
     attempt: int
     step: int
-    text: str
-    ranks: tuple[int, ...] = ()
+    text: str  #: One line for people.
+    ranks: tuple[int, ...] = ()  #: The ranks that it comes from; empty if that is not known.
 
 
 #: Kinds of source beside storage, as ``Formed`` names them.
@@ -499,76 +397,54 @@ BEAT_S: Final = 0.1
 @packed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupState:
-    """The state of one process group of a rank, from the record ring.
+    """The state of one process group of a rank, from the record ring."""
 
-    Attributes:
-        group: Name of the group, equal on all members (mesh axis and coordinates, or "world").
-        ranks: Global ranks of the members, in group order; a range if they are one, which is told
-            in fewer bytes.
-        entered_seq: Number of collectives that this rank has called in the group; of those on a
-            device, that the device has reached.
-        finished_seq: Number of those that have finished for it.
-        op: Name of the last one entered, "" if none.
-        size_bytes: Its payload.
-        waiting_s: Time since the call of collective ``finished_seq + 1``, if this rank waits for
-            it; 0.0 if it waits for none, even if one started ahead is in flight.
-        dtype: Code of the type of the last one's first tensor.
-        history: Hash of (op, bytes, dtype) of all calls up to ``entered_seq``; 0 if unknown.
-        sent_bytes: Bytes that all its calls have sent to one other rank, as rings do it; 0 if
-            unknown.
-        num_ahead: Calls that the process has made and its device has not reached; at most 65535.
-    """
-
-    group: str
+    group: str  #: Name of the group, equal on all members (mesh axis and coordinates, or "world").
+    #: Global ranks of the members, in group order; a range if they are one, which is told in
+    #: fewer bytes.
     ranks: Sequence[int]
+    #: Number of collectives that this rank has called in the group; of those on a device, that
+    #: the device has reached.
     entered_seq: int
-    finished_seq: int
-    op: str
-    size_bytes: int
+    finished_seq: int  #: Number of those that have finished for it.
+    op: str  #: Name of the last one entered, "" if none.
+    size_bytes: int  #: Its payload.
+    #: Time since the call of collective ``finished_seq + 1``, if this rank waits for it; 0.0 if
+    #: it waits for none, even if one started ahead is in flight.
     waiting_s: float
-    dtype: int = 0
+    dtype: int = 0  #: Code of the type of the last one's first tensor.
+    #: Hash of (op, bytes, dtype) of all calls up to ``entered_seq``; 0 if unknown.
     history: int = 0
+    #: Bytes that all its calls have sent to one other rank, as rings do it; 0 if unknown.
     sent_bytes: int = 0
+    #: Calls that the process has made and its device has not reached; at most 65535.
     num_ahead: int = 0
 
 
 class StepCost(NamedTuple):
-    """The cost of a step for a rank, without its waits for others.
-
-    Attributes:
-        compute_s: Forward and backward of its fastest micro-batch; on a device the fastest of each
-            of those that hold no collective.
-        data_s: Wait for the data of a micro-batch, the mean of the step.
-        tokens: Those of the micro-batch that ``compute_s`` is of, the larger number if it is of
-            two; 0 if unknown.
-    """
+    """The cost of a step for a rank, without its waits for others."""
 
     step: int
+    #: Forward and backward of its fastest micro-batch; on a device the fastest of each of those
+    #: that hold no collective.
     compute_s: float
-    data_s: float
+    data_s: float  #: Wait for the data of a micro-batch, the mean of the step.
+    #: Those of the micro-batch that ``compute_s`` is of, the larger number if it is of two; 0 if
+    #: unknown.
     tokens: int = 0
 
 
 class StepFacts(NamedTuple):
-    """A rank's last completed step, beside its loss. nan: not known, or there is none.
+    """A rank's last completed step, beside its loss. nan: not known, or there is none."""
 
-    Attributes:
-        grad_norm: Norm of the mean gradient, before clipping.
-        lr: Learning rate.
-        tokens: Tokens of its micro-batches, padding included; 0.0 if another rank counts them.
-        data_s: Time for which it waited for data.
-        validation_loss: Mean loss of the last evaluation.
-        device_bytes: Memory in use on its device, by all processes.
-        device_bytes_max: Memory of the device.
-    """
-
-    grad_norm: float = math.nan
-    lr: float = math.nan
+    grad_norm: float = math.nan  #: Norm of the mean gradient, before clipping.
+    lr: float = math.nan  #: Learning rate.
+    #: Tokens of its micro-batches, padding included; 0.0 if another rank counts them.
     tokens: float = math.nan
-    data_s: float = math.nan
-    validation_loss: float = math.nan
-    device_bytes: float = math.nan
-    device_bytes_max: float = math.nan
+    data_s: float = math.nan  #: Time for which it waited for data.
+    validation_loss: float = math.nan  #: Mean loss of the last evaluation.
+    device_bytes: float = math.nan  #: Memory in use on its device, by all processes.
+    device_bytes_max: float = math.nan  #: Memory of the device.
 
 
 NO_FACTS: Final = StepFacts()
@@ -579,18 +455,14 @@ NUM_COSTS_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """A rank's own work by its ring, since the digest before.
+    """A rank's own work by its ring, since the digest before."""
 
-    Attributes:
-        costs: The steps that were completed since, oldest first; of more than ``NUM_COSTS_MAX`` the
-            newest.
-        span: What it works at now: data, forward, backward or optimizer; "" if nothing is known.
-        span_s: For how long.
-    """
-
+    #: The steps that were completed since, oldest first; of more than ``NUM_COSTS_MAX`` the
+    #: newest.
     costs: tuple[StepCost, ...] = ()
+    #: What it works at now: data, forward, backward or optimizer; "" if nothing is known.
     span: str = ""
-    span_s: float = 0.0
+    span_s: float = 0.0  #: For how long.
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle into half the bytes: costs keep seven digits."""
@@ -609,178 +481,111 @@ def _unpacked(costs: bytes, span: str, span_s: float) -> Digest:
 @packed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """The state of one worker process, seen by its node's keeper from outside the process.
+    """The state of one worker process, seen by its node's keeper from outside the process."""
 
-    Attributes:
-        worker: Worker id, as ``w0007``.
-        pid: Process id on the node.
-        os_state: The kernel's letter for the process: R, S, D run; T stopped; Z zombie; X gone.
-            R and D also if only its heartbeat thread is in that state, and late.
-        attempt: Attempt that the worker is in, 0 if none.
-        rank: Its rank in the attempt, -1 if none.
-        step: Last step that it completed.
-        micro_batch: Micro-batches done in the current step.
-        moved_bytes: Bytes read and written in this attempt while it loads, saves or leaves.
-        phase_s: Time in ``phase``.
-        beat_age_s: Age of the last heartbeat of the process.
-        processor_s: Processor time that the process has used since its start.
-        step_s: Duration of the last completed step; 0.0 before the first.
-        loss: Loss of the last completed step, ``nan`` before the first.
-        groups: State of its process groups, from the record ring.
-        place: Line of the script at which it has waited for others for long; "" if it does not.
-        trainer_s: Processor time of the thread that trains, since its start.
-        children_s: Processor time of the process's living children and of theirs, when it was last
-            measured: while the node's workers stand still.
-        digest: What it says of its own work; None if it keeps no record of it.
-        num_dropped: Groups that did not fit its ring: it may wait in one of them, and nobody knows.
-        beater_runs: How often its beating thread got a processor; 0 if that is not known. It grows
-            while the process waits for its interpreter lock, and not while it is frozen.
-        facts: Other figures of the last completed step, beside its loss.
-    """
-
-    worker: str
-    pid: int
+    worker: str  #: Worker id, as ``w0007``.
+    pid: int  #: Process id on the node.
+    #: The kernel's letter for the process: R, S, D run; T stopped; Z zombie; X gone. R and D
+    #: also if only its heartbeat thread is in that state, and late.
     os_state: str
-    attempt: int
-    rank: int
+    attempt: int  #: Attempt that the worker is in, 0 if none.
+    rank: int  #: Its rank in the attempt, -1 if none.
     phase: WorkerPhase
-    step: int
-    micro_batch: int
-    moved_bytes: int
-    phase_s: float
-    beat_age_s: float
-    processor_s: float
-    step_s: float
-    loss: float
-    groups: tuple[GroupState, ...]
+    step: int  #: Last step that it completed.
+    micro_batch: int  #: Micro-batches done in the current step.
+    moved_bytes: int  #: Bytes read and written in this attempt while it loads, saves or leaves.
+    phase_s: float  #: Time in ``phase``.
+    beat_age_s: float  #: Age of the last heartbeat of the process.
+    processor_s: float  #: Processor time that the process has used since its start.
+    step_s: float  #: Duration of the last completed step; 0.0 before the first.
+    loss: float  #: Loss of the last completed step, ``nan`` before the first.
+    groups: tuple[GroupState, ...]  #: State of its process groups, from the record ring.
+    #: Line of the script at which it has waited for others for long; "" if it does not.
     place: str = ""
-    trainer_s: float = 0.0
+    trainer_s: float = 0.0  #: Processor time of the thread that trains, since its start.
+    #: Processor time of the process's living children and of theirs, when it was last measured:
+    #: while the node's workers stand still.
     children_s: float = 0.0
-    digest: Digest | None = None
+    digest: Digest | None = None  #: What it says of its own work; None if it keeps no record of it.
+    #: Groups that did not fit its ring: it may wait in one of them, and nobody knows.
     num_dropped: int = 0
+    #: How often its beating thread got a processor; 0 if that is not known. It grows while the
+    #: process waits for its interpreter lock, and not while it is frozen.
     beater_runs: int = 0
-    facts: StepFacts = NO_FACTS
+    facts: StepFacts = NO_FACTS  #: Other figures of the last completed step, beside its loss.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """What is known on a node of its end.
+    """What is known on a node of its end."""
 
-    Attributes:
-        what: Who said it and what happens, for people.
-        deadline_s: When, in seconds since the epoch; infinity if nobody said when.
-        left_s: Seconds until then, by the clock of the node, when this was sent.
-    """
-
-    what: str
-    deadline_s: float
+    what: str  #: Who said it and what happens, for people.
+    deadline_s: float  #: When, in seconds since the epoch; infinity if nobody said when.
+    #: Seconds until then, by the clock of the node, when this was sent.
     left_s: float = field(default=math.inf, compare=False)
 
 
 class Flow(NamedTuple):
-    """A TCP connection of a trainer, as the kernel at this end of it sees it.
+    """A TCP connection of a trainer, as the kernel at this end of it sees it."""
 
-    Attributes:
-        worker: The trainer at this end.
-        here: Address and port of this end.
-        there: Those of the other end.
-        acked_bytes: Sent from here and acknowledged, since the connection was made.
-        received_bytes: Received here.
-        queued_bytes: Written here and not acknowledged yet, whether sent or not.
-        unread_bytes: Received here and not read by the trainer yet.
-        in_flight: Packets that were sent from here and not acknowledged.
-        backoff: How often the timer for repeating a packet, or for asking whether there is room at
-            the other end, was doubled since an answer came.
-        repeated: Packets that were sent again, since the connection was made.
-        sent_ms: Time since the last packet with data was sent.
-        heard_ms: Time since the last acknowledgement came.
-        rtt_us: Smoothed round-trip time.
-        rate: Bytes a second that arrived there, as last measured by the kernel.
-        busy_us: Time during which something was queued, since the connection was made.
-        by_receiver_us: The part of it in which the other end had no room.
-        by_buffer_us: The part of it in which the buffer for sending was too small.
-    """
-
-    worker: str
-    here: tuple[str, int]
-    there: tuple[str, int]
-    acked_bytes: int
-    received_bytes: int
-    queued_bytes: int
-    unread_bytes: int = 0
-    in_flight: int = 0
+    worker: str  #: The trainer at this end.
+    here: tuple[str, int]  #: Address and port of this end.
+    there: tuple[str, int]  #: Those of the other end.
+    acked_bytes: int  #: Sent from here and acknowledged, since the connection was made.
+    received_bytes: int  #: Received here.
+    queued_bytes: int  #: Written here and not acknowledged yet, whether sent or not.
+    unread_bytes: int = 0  #: Received here and not read by the trainer yet.
+    in_flight: int = 0  #: Packets that were sent from here and not acknowledged.
+    #: How often the timer for repeating a packet, or for asking whether there is room at the
+    #: other end, was doubled since an answer came.
     backoff: int = 0
-    repeated: int = 0
-    sent_ms: int = 0
-    heard_ms: int = 0
-    rtt_us: int = 0
-    rate: int = 0
-    busy_us: int = 0
-    by_receiver_us: int = 0
-    by_buffer_us: int = 0
+    repeated: int = 0  #: Packets that were sent again, since the connection was made.
+    sent_ms: int = 0  #: Time since the last packet with data was sent.
+    heard_ms: int = 0  #: Time since the last acknowledgement came.
+    rtt_us: int = 0  #: Smoothed round-trip time.
+    rate: int = 0  #: Bytes a second that arrived there, as last measured by the kernel.
+    busy_us: int = 0  #: Time during which something was queued, since the connection was made.
+    by_receiver_us: int = 0  #: The part of it in which the other end had no room.
+    by_buffer_us: int = 0  #: The part of it in which the buffer for sending was too small.
 
 
 @packed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """One keeper's view of its node; sent periodically, and at once after a change.
+    """One keeper's view of its node; sent periodically, and at once after a change."""
 
-    Attributes:
-        node: Ray node id, hex.
-        seq: Counts the reports of this keeper process; a gap means lost reports.
-        workers: One entry per worker process on the node.
-        inventory: What the keeper holds in memory; None if it keeps no snapshots.
-        stored_step: The newest step that this keeper saw committed to storage; 0 if none.
-        stored_attempt: The attempt that committed it.
-        problems: One line per problem that reduces protection: no memory, a full or silent
-            store, a peer that cannot be reached.
-        notice: What is known there of the node's end; None if it stays.
-        flows: The connections of its trainers that changed since they were last looked at, or that
-            wait for an answer; now and then all of them. None: they were not looked at.
-    """
-
-    node: str
-    seq: int
-    workers: tuple[WorkerReport, ...]
+    node: str  #: Ray node id, hex.
+    seq: int  #: Counts the reports of this keeper process; a gap means lost reports.
+    workers: tuple[WorkerReport, ...]  #: One entry per worker process on the node.
+    #: What the keeper holds in memory; None if it keeps no snapshots.
     inventory: Inventory | None = None
-    stored_step: int = 0
-    stored_attempt: int = 0
+    stored_step: int = 0  #: The newest step that this keeper saw committed to storage; 0 if none.
+    stored_attempt: int = 0  #: The attempt that committed it.
+    #: One line per problem that reduces protection: no memory, a full or silent store, a peer
+    #: that cannot be reached.
     problems: tuple[str, ...] = ()
-    notice: Notice | None = None
+    notice: Notice | None = None  #: What is known there of the node's end; None if it stays.
+    #: The connections of its trainers that changed since they were last looked at, or that wait
+    #: for an answer; now and then all of them. None: they were not looked at.
     flows: tuple[Flow, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How often an attempt saves from now on.
+    """How often an attempt saves from now on."""
 
-    Attributes:
-        snapshot_steps: Steps between two snapshots; 0 for no change.
-        checkpoint_steps: Steps between two versions in storage; 0 for no change.
-    """
-
-    snapshot_steps: int = 0
-    checkpoint_steps: int = 0
+    snapshot_steps: int = 0  #: Steps between two snapshots; 0 for no change.
+    checkpoint_steps: int = 0  #: Steps between two versions in storage; 0 for no change.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCosts:
-    """Recent costs of steps and saves on one rank; medians, 0.0 if not measured.
+    """Recent costs of steps and saves on one rank; medians, 0.0 if not measured."""
 
-    Attributes:
-        step_s: Time of a step, without the save before it.
-        snapshot_stall_s: Time that training waits for a snapshot.
-        snapshot_busy_s: Time until a snapshot is complete and copied, seen between steps.
-        checkpoint_stall_s: Time that training waits for a checkpoint.
-        checkpoint_busy_s: Time until a checkpoint is in storage, seen between steps.
-        pace: The current intervals.
-        trouble: Why nothing can be stored now; "" if nothing is wrong.
-    """
-
-    step_s: float
-    snapshot_stall_s: float
-    snapshot_busy_s: float
-    checkpoint_stall_s: float
-    checkpoint_busy_s: float
-    pace: Pace
-    trouble: str = ""
+    step_s: float  #: Time of a step, without the save before it.
+    snapshot_stall_s: float  #: Time that training waits for a snapshot.
+    snapshot_busy_s: float  #: Time until a snapshot is complete and copied, seen between steps.
+    checkpoint_stall_s: float  #: Time that training waits for a checkpoint.
+    checkpoint_busy_s: float  #: Time until a checkpoint is in storage, seen between steps.
+    pace: Pace  #: The current intervals.
+    trouble: str = ""  #: Why nothing can be stored now; "" if nothing is wrong.

@@ -149,17 +149,11 @@ class ReadCommitted:
 
 @value
 class ProbeLinks:
-    """Have keepers find out which nodes reach each other; answered by ``LinksProbed``.
+    """Have keepers find out which nodes reach each other; answered by ``LinksProbed``."""
 
-    Attributes:
-        number: Numbers count up over the run.
-        nodes: All pairs of these, both ways.
-        pairs: And these pairs, both ways.
-    """
-
-    number: int
-    nodes: tuple[str, ...] = ()
-    pairs: tuple[Pair, ...] = ()
+    number: int  #: Numbers count up over the run.
+    nodes: tuple[str, ...] = ()  #: All pairs of these, both ways.
+    pairs: tuple[Pair, ...] = ()  #: And these pairs, both ways.
 
 
 @value
@@ -215,28 +209,19 @@ class ReportIncident:
     """Put on record why ``attempt`` ended. Its line in the journal is the whole effect.
 
     It may go on after one of kind not_finite.
-
-    Attributes:
-        incident: A value of ``policies.FaultKind``.
-        guilty: Workers proven to have caused it.
-        evidence: One line for people.
-        found_s: When it was found, or when the members were asked to leave.
-        fenced_s: When the last member was out.
-        rule: The rule of detection that found it; "" if none did.
-        verdict: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
-        places: (rank, worker, node) of each rank that it comes from; empty if that is not known.
-        killed: Likewise of each that did not leave in time when it was fenced, and was killed.
     """
 
     attempt: int
-    incident: str
-    guilty: tuple[str, ...]
-    evidence: str
-    found_s: float
-    fenced_s: float
-    rule: str = ""
-    verdict: str = ""
+    incident: str  #: A value of ``policies.FaultKind``.
+    guilty: tuple[str, ...]  #: Workers proven to have caused it.
+    evidence: str  #: One line for people.
+    found_s: float  #: When it was found, or when the members were asked to leave.
+    fenced_s: float  #: When the last member was out.
+    rule: str = ""  #: The rule of detection that found it; "" if none did.
+    verdict: str = ""  #: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
+    #: (rank, worker, node) of each rank that it comes from; empty if that is not known.
     places: tuple[tuple[int, str, str], ...] = ()
+    #: Likewise of each that did not leave in time when it was fenced, and was killed.
     killed: tuple[tuple[int, str, str], ...] = ()
 
 
@@ -249,13 +234,10 @@ class SurveyWorkers:
 
 @value
 class FinishRun:
-    """The run is over: release everything and write the summary.
-
-    Attributes:
-        reason: One line; for "failed" the user's traceback comes first if a user error caused it.
-    """
+    """The run is over: release everything and write the summary."""
 
     outcome: RunOutcome
+    #: One line; for "failed" the user's traceback comes first if a user error caused it.
     reason: str
 
 

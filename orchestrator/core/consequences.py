@@ -11,22 +11,16 @@ from orchestrator.policies import FaultKind
 
 
 class AttemptFailed(NamedTuple):
-    """A fault was found; the attempt has to end.
-
-    Attributes:
-        guilty: Workers proven to have caused it.
-        evidence: One line for people.
-        says_why: Whether the evidence may replace that of the same fault.
-        rule: The rule of detection that found it, and the kind of its verdict; "" if none did.
-        places: (rank, worker, node) of each rank that it comes from; empty if that is not known.
-    """
+    """A fault was found; the attempt has to end."""
 
     kind: FaultKind
-    guilty: tuple[str, ...]
-    evidence: str
-    says_why: bool = False
+    guilty: tuple[str, ...]  #: Workers proven to have caused it.
+    evidence: str  #: One line for people.
+    says_why: bool = False  #: Whether the evidence may replace that of the same fault.
+    #: The rule of detection that found it, and the kind of its verdict; "" if none did.
     rule: str = ""
     verdict: str = ""
+    #: (rank, worker, node) of each rank that it comes from; empty if that is not known.
     places: tuple[tuple[int, str, str], ...] = ()
 
 

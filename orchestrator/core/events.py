@@ -36,43 +36,32 @@ class RunResumed:
 
     It replaces ``ControllerStarted`` as the first event of its incarnation. Folding starts here:
     the event carries what matters of the time before.
-
-    Attributes:
-        attempt: The last one there was.
-        lineage: ``(attempt, resume_step)`` of every attempt so far, oldest first.
-        bad: Sources that are not to be loaded from.
-        next_worker: Number of the next worker; names are not used twice.
-        why: One line for people: how it had ended.
-        stored: As ``MutableRunState.stored``.
     """
 
     at_s: float
     incarnation: int
-    attempt: int
+    attempt: int  #: The last one there was.
+    #: ``(attempt, resume_step)`` of every attempt so far, oldest first.
     lineage: tuple[tuple[int, int], ...]
-    bad: tuple[Source, ...]
-    next_worker: int
+    bad: tuple[Source, ...]  #: Sources that are not to be loaded from.
+    next_worker: int  #: Number of the next worker; names are not used twice.
     next_reservation: int
-    why: str
+    why: str  #: One line for people: how it had ended.
     faults_seen: FaultsSeen = FaultsSeen()
-    stored: int = 0
+    stored: int = 0  #: As ``MutableRunState.stored``.
 
 
 @value
 class WorkersSurveyed:
-    """After a controller restart: what was found alive.
-
-    Attributes:
-        alive: ``(worker, node, attempt)`` of each living worker, starting ones too; attempt 0 if
-            it is in none, ``UNKNOWN_ATTEMPT`` if it did not answer.
-        reservations: ``(reservation, node)`` of each reservation that still holds.
-        pending_reservations: Reservations that are still asked for.
-    """
+    """After a controller restart: what was found alive."""
 
     at_s: float
+    #: ``(worker, node, attempt)`` of each living worker, starting ones too; attempt 0 if it is
+    #: in none, ``UNKNOWN_ATTEMPT`` if it did not answer.
     alive: tuple[tuple[str, str, int], ...]
+    #: ``(reservation, node)`` of each reservation that still holds.
     reservations: tuple[tuple[int, str], ...]
-    pending_reservations: tuple[int, ...]
+    pending_reservations: tuple[int, ...]  #: Reservations that are still asked for.
 
 
 @value
@@ -184,40 +173,30 @@ class WorkerReady:
 
 @value
 class WorkerExited:
-    """The process of ``worker`` is gone.
-
-    Attributes:
-        cause: "crash" (its process died), "out_of_memory" (for want of memory), "node" (its node
-            died), "killed" (we killed it), "preempted" (its node had been given notice).
-        detail: One line for people.
-    """
+    """The process of ``worker`` is gone."""
 
     at_s: float
     worker: str
+    #: "crash" (its process died), "out_of_memory" (for want of memory), "node" (its node died),
+    #: "killed" (we killed it), "preempted" (its node had been given notice).
     cause: str
-    detail: str
+    detail: str  #: One line for people.
 
 
 @value
 class WorkerFormed:
-    """``worker`` has built its mesh and model in ``attempt`` and has loaded its state.
-
-    Attributes:
-        form_s: How long mesh and model took; 0.0 if it was not measured.
-        load_s: How long loading took.
-        sources: ``(source, bytes)`` that were loaded, by kind of source.
-        damaged: Sources that were found damaged; other holders had the same part.
-        skipped: A line for people for each source that failed meanwhile.
-    """
+    """``worker`` has built its mesh and model in ``attempt`` and has loaded its state."""
 
     at_s: float
     attempt: int
     worker: str
-    form_s: float = 0.0
-    load_s: float = 0.0
+    form_s: float = 0.0  #: How long mesh and model took; 0.0 if it was not measured.
+    load_s: float = 0.0  #: How long loading took.
+    #: ``(source, bytes)`` that were loaded, by kind of source.
     sources: tuple[tuple[str, int], ...] = ()
+    #: Sources that were found damaged; other holders had the same part.
     damaged: tuple[Source, ...] = ()
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()  #: A line for people for each source that failed meanwhile.
 
 
 @value
@@ -257,30 +236,22 @@ class Leaving(StrEnum):
 
 @value
 class WorkerLeft:
-    """``worker`` has left ``attempt`` and will write nothing more in it; its process lives.
-
-    Attributes:
-        step: The last step it completed.
-        detail: One line for people; with ``COMPLETED`` why the script stopped before the last step.
-        damaged: Sources of that version whose bytes are not the bytes that were written.
-        unread: Sources of it that could not be read this time.
-        skipped: A line for people for each source that failed.
-        unreached: With ``PEER_LOST``: the node that its transport could not reach; "" if it named
-            none.
-        told: With ``YIELDED``: what told its process to end; "" if nobody did.
-    """
+    """``worker`` has left ``attempt`` and will write nothing more in it; its process lives."""
 
     at_s: float
     attempt: int
     worker: str
     how: Leaving
-    step: int
+    step: int  #: The last step it completed.
+    #: One line for people; with ``COMPLETED`` why the script stopped before the last step.
     detail: str
+    #: Sources of that version whose bytes are not the bytes that were written.
     damaged: tuple[Source, ...] = ()
-    unread: tuple[Source, ...] = ()
-    skipped: tuple[str, ...] = ()
+    unread: tuple[Source, ...] = ()  #: Sources of it that could not be read this time.
+    skipped: tuple[str, ...] = ()  #: A line for people for each source that failed.
+    #: With ``PEER_LOST``: the node that its transport could not reach; "" if it named none.
     unreached: str = ""
-    told: str = ""
+    told: str = ""  #: With ``YIELDED``: what told its process to end; "" if nobody did.
 
 
 @value
@@ -303,61 +274,44 @@ class WorkerRaised:
 
 @value
 class NotFiniteFound:
-    """The loss or the gradient of a step, or an evaluation, is not finite; the attempt goes on.
-
-    Attributes:
-        number: Counts these in the attempt, from 1.
-        evidence: One line for people.
-        ranks: The ranks that it comes from; empty if that is not known.
-    """
+    """The loss or the gradient of a step, or an evaluation, is not finite; the attempt goes on."""
 
     at_s: float
     attempt: int
     step: int
-    number: int
-    evidence: str
-    ranks: tuple[int, ...] = ()
+    number: int  #: Counts these in the attempt, from 1.
+    evidence: str  #: One line for people.
+    ranks: tuple[int, ...] = ()  #: The ranks that it comes from; empty if that is not known.
 
 
 @value
 class HangFound:
-    """Detection reached a verdict on an attempt that makes no progress.
-
-    Attributes:
-        guilty: Workers proven to hold the others up; empty if it could not be decided.
-        evidence: One line for people: the rule that fired and the numbers.
-        is_program: Whether ranks are proven to have called different collectives: no machine does
-            that, and they will do it again.
-        rule: Name of the rule that fired.
-        verdict: Kind of the verdict, as ``orchestrator.diagnosis`` names it.
-        at_odds: Ranks whose calls are not those of most: the program is to blame, not a machine.
-        maybe_well: Those of ``guilty`` that may only work for long: their nodes get no strike.
-    """
+    """Detection reached a verdict on an attempt that makes no progress."""
 
     at_s: float
     attempt: int
+    #: Workers proven to hold the others up; empty if it could not be decided.
     guilty: tuple[str, ...]
-    evidence: str
+    evidence: str  #: One line for people: the rule that fired and the numbers.
+    #: Whether ranks are proven to have called different collectives: no machine does that, and
+    #: they will do it again.
     is_program: bool = False
-    rule: str = ""
-    verdict: str = ""
+    rule: str = ""  #: Name of the rule that fired.
+    verdict: str = ""  #: Kind of the verdict, as ``orchestrator.diagnosis`` names it.
+    #: Ranks whose calls are not those of most: the program is to blame, not a machine.
     at_odds: tuple[int, ...] = ()
+    #: Those of ``guilty`` that may only work for long: their nodes get no strike.
     maybe_well: tuple[str, ...] = ()
 
 
 @value
 class Suspected:
-    """The run suspects others than before. Nothing is proven, and the attempt goes on.
-
-    Attributes:
-        suspects: All that are suspected at present; empty once nobody is.
-        usual_step_s: Median duration of a step before; 0.0 if none was seen.
-    """
+    """The run suspects others than before. Nothing is proven, and the attempt goes on."""
 
     at_s: float
     attempt: int
-    suspects: tuple[Suspicion, ...]
-    usual_step_s: float = 0.0
+    suspects: tuple[Suspicion, ...]  #: All that are suspected at present; empty once nobody is.
+    usual_step_s: float = 0.0  #: Median duration of a step before; 0.0 if none was seen.
 
 
 @value
@@ -371,118 +325,86 @@ class AttemptStalled:
 
 @value
 class StartsAdvanced:
-    """Processes that are not ready yet have computed since the last look: they load modules.
-
-    Attributes:
-        workers: All of which that is true.
-    """
+    """Processes that are not ready yet have computed since the last look: they load modules."""
 
     at_s: float
-    workers: tuple[str, ...]
+    workers: tuple[str, ...]  #: All of which that is true.
 
 
 @value
 class MembersAtWork:
-    """Members of a fenced attempt have not left yet because they compute.
-
-    Attributes:
-        workers: All of which that is true at present. Others that are inside are stuck.
-    """
+    """Members of a fenced attempt have not left yet because they compute."""
 
     at_s: float
     attempt: int
+    #: All of which that is true at present. Others that are inside are stuck.
     workers: tuple[str, ...]
 
 
 @value
 class LinksProbed:
-    """Keepers tried to reach one another.
-
-    Attributes:
-        number: Number of the ``ProbeLinks`` that this answers.
-        heard: Nodes whose keepers answered; nothing is known of the ways from the others.
-        lost: ``(from, to)`` of each way that has no connection.
-    """
+    """Keepers tried to reach one another."""
 
     at_s: float
-    number: int
+    number: int  #: Number of the ``ProbeLinks`` that this answers.
+    #: Nodes whose keepers answered; nothing is known of the ways from the others.
     heard: tuple[str, ...]
-    lost: tuple[Pair, ...] = ()
+    lost: tuple[Pair, ...] = ()  #: ``(from, to)`` of each way that has no connection.
     pairs: tuple[Pair, ...] = ()
 
 
 @value
 class LinksTimed:
-    """Keepers timed transfers between some nodes of an attempt, of which links seemed slow.
-
-    Attributes:
-        nodes: Between which they did.
-        slow: The links, senders and receivers that are slow.
-        step_ratio: What a step would take if none were slow over what it takes, by what was seen.
-    """
+    """Keepers timed transfers between some nodes of an attempt, of which links seemed slow."""
 
     at_s: float
     attempt: int
-    nodes: tuple[str, ...]
-    slow: tuple[SlowLink, ...] = ()
+    nodes: tuple[str, ...]  #: Between which they did.
+    slow: tuple[SlowLink, ...] = ()  #: The links, senders and receivers that are slow.
+    #: What a step would take if none were slow over what it takes, by what was seen.
     step_ratio: float = 1.0
 
 
 @value
 class TrafficMeasured:
-    """Records of the attempt's collectives say what a step sends.
-
-    Attributes:
-        sent: ``(axis, bytes)`` that a rank sends in a step, the mean of all ranks.
-    """
+    """Records of the attempt's collectives say what a step sends."""
 
     at_s: float
     attempt: int
+    #: ``(axis, bytes)`` that a rank sends in a step, the mean of all ranks.
     sent: tuple[tuple[str, float], ...]
 
 
 @value
 class CommittedRead:
-    """Keepers and storage were asked after ``attempt`` was fenced: the version to resume from.
-
-    Attributes:
-        step: 0 if nothing was ever committed.
-        committed_by: The attempt that committed it, 0 with ``step`` 0.
-        skipped: Names of damaged or half-written versions that were passed over.
-        number: Number of the ``ReadCommitted`` that this answers; 0 is the newest.
-        source: "memory", "storage", or "" with ``step`` 0.
-        lost: With ``step`` 0: committed steps, newest first, that no source can serve.
-        returning: Living nodes whose keepers did not answer and may hold newer versions: they
-            are being restarted, or are late.
-        stored: The newest step in storage that counts and is not bad; -1 if storage was not read.
-        damaged: Newer steps there that were committed, and whose bytes are damaged.
-    """
+    """Keepers and storage were asked after ``attempt`` was fenced: the version to resume from."""
 
     at_s: float
     attempt: int
-    step: int
-    committed_by: int
-    skipped: tuple[str, ...]
-    number: int = 0
-    source: str = ""
+    step: int  #: 0 if nothing was ever committed.
+    committed_by: int  #: The attempt that committed it, 0 with ``step`` 0.
+    skipped: tuple[str, ...]  #: Names of damaged or half-written versions that were passed over.
+    number: int = 0  #: Number of the ``ReadCommitted`` that this answers; 0 is the newest.
+    source: str = ""  #: "memory", "storage", or "" with ``step`` 0.
+    #: With ``step`` 0: committed steps, newest first, that no source can serve.
     lost: tuple[int, ...] = ()
+    #: Living nodes whose keepers did not answer and may hold newer versions: they are being
+    #: restarted, or are late.
     returning: tuple[str, ...] = ()
+    #: The newest step in storage that counts and is not bad; -1 if storage was not read.
     stored: int = -1
+    #: Newer steps there that were committed, and whose bytes are damaged.
     damaged: tuple[int, ...] = ()
 
 
 @value
 class MemoryMeasured:
-    """Keepers said how much memory they have for snapshots, and how large these are.
-
-    Attributes:
-        budgets: ``(node, bytes)`` that snapshots may take, of each keeper that said it.
-        state_bytes: Size of one version, all ranks together; 0 if none is held yet.
-    """
+    """Keepers said how much memory they have for snapshots, and how large these are."""
 
     at_s: float
+    #: ``(node, bytes)`` that snapshots may take, of each keeper that said it.
     budgets: tuple[tuple[str, int], ...]
-    state_bytes: int
+    state_bytes: int  #: Size of one version, all ranks together; 0 if none is held yet.
 
 
 @value

@@ -28,46 +28,39 @@ _FORM_DOUBLINGS_MAX: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The bound of every wait, in seconds, and what happens at it.
+    """The bound of every wait, in seconds, and what happens at it."""
 
-    Attributes:
-        grace_s: First attempt: wait this long for all ``max_workers``, then start with fewer.
-        capacity_s: Fewer than ``min_workers`` for this long, or storage that says nothing while it
-            is needed to resume: the run fails.
-        start_s: A worker process must be ready by then, or it is killed. One that computes gets as
-            long again from then on, up to ten times as long in all. The bound grows by as much
-            after each one that was not ready: a slow cluster must not restart them for ever.
-        form_s: All members must have formed, or the attempt is fenced and nobody is blamed. The
-            bound doubles after each attempt without progress. Hangs are found much sooner.
-        fence_s: A fenced member must have left, or it is killed. One that is at work is waited for
-            as much longer as a usual step takes: it leaves when its micro-batch ends.
-        kill_s: A killed process must be gone, or it is no longer waited for.
-        read_s: Storage must have answered, or it is asked again.
-        probe_s: Keepers must have answered whom they reach, or the run goes on without knowing.
-        yield_s: Members must have left as asked, or the attempt is fenced; four steps come on top.
-        survey_s: The survey must have come, or it is asked for again.
-        drain_lead_s: A draining node is left this long before its deadline.
-        keeper_silent_s: A keeper must have answered, or it is restarted. Ray calls a keeper
-            that a signal has stopped alive, and nothing of its trainers would be copied or stored.
-            Among 28 busy processes on two cores a keeper answered in 2 s.
-        keeper_return_s: A keeper that died must be back, or its node is taken for lost. To restart
-            one alone took 0.7 to 1.1 s, and 12 s with twenty processes to a core.
-        backoff_s: First pause after a worker process failed to start; doubles each time.
-    """
-
+    #: First attempt: wait this long for all ``max_workers``, then start with fewer.
     grace_s: float = 30.0
+    #: Fewer than ``min_workers`` for this long, or storage that says nothing while it is needed
+    #: to resume: the run fails.
     capacity_s: float = 86400.0
+    #: A worker process must be ready by then, or it is killed. One that computes gets as long
+    #: again from then on, up to ten times as long in all. The bound grows by as much after each
+    #: one that was not ready: a slow cluster must not restart them for ever.
     start_s: float = 60.0
+    #: All members must have formed, or the attempt is fenced and nobody is blamed. The bound
+    #: doubles after each attempt without progress. Hangs are found much sooner.
     form_s: float = 600.0
+    #: A fenced member must have left, or it is killed. One that is at work is waited for as much
+    #: longer as a usual step takes: it leaves when its micro-batch ends.
     fence_s: float = 2.0
-    kill_s: float = 3.0
-    read_s: float = 10.0
+    kill_s: float = 3.0  #: A killed process must be gone, or it is no longer waited for.
+    read_s: float = 10.0  #: Storage must have answered, or it is asked again.
+    #: Keepers must have answered whom they reach, or the run goes on without knowing.
     probe_s: float = 3.0
+    #: Members must have left as asked, or the attempt is fenced; four steps come on top.
     yield_s: float = 60.0
-    survey_s: float = 10.0
-    drain_lead_s: float = 10.0
+    survey_s: float = 10.0  #: The survey must have come, or it is asked for again.
+    drain_lead_s: float = 10.0  #: A draining node is left this long before its deadline.
+    #: A keeper must have answered, or it is restarted. Ray calls a keeper that a signal has
+    #: stopped alive, and nothing of its trainers would be copied or stored. Among 28 busy
+    #: processes on two cores a keeper answered in 2 s.
     keeper_silent_s: float = 15.0
+    #: A keeper that died must be back, or its node is taken for lost. To restart one alone took
+    #: 0.7 to 1.1 s, and 12 s with twenty processes to a core.
     keeper_return_s: float = 30.0
+    #: First pause after a worker process failed to start; doubles each time.
     backoff_s: float = 1.0
 
     def as_seconds(self) -> dict[str, float]:
@@ -94,47 +87,35 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AvoidRules:
-    """When a node on which workers keep failing gets no new ones for a while.
+    """When a node on which workers keep failing gets no new ones for a while."""
 
-    Attributes:
-        strikes_max: Proven failures (crash, proven hang, failed start) within the window, by which
-            it exceeds the best of the other nodes.
-        window_s: How long a strike counts.
-        avoid_s: How long the node is avoided; shorter if the run needs it to reach its minimum.
-            Then it is on trial for as long again: a failure has it avoided for twice as long.
-        avoid_s_max: But for no longer than this. Half of the servers of a large cluster that break
-            stay broken for 20 hours (``node_faults`` in ``tests/fixtures``), and what is repaired
-            should not wait for much longer than it was broken.
-    """
-
+    #: Proven failures (crash, proven hang, failed start) within the window, by which it exceeds
+    #: the best of the other nodes.
     strikes_max: int = 3
-    window_s: float = 600.0
+    window_s: float = 600.0  #: How long a strike counts.
+    #: How long the node is avoided; shorter if the run needs it to reach its minimum. Then it is
+    #: on trial for as long again: a failure has it avoided for twice as long.
     avoid_s: float = 600.0
+    #: But for no longer than this. Half of the servers of a large cluster that break stay broken
+    #: for 20 hours (``node_faults`` in ``tests/fixtures``), and what is repaired should not wait
+    #: for much longer than it was broken.
     avoid_s_max: float = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRules:
-    """Everything ``machine.step`` needs besides state and event.
+    """Everything ``machine.step`` needs besides state and event."""
 
-    Attributes:
-        run: Name of the run.
-        min_workers: Fewest workers that may train.
-        max_workers: Most workers; as many reservations are asked for, unless other runs need them.
-        standby_per_node: Warm processes per node beyond its reservations.
-        total_steps: The run is complete when this step is committed.
-        checkpoint_every: Commits are at multiples of this, except for the last step and for a
-            yield. A hint that saves a read.
-        topology: Speeds of links; its racks are those of the nodes. None if nobody knows.
-        starts_failed_max: Worker processes that may die at start in a row before any got ready.
-    """
-
-    run: str
-    min_workers: int
+    run: str  #: Name of the run.
+    min_workers: int  #: Fewest workers that may train.
+    #: Most workers; as many reservations are asked for, unless other runs need them.
     max_workers: int
-    total_steps: int
-    standby_per_node: int = 0
+    total_steps: int  #: The run is complete when this step is committed.
+    standby_per_node: int = 0  #: Warm processes per node beyond its reservations.
+    #: Commits are at multiples of this, except for the last step and for a yield. A hint that
+    #: saves a read.
     checkpoint_every: int = 1
+    #: Worker processes that may die at start in a row before any got ready.
     starts_failed_max: int = 20
     layout: LayoutRules = field(default_factory=LayoutRules)
     growth: GrowthRules = field(default_factory=GrowthRules)
@@ -146,6 +127,7 @@ class RunRules:
     capacity: CapacityRules = field(default_factory=CapacityRules)
     sharing: SharingRules = field(default_factory=SharingRules)
     bounds: Bounds = field(default_factory=Bounds)
+    #: Speeds of links; its racks are those of the nodes. None if nobody knows.
     topology: Topology | None = None
 
     def __post_init__(self) -> None:

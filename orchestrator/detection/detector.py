@@ -46,21 +46,14 @@ class Mark(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """One worker as last reported.
-
-    Attributes:
-        still_since_s: Watched time at which it was last seen to progress.
-        idle: When it was last seen to progress or to compute.
-        asleep: When its process was last seen to compute, in any thread.
-        frozen_since_s: Watched time at which its beating thread was last seen to run.
-    """
+    """One worker as last reported."""
 
     node: str
     report: WorkerReport
-    still_since_s: float
-    idle: Mark
-    asleep: Mark
-    frozen_since_s: float
+    still_since_s: float  #: Watched time at which it was last seen to progress.
+    idle: Mark  #: When it was last seen to progress or to compute.
+    asleep: Mark  #: When its process was last seen to compute, in any thread.
+    frozen_since_s: float  #: Watched time at which its beating thread was last seen to run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +66,15 @@ class WatchedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Detector:
-    """The detector's memory as a value: ``observe`` returns a new one.
+    """The detector's memory as a value: ``observe`` returns a new one."""
 
-    Attributes:
-        watched_s: Time during which reports came without a gap.
-        heard_at_s: When the last report came, on the shell's clock.
-        nodes: The nodes that have reported.
-        steps_s: The last durations of steps, oldest first, each that of its slowest worker;
-            first steps of an attempt are not among them.
-        counted: Attempt and step that the last of them belongs to.
-    """
-
-    watched_s: float = 0.0
-    heard_at_s: float = float("-inf")
-    nodes: NodeMap[WatchedNode] = field(default_factory=NodeMap)
+    watched_s: float = 0.0  #: Time during which reports came without a gap.
+    heard_at_s: float = float("-inf")  #: When the last report came, on the shell's clock.
+    nodes: NodeMap[WatchedNode] = field(default_factory=NodeMap)  #: The nodes that have reported.
+    #: The last durations of steps, oldest first, each that of its slowest worker; first steps of
+    #: an attempt are not among them.
     steps_s: tuple[float, ...] = ()
-    counted: tuple[int, int] = (0, 0)
+    counted: tuple[int, int] = (0, 0)  #: Attempt and step that the last of them belongs to.
 
     @property
     def step_s_p50(self) -> float:

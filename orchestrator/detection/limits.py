@@ -58,37 +58,30 @@ class Limits:
     """Bounds on waiting in seconds, in their order.
 
     A collective fails by itself after ``parallel.collective_timeout_s``, which is not among them.
-
-    Attributes:
-        beat_s: Period of a process's beat.
-        report_s: Period of a keeper's reports.
-        stopped_s: A process that the kernel holds, and that has not beaten for so long, is named
-            when nobody progressed for so long.
-        suspect_s: A beat older than this is silent; a process that is gone is named when nobody
-            progressed for so long.
-        hang_s: No member progressed for this long: who does not even beat is named.
-        node_silent_s: A node without reports for this long, while others report, is lost, although
-            its machine answers (``workers.keeper.reach``); all its processes stand still.
-        undecided_s: No member progressed for this long, and nobody can be named.
-        saving_s: No member progressed for this long: a worker that is saving or leaving, and is
-            waited for, is named. All that wait in their first step are waited for as long.
-        pause_s: As ``saving_s``, for one that is in its own code and does not compute: the longest
-            pause that a script takes; but no longer than the others' collectives wait for it.
-        forming_s: As ``saving_s``, for a worker that is forming, loading, or did not come.
-        held_s: A process whose interpreter is held, and that does not compute, is named after this;
-            it may be among the others at any place.
     """
 
-    beat_s: float
-    report_s: float
+    beat_s: float  #: Period of a process's beat.
+    report_s: float  #: Period of a keeper's reports.
+    #: A process that the kernel holds, and that has not beaten for so long, is named when nobody
+    #: progressed for so long.
     stopped_s: float
+    #: A beat older than this is silent; a process that is gone is named when nobody progressed
+    #: for so long.
     suspect_s: float
-    hang_s: float
+    hang_s: float  #: No member progressed for this long: who does not even beat is named.
+    #: A node without reports for this long, while others report, is lost, although its machine
+    #: answers (``workers.keeper.reach``); all its processes stand still.
     node_silent_s: float
-    undecided_s: float
+    undecided_s: float  #: No member progressed for this long, and nobody can be named.
+    #: No member progressed for this long: a worker that is saving or leaving, and is waited for,
+    #: is named. All that wait in their first step are waited for as long.
     saving_s: float
+    #: As ``saving_s``, for one that is in its own code and does not compute: the longest pause
+    #: that a script takes; but no longer than the others' collectives wait for it.
     pause_s: float
-    forming_s: float
+    forming_s: float  #: As ``saving_s``, for a worker that is forming, loading, or did not come.
+    #: A process whose interpreter is held, and that does not compute, is named after this; it
+    #: may be among the others at any place.
     held_s: float
 
     def __post_init__(self) -> None:

@@ -67,17 +67,11 @@ _HOLDS: Final = {_STOPPED: Sign.STOPPED, _TRACED: Sign.TRACED}
 
 
 class Quiet(NamedTuple):
-    """For how long a process has shown nothing.
+    """For how long a process has shown nothing."""
 
-    Attributes:
-        idle_s: It neither progressed nor computed (``work_s``).
-        asleep_s: None of its threads used processor time.
-        frozen_s: Its beating thread did not run. 0.0 if that is not known.
-    """
-
-    idle_s: float
-    asleep_s: float
-    frozen_s: float
+    idle_s: float  #: It neither progressed nor computed (``work_s``).
+    asleep_s: float  #: None of its threads used processor time.
+    frozen_s: float  #: Its beating thread did not run. 0.0 if that is not known.
 
 
 def work_s(row: WorkerReport) -> float:

@@ -60,58 +60,38 @@ _BEFORE_FAILING = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """An attempt makes no progress.
-
-    Attributes:
-        guilty: Workers proven to hold the others up, sorted; empty if ``undecided``.
-        undecided: Whether nobody could be named.
-        rule: The rule that fired, by its name above.
-        kind: What it is.
-        evidence: One line for people.
-        waited_s: For how long no member was seen to progress.
-        is_program: Whether ranks are proven to have called different collectives.
-        at_odds: The ranks whose calls are not those of most.
-        maybe_well: The guilty that may only work for long: no proof against their machines.
-    """
+    """An attempt makes no progress."""
 
     attempt: int
+    #: Workers proven to hold the others up, sorted; empty if ``undecided``.
     guilty: tuple[str, ...]
-    undecided: bool
-    rule: str
-    evidence: str
-    waited_s: float
-    kind: Kind = Kind.UNDECIDED
-    is_program: bool = False
-    at_odds: tuple[int, ...] = ()
+    undecided: bool  #: Whether nobody could be named.
+    rule: str  #: The rule that fired, by its name above.
+    evidence: str  #: One line for people.
+    waited_s: float  #: For how long no member was seen to progress.
+    kind: Kind = Kind.UNDECIDED  #: What it is.
+    is_program: bool = False  #: Whether ranks are proven to have called different collectives.
+    at_odds: tuple[int, ...] = ()  #: The ranks whose calls are not those of most.
+    #: The guilty that may only work for long: no proof against their machines.
     maybe_well: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSilent:
-    """A node says nothing while others do.
-
-    Attributes:
-        workers: The members of the attempt on it, sorted.
-        evidence: One line for people.
-        silent_s: For how long.
-    """
+    """A node says nothing while others do."""
 
     node: str
-    workers: tuple[str, ...]
-    evidence: str
-    silent_s: float
+    workers: tuple[str, ...]  #: The members of the attempt on it, sorted.
+    evidence: str  #: One line for people.
+    silent_s: float  #: For how long.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
-    """Every member waits for others for longer than usual. It proves nothing, but a look may.
-
-    Attributes:
-        waited_s: For how long no member was seen to progress.
-    """
+    """Every member waits for others for longer than usual. It proves nothing, but a look may."""
 
     attempt: int
-    waited_s: float
+    waited_s: float  #: For how long no member was seen to progress.
 
 
 Judgement: TypeAlias = Verdict | NodeSilent | Stalled | None

@@ -21,16 +21,11 @@ from workers.records import OP_CODES, history_after
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Members called different things; no machine is to blame for that.
-
-    Attributes:
-        ranks: Those that more than half of the members are at odds with.
-        evidence: One line for people.
-    """
+    """Members called different things; no machine is to blame for that."""
 
     kind: Kind
-    ranks: tuple[int, ...]
-    evidence: str
+    ranks: tuple[int, ...]  #: Those that more than half of the members are at odds with.
+    evidence: str  #: One line for people.
 
 
 def graph_of(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> WaitGraph:

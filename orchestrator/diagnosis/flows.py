@@ -22,19 +22,12 @@ _Key: TypeAlias = tuple[str, tuple[str, int], tuple[str, int]]
 
 
 class Transfer(NamedTuple):
-    """All that one node's workers sent to another's in a stretch of time.
+    """All that one node's workers sent to another's in a stretch of time."""
 
-    Attributes:
-        num_bytes: That arrived.
-        busy_s: For how long something was on its way, of each connection.
-        waited_s: The part of it in which the receiver had no room: it did not read.
-        rtt_s: The longest round trip of its connections, smoothed.
-    """
-
-    num_bytes: int
-    busy_s: float
-    waited_s: float
-    rtt_s: float
+    num_bytes: int  #: That arrived.
+    busy_s: float  #: For how long something was on its way, of each connection.
+    waited_s: float  #: The part of it in which the receiver had no room: it did not read.
+    rtt_s: float  #: The longest round trip of its connections, smoothed.
 
 
 @dataclass(slots=True)

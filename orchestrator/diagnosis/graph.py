@@ -17,16 +17,12 @@ from workers.protocol import GroupState
 
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
-    """Ranks that wait.
+    """Ranks that wait."""
 
-    Attributes:
-        waits_for: For each rank that waits: the ranks that have not called its collective.
-            Empty if all of them have, so that it waits for a link or a device.
-        wanted: Ranks that somebody waits for.
-    """
-
+    #: For each rank that waits: the ranks that have not called its collective. Empty if all of
+    #: them have, so that it waits for a link or a device.
     waits_for: Mapping[int, frozenset[int]]
-    wanted: frozenset[int]
+    wanted: frozenset[int]  #: Ranks that somebody waits for.
 
     @classmethod
     def of(cls, waits_for: Mapping[int, frozenset[int]]) -> WaitGraph:

@@ -13,43 +13,29 @@ SPANS: Final = frozenset({"data", "forward", "backward", "optimizer"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation of a rank: a span of its own work, or a call in a communicator.
-
-    Attributes:
-        op: One of ``SPANS``, a collective, ``send`` or ``recv``; "" if only its number is known.
-        comm: Name of the communicator, equal on all members; "" for a span.
-        seq: Number of the call in it, equal on all members.
-        members: Ranks of the communicator; of a transfer (sender, receiver).
-        enter_s: When it was called, on ``clock``.
-        exit_s: When it was over; None while it is in flight.
-        own_s: Of a span that is over, its time without the rank's waits for others; None if
-            only the calls in it say that.
-        is_ahead: Whether it is in flight and the rank is known not to wait for it.
-        is_reached: Whether the device has reached it; True of a call on the host.
-        size_bytes: Payload of this rank; of a span the size of its input, 0 if unknown.
-        history: Hash of all calls of the rank in the communicator up to this one, "" if unknown.
-        place: Its (dp, pp, tp) in the mesh; None if unknown.
-        clock: Times of different clocks are not compared.
-        node: Machine of the rank, "" if unknown.
-    """
+    """One operation of a rank: a span of its own work, or a call in a communicator."""
 
     rank: int
+    #: One of ``SPANS``, a collective, ``send`` or ``recv``; "" if only its number is known.
     op: str
-    comm: str = ""
-    seq: int = 0
-    members: Sequence[int] = ()
-    enter_s: float
-    exit_s: float | None
+    comm: str = ""  #: Name of the communicator, equal on all members; "" for a span.
+    seq: int = 0  #: Number of the call in it, equal on all members.
+    members: Sequence[int] = ()  #: Ranks of the communicator; of a transfer (sender, receiver).
+    enter_s: float  #: When it was called, on ``clock``.
+    exit_s: float | None  #: When it was over; None while it is in flight.
+    #: Of a span that is over, its time without the rank's waits for others; None if only the
+    #: calls in it say that.
     own_s: float | None = None
-    is_ahead: bool = False
-    is_reached: bool = True
-    size_bytes: int = 0
+    is_ahead: bool = False  #: Whether it is in flight and the rank is known not to wait for it.
+    is_reached: bool = True  #: Whether the device has reached it; True of a call on the host.
+    size_bytes: int = 0  #: Payload of this rank; of a span the size of its input, 0 if unknown.
     dtype: str = ""
+    #: Hash of all calls of the rank in the communicator up to this one, "" if unknown.
     history: str = ""
     step: int = 0
-    place: tuple[int, int, int] | None = None
-    clock: str = ""
-    node: str = ""
+    place: tuple[int, int, int] | None = None  #: Its (dp, pp, tp) in the mesh; None if unknown.
+    clock: str = ""  #: Times of different clocks are not compared.
+    node: str = ""  #: Machine of the rank, "" if unknown.
 
     @property
     def is_span(self) -> bool:
@@ -64,17 +50,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """The records of a run, or of a stretch of it.
+    """The records of a run, or of a stretch of it."""
 
-    Attributes:
-        operations: In any order.
-        unknown: For each rank that may have called what is not in them: why.
-        now_s: When they were taken, on their clock. A call that waits no longer then than
-            usual does not hang. None: they were taken because of a hang.
-    """
-
-    operations: tuple[Operation, ...]
+    operations: tuple[Operation, ...]  #: In any order.
+    #: For each rank that may have called what is not in them: why.
     unknown: Mapping[int, str] = field(default_factory=dict)
+    #: When they were taken, on their clock. A call that waits no longer then than usual does not
+    #: hang. None: they were taken because of a hang.
     now_s: float | None = None
 
 

@@ -63,22 +63,15 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One thing that is wrong.
-
-    Attributes:
-        guilty: Empty if nobody can be named.
-        confidence: From 0 to 1: how sure it is that kind and guilty are right, by the rule used.
-        since_s: When it began, on the clock of the records; None if that is not known.
-        evidence: Sentences for people.
-        alternatives: Other kinds that it can be, the likelier first.
-    """
+    """One thing that is wrong."""
 
     kind: Kind
-    guilty: Guilty = Guilty()
+    guilty: Guilty = Guilty()  #: Empty if nobody can be named.
+    #: From 0 to 1: how sure it is that kind and guilty are right, by the rule used.
     confidence: float
-    since_s: float | None
-    evidence: str
-    alternatives: tuple[Alternative, ...] = ()
+    since_s: float | None  #: When it began, on the clock of the records; None if that is not known.
+    evidence: str  #: Sentences for people.
+    alternatives: tuple[Alternative, ...] = ()  #: Other kinds that it can be, the likelier first.
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of ``everstep diagnose --json``."""
@@ -96,22 +89,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion(Verdict):
-    """A rank, node or link that seems to hold the others up while a run trains. No proof.
+    """A rank, node or link that seems to hold the others up while a run trains. No proof."""
 
-    Attributes:
-        since_s: Since when, on the clock of the reports' receiver.
-        worker: A worker that the run could do without; "" if a link is suspected.
-        times: How many times as long as it should a micro-batch takes, or with a slow link a step;
-            0.0 if that is not known.
-        is_steady: It was about as slow in each of the last steps. A pause, a recompile or another
-            program on its machine is not.
-        may_be_work: Nothing tells a slow machine from work that has grown: no conviction.
-    """
-
-    since_s: float
-    worker: str = ""
+    since_s: float  #: Since when, on the clock of the reports' receiver.
+    worker: str = ""  #: A worker that the run could do without; "" if a link is suspected.
+    #: How many times as long as it should a micro-batch takes, or with a slow link a step; 0.0
+    #: if that is not known.
     times: float = 0.0
+    #: It was about as slow in each of the last steps. A pause, a recompile or another program on
+    #: its machine is not.
     is_steady: bool = False
+    #: Nothing tells a slow machine from work that has grown: no conviction.
     may_be_work: bool = False
 
     def to_json(self) -> dict[str, Any]:

@@ -37,18 +37,14 @@ _APART_MAX = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """The result of the demo; ``everstep demo --json`` prints it.
-
-    Attributes:
-        apart: The largest relative difference between the losses of a step.
-        is_same: Whether the two runs trained alike: bit for bit if only the number of data-parallel
-            ranks changed, otherwise along one curve, because sums have another order.
-    """
+    """The result of the demo; ``everstep demo --json`` prints it."""
 
     undisturbed: dict[str, Any]
     disturbed: dict[str, Any]
     weights_equal: bool
-    apart: float
+    apart: float  #: The largest relative difference between the losses of a step.
+    #: Whether the two runs trained alike: bit for bit if only the number of data-parallel ranks
+    #: changed, otherwise along one curve, because sums have another order.
     is_same: bool
     report: str
 

@@ -36,29 +36,19 @@ _AXES = ("pp", "dp_replicate", "cp", "tp", "ep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """The layouts of all GPUs, the best first, and the one after the loss of a node.
+    """The layouts of all GPUs, the best first, and the one after the loss of a node."""
 
-    Attributes:
-        job: The model, and the batch that it trains on.
-        gpu: Kind of GPU, as ``GPUS`` names it.
-        layouts: The layouts, each with why it is chosen or not.
-        kept: The settings that the configuration fixes, as it names them; "" for none.
-        after_loss: None if the run would wait for another node.
-        load_s: How long the workers would take to load their shares over the network then.
-        loss_every_h: Mean hours between two losses of a node.
-        traffic: Traffic of the best layout over the links of ``topology``; None without one.
-    """
-
-    job: Job
+    job: Job  #: The model, and the batch that it trains on.
     num_parameters: int
-    gpu: str
+    gpu: str  #: Kind of GPU, as ``GPUS`` names it.
     num_nodes: int
     node_size: int
-    layouts: tuple[tuple[Forecast, str], ...]
-    kept: str
-    after_loss: Forecast | None
-    load_s: float
-    loss_every_h: float
+    layouts: tuple[tuple[Forecast, str], ...]  #: The layouts, each with why it is chosen or not.
+    kept: str  #: The settings that the configuration fixes, as it names them; "" for none.
+    after_loss: Forecast | None  #: None if the run would wait for another node.
+    load_s: float  #: How long the workers would take to load their shares over the network then.
+    loss_every_h: float  #: Mean hours between two losses of a node.
+    #: Traffic of the best layout over the links of ``topology``; None without one.
     traffic: TrafficPlan | None
 
     @property

@@ -38,23 +38,15 @@ _ALL = "."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberDiff:
-    """A number of the steps in which two runs differ.
+    """A number of the steps in which two runs differ."""
 
-    Attributes:
-        name: Such as ``loss``.
-        num_steps: Steps in which it differs.
-        first_step: The first of these.
-        first_values: The numbers in that step.
-        first_ulp: How many float64 lie between them; None if one of them is not a number.
-        max_relative: Largest difference of finite numbers, relative to the larger one.
-    """
-
-    name: str
-    num_steps: int
-    first_step: int
-    first_values: tuple[float, float]
+    name: str  #: Such as ``loss``.
+    num_steps: int  #: Steps in which it differs.
+    first_step: int  #: The first of these.
+    first_values: tuple[float, float]  #: The numbers in that step.
+    #: How many float64 lie between them; None if one of them is not a number.
     first_ulp: int | None
-    max_relative: float
+    max_relative: float  #: Largest difference of finite numbers, relative to the larger one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,27 +60,20 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDiff:
-    """How two runs differ.
+    """How two runs differ."""
 
-    Attributes:
-        urls: The directories.
-        settings: Both values of each setting that differs, by section and key.
-        steps: The first and the last step that both have.
-        gaps: Steps in between that only one of them has.
-        numbers: The numbers of steps that differ.
-        situations: Of both runs in the first step that differs; empty if there is none.
-        versions: By step, what differs in the tensors of a version that both have. Versions behind
-            the first that differs are not compared.
-        same_end: Whether the weights behind the last step are equal; None if one is not known.
-    """
-
-    urls: tuple[str, str]
+    urls: tuple[str, str]  #: The directories.
+    #: Both values of each setting that differs, by section and key.
     settings: dict[str, tuple[Any, Any]]
-    steps: tuple[int, int]
-    gaps: tuple[int, ...]
-    numbers: tuple[NumberDiff, ...]
+    steps: tuple[int, int]  #: The first and the last step that both have.
+    gaps: tuple[int, ...]  #: Steps in between that only one of them has.
+    numbers: tuple[NumberDiff, ...]  #: The numbers of steps that differ.
+    #: Of both runs in the first step that differs; empty if there is none.
     situations: tuple[Situation, ...]
+    #: By step, what differs in the tensors of a version that both have. Versions behind the
+    #: first that differs are not compared.
     versions: dict[int, DiffReport]
+    #: Whether the weights behind the last step are equal; None if one is not known.
     same_end: bool | None
 
     @property

@@ -26,37 +26,25 @@ from ucp_core.layout import ParallelLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
-    """A plan and its duration.
+    """A plan and its duration."""
 
-    Attributes:
-        what: Sums and transfers of a step, or copies of a version.
-        plan: Its description.
-        took_s: Without the part that computation hides.
-        busiest: The link that limits them; "" if nothing crosses the network.
-    """
-
-    what: str
-    plan: str
-    took_s: float
-    busiest: str
+    what: str  #: Sums and transfers of a step, or copies of a version.
+    plan: str  #: Its description.
+    took_s: float  #: Without the part that computation hides.
+    busiest: str  #: The link that limits them; "" if nothing crosses the network.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficPlan:
-    """The traffic of a layout between nodes, by several plans.
-
-    Attributes:
-        order: The best order of nodes for the ranks.
-        keepers: By node, the nodes that keep copies of its snapshots.
-        gain: How many times shorter a step communicates than with one node of each rack in turn.
-        copies_gain: How many times sooner copies arrive over all equal-cost paths than over one.
-    """
+    """The traffic of a layout between nodes, by several plans."""
 
     layout: ParallelLayout
     rows: tuple[TrafficRow, ...]
-    order: tuple[str, ...]
-    keepers: dict[str, tuple[str, ...]]
+    order: tuple[str, ...]  #: The best order of nodes for the ranks.
+    keepers: dict[str, tuple[str, ...]]  #: By node, the nodes that keep copies of its snapshots.
+    #: How many times shorter a step communicates than with one node of each rack in turn.
     gain: float
+    #: How many times sooner copies arrive over all equal-cost paths than over one.
     copies_gain: float
 
     def to_json(self) -> dict[str, Any]:

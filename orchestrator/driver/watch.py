@@ -24,15 +24,10 @@ from ucp_core.errors import UcpError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        code: Exit code of the command that saw and reported it; None without one.
-        summary: The run's summary; None if it is not over.
-    """
-
-    code: int | None
-    summary: dict[str, Any] | None
+    code: int | None  #: Exit code of the command that saw and reported it; None without one.
+    summary: dict[str, Any] | None  #: The run's summary; None if it is not over.
 
 
 def watch_run(

@@ -47,31 +47,22 @@ class FaultClass(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetRules:
-    """Limits as rates, so that a run survives rare failures for ever.
+    """Limits as rates, so that a run survives rare failures for ever."""
 
-    Attributes:
-        window_s: Length of the window in which faults are counted.
-        infrastructure_max: Most infrastructure faults in a window.
-        preemption_max: Most preemptions in a window.
-        user_max: Most single-rank user errors in a window.
-        program_max: Most hangs in a window in which ranks called different collectives. A single
-            one may come from a rank that read other data; two come from the program.
-        undecided_max: Most unexplained hangs in a row after the same step.
-        stuck_max: Most failed attempts in a row without a new committed step, not counting
-            unexplained ones.
-        unexplained_max: Most attempts in a row without a new committed step, in a run that has
-            trained, that lost a peer although no process died and no rank raised. With the pauses
-            between them they take an hour. A person can repair a network that resets connections in
-            that time; a program whose ranks call different collectives fails likewise for ever.
-    """
-
-    window_s: float = 3600.0
-    infrastructure_max: int = 1000
-    preemption_max: int = 10000
-    user_max: int = 3
+    window_s: float = 3600.0  #: Length of the window in which faults are counted.
+    infrastructure_max: int = 1000  #: Most infrastructure faults in a window.
+    preemption_max: int = 10000  #: Most preemptions in a window.
+    user_max: int = 3  #: Most single-rank user errors in a window.
+    #: Most hangs in a window in which ranks called different collectives. A single one may come
+    #: from a rank that read other data; two come from the program.
     program_max: int = 1
-    undecided_max: int = 4
+    undecided_max: int = 4  #: Most unexplained hangs in a row after the same step.
+    #: Most failed attempts in a row without a new committed step, not counting unexplained ones.
     stuck_max: int = 12
+    #: Most attempts in a row without a new committed step, in a run that has trained, that lost
+    #: a peer although no process died and no rank raised. With the pauses between them they take
+    #: an hour. A person can repair a network that resets connections in that time; a program
+    #: whose ranks call different collectives fails likewise for ever.
     unexplained_max: int = 240
 
 

@@ -11,23 +11,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityRules:
-    """The alternatives that the run may request, and how long it waits for each.
+    """The alternatives that the run may request, and how long it waits for each."""
 
-    Attributes:
-        usd_per_hour: Price of the room for one worker, of each alternative in order; 0.0 if
-            unknown.
-        guess_s: A machine counts as refused after this time, before any of its kind has come. A
-            cloud machine starts and joins the cluster within one to three minutes.
-        late: After the first machine, a request counts as refused after this multiple of the time
-            that machines took.
-        wait_s_min: Lower bound for that: with two requests, an autoscaler may serve them in turn.
-        seen_s: A machine seen within this time was already there: the cluster is read every 2 s.
-    """
-
+    #: Price of the room for one worker, of each alternative in order; 0.0 if unknown.
     usd_per_hour: tuple[float, ...] = (0.0,)
+    #: A machine counts as refused after this time, before any of its kind has come. A cloud
+    #: machine starts and joins the cluster within one to three minutes.
     guess_s: float = 180.0
+    #: After the first machine, a request counts as refused after this multiple of the time that
+    #: machines took.
     late: float = 3.0
+    #: Lower bound for that: with two requests, an autoscaler may serve them in turn.
     wait_s_min: float = 20.0
+    #: A machine seen within this time was already there: the cluster is read every 2 s.
     seen_s: float = 5.0
 
     def __post_init__(self) -> None:

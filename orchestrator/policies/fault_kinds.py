@@ -18,22 +18,16 @@ class Loss(StrEnum):
 
 
 class FaultKind(StrEnum):
-    """A kind of fault, or of planned change. To add a kind, add a member here and its handler.
+    """A kind of fault, or of planned change. To add a kind, add a member here and its handler."""
 
-    Attributes:
-        weight: How much it explains. While an attempt is fenced, a kind with more weight replaces
-            the cause.
-        budget: The budget to which an attempt that it ended is charged; None for no budget.
-        loss: What it takes from the run.
-        is_planned: Whether it was intended; then it is no failure.
-        names: Whether a worker can be proven to have caused it.
-    """
-
+    #: How much it explains. While an attempt is fenced, a kind with more weight replaces the
+    #: cause.
     weight: int
+    #: The budget to which an attempt that it ended is charged; None for no budget.
     budget: FaultClass | None
-    loss: Loss
-    is_planned: bool
-    names: bool
+    loss: Loss  #: What it takes from the run.
+    is_planned: bool  #: Whether it was intended; then it is no failure.
+    names: bool  #: Whether a worker can be proven to have caused it.
 
     def __new__(
         cls,

@@ -13,55 +13,38 @@ from orchestrator.policies.saving import FaultsSeen, rate_per_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowthRules:
-    """Limits of planned growth.
+    """Limits of planned growth."""
 
-    Attributes:
-        interval_s_min: Least time between two planned changes.
-        gather_s: How long the first newcomer waits at most for others that are nearly ready.
-        pause_guess_s: Cost of a re-formation before one was measured.
-        gain_min: The time saved must exceed the pause by this factor: both estimates are rough
-            (peers use 2 to 3 %), and it prevents flapping.
-        node_fault_s: Time between the faults of one node before any occurred; it weighs as much as
-            one fault. In traces of the spot market (``tests/fixtures/spot``) a node was lost every
-            1.6 to 10 hours, in the training of Llama 3 (arXiv 2407.21783) every 6,300. One a day
-            lies between them, and a run soon has its own numbers.
-    """
-
-    interval_s_min: float = 5.0
+    interval_s_min: float = 5.0  #: Least time between two planned changes.
+    #: How long the first newcomer waits at most for others that are nearly ready.
     gather_s: float = 2.0
-    pause_guess_s: float = 1.0
+    pause_guess_s: float = 1.0  #: Cost of a re-formation before one was measured.
+    #: The time saved must exceed the pause by this factor: both estimates are rough (peers use 2
+    #: to 3 %), and it prevents flapping.
     gain_min: float = 1.05
+    #: Time between the faults of one node before any occurred; it weighs as much as one fault.
+    #: In traces of the spot market (``tests/fixtures/spot``) a node was lost every 1.6 to 10
+    #: hours, in the training of Llama 3 (arXiv 2407.21783) every 6,300. One a day lies between
+    #: them, and a run soon has its own numbers.
     node_fault_s: float = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowthFacts:
-    """The facts of the decision.
-
-    Attributes:
-        num_members: Workers in the attempt.
-        num_after: Workers that the other layout would use.
-        step_ratio: Step time of the other layout divided by that of the current one.
-        num_coming: Workers that are starting on granted reservations and may join the same change.
-        waiting_since_s: When the first newcomer became ready.
-        last_change_s: When the current attempt began to train.
-        step_s: Smoothed duration of a step now; 0.0 if unknown.
-        num_steps_left: Steps until the end of the run.
-        pause_s: Measured duration of the last re-formation; 0.0 if there was none.
-        next_fault_s: For how long the layout is expected to stay.
-    """
+    """The facts of the decision."""
 
     now_s: float
-    num_members: int
-    num_after: int
-    step_ratio: float
+    num_members: int  #: Workers in the attempt.
+    num_after: int  #: Workers that the other layout would use.
+    step_ratio: float  #: Step time of the other layout divided by that of the current one.
+    #: Workers that are starting on granted reservations and may join the same change.
     num_coming: int
-    waiting_since_s: float
-    last_change_s: float
-    step_s: float
-    num_steps_left: int
-    pause_s: float
-    next_fault_s: float
+    waiting_since_s: float  #: When the first newcomer became ready.
+    last_change_s: float  #: When the current attempt began to train.
+    step_s: float  #: Smoothed duration of a step now; 0.0 if unknown.
+    num_steps_left: int  #: Steps until the end of the run.
+    pause_s: float  #: Measured duration of the last re-formation; 0.0 if there was none.
+    next_fault_s: float  #: For how long the layout is expected to stay.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

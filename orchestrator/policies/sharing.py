@@ -16,66 +16,47 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A run's report to the others.
+    """A run's report to the others."""
 
-    Attributes:
-        run: Its id on the cluster.
-        priority: A higher one takes from a lower one.
-        num_min: With fewer workers it does not train.
-        has_begun: Whether it has ever trained; from then on it keeps at least ``num_min``.
-        num_held: Workers that it has room for, on nodes that stay.
-        num_lacking: How many more it has requested and not got in the time that Ray needs.
-        unit: Its workers come in multiples of this.
-        needs: ``(resource, amount)`` of the room for one worker.
-    """
-
-    run: str
-    priority: int = 0
-    num_min: int = 1
+    run: str  #: Its id on the cluster.
+    priority: int = 0  #: A higher one takes from a lower one.
+    num_min: int = 1  #: With fewer workers it does not train.
+    #: Whether it has ever trained; from then on it keeps at least ``num_min``.
     has_begun: bool = True
-    num_held: int = 0
-    num_lacking: int = 0
-    unit: int = 1
-    needs: tuple[tuple[str, float], ...] = ()
+    num_held: int = 0  #: Workers that it has room for, on nodes that stay.
+    num_lacking: int = 0  #: How many more it has requested and not got in the time that Ray needs.
+    unit: int = 1  #: Its workers come in multiples of this.
+    needs: tuple[tuple[str, float], ...] = ()  #: ``(resource, amount)`` of the room for one worker.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingRules:
-    """How a run shares.
-
-    Attributes:
-        needs: As in ``Share``.
-        lack_s: A request counts as not granted after this time; Ray places one within a second if
-            there is room.
-        settle_s: Workers that were given are taken within this time or not at all: runs ask each
-            other every two seconds, and Ray places a request in one.
-        deaf_s: How long a run gets nothing after it did not take what it was given: it waits for
-            something else.
-    """
+    """How a run shares."""
 
     priority: int = 0
-    needs: tuple[tuple[str, float], ...] = ()
+    needs: tuple[tuple[str, float], ...] = ()  #: As in ``Share``.
+    #: A request counts as not granted after this time; Ray places one within a second if there
+    #: is room.
     lack_s: float = 5.0
+    #: Workers that were given are taken within this time or not at all: runs ask each other
+    #: every two seconds, and Ray places a request in one.
     settle_s: float = 10.0
+    #: How long a run gets nothing after it did not take what it was given: it waits for
+    #: something else.
     deaf_s: float = 600.0
 
 
 class Sharing(NamedTuple):
-    """A run's current decision about its share.
+    """A run's current decision about its share."""
 
-    Attributes:
-        limit: The most workers that it requests and holds; -1 if the others need none of them.
-        runs: The runs that need the others, while there is a limit.
-        settled_s: No new decision before this time: the last workers given are still on their way.
-        num_others: What all others held before.
-        deaf: ``(run, until_s)`` of the runs that did not take what they were given.
-    """
-
+    #: The most workers that it requests and holds; -1 if the others need none of them.
     limit: int = -1
-    runs: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()  #: The runs that need the others, while there is a limit.
+    #: No new decision before this time: the last workers given are still on their way.
     settled_s: float = -inf
     given: tuple[str, ...] = ()
-    num_others: int = 0
+    num_others: int = 0  #: What all others held before.
+    #: ``(run, until_s)`` of the runs that did not take what they were given.
     deaf: tuple[tuple[str, float], ...] = ()
 
 

@@ -17,59 +17,40 @@ from orchestrator.policies.growth import GrowthRules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRules:
-    """Limits of what is done about slow workers.
+    """Limits of what is done about slow workers."""
 
-    Attributes:
-        lasts_s: A worker must have been slow for this long: other load on a machine comes and goes
-            within seconds.
-        steady_s: The same for a worker that was as slow in each of several steps in a row.
-        lost_steps: The wait must have cost the time of this many healthy steps: 4 steps that take 3
-            times as long, or 31 that take 1.2 times as long.
-        agreed_lost_steps: The same where all workers of a node agree: each was measured by itself.
-        replace_s: How long to wait for a replacement before the run continues with fewer workers.
-        convictions_max: Most convictions within the window.
-        window_s: Its length.
-    """
-
+    #: A worker must have been slow for this long: other load on a machine comes and goes within
+    #: seconds.
     lasts_s: float = 10.0
+    #: The same for a worker that was as slow in each of several steps in a row.
     steady_s: float = 3.0
+    #: The wait must have cost the time of this many healthy steps: 4 steps that take 3 times as
+    #: long, or 31 that take 1.2 times as long.
     lost_steps: float = 6.0
+    #: The same where all workers of a node agree: each was measured by itself.
     agreed_lost_steps: float = 4.0
+    #: How long to wait for a replacement before the run continues with fewer workers.
     replace_s: float = 10.0
-    convictions_max: int = 3
-    window_s: float = 3600.0
+    convictions_max: int = 3  #: Most convictions within the window.
+    window_s: float = 3600.0  #: Its length.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowFacts:
-    """The facts of the decision.
-
-    Attributes:
-        node: Where the worker is.
-        since_s: Since when it has been slow.
-        is_steady: It was about as slow in each of the last steps.
-        times: How many times as long as normal its micro-batches take.
-        step_s: Duration of a step now.
-        usual_step_s: Duration of a step before it was slow; 0.0 if unknown.
-        num_steps_left: Steps until the end of the run.
-        pause_s: Measured duration of the last re-formation; 0.0 if there was none.
-        next_fault_s: For how long the layout is expected to stay.
-        convicted: ``(when, node)`` of each conviction so far.
-        is_agreed: All workers of its node are slow, and it is not the only one.
-    """
+    """The facts of the decision."""
 
     now_s: float
-    node: str
-    since_s: float
-    is_steady: bool
-    times: float
-    step_s: float
-    usual_step_s: float
-    num_steps_left: int
-    pause_s: float
-    next_fault_s: float
-    convicted: tuple[tuple[float, str], ...] = ()
-    is_agreed: bool = False
+    node: str  #: Where the worker is.
+    since_s: float  #: Since when it has been slow.
+    is_steady: bool  #: It was about as slow in each of the last steps.
+    times: float  #: How many times as long as normal its micro-batches take.
+    step_s: float  #: Duration of a step now.
+    usual_step_s: float  #: Duration of a step before it was slow; 0.0 if unknown.
+    num_steps_left: int  #: Steps until the end of the run.
+    pause_s: float  #: Measured duration of the last re-formation; 0.0 if there was none.
+    next_fault_s: float  #: For how long the layout is expected to stay.
+    convicted: tuple[tuple[float, str], ...] = ()  #: ``(when, node)`` of each conviction so far.
+    is_agreed: bool = False  #: All workers of its node are slow, and it is not the only one.
 
     @property
     def healthy_step_s(self) -> float:

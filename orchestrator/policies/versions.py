@@ -22,20 +22,13 @@ STORAGE = "storage"
 
 
 class Holding(NamedTuple):
-    """One rank's part of a version in the memory of one keeper.
+    """One rank's part of a version in the memory of one keeper."""
 
-    Attributes:
-        node: Ray node id, hex.
-        host: Where the keeper serves bytes.
-        arena: Name of the arena on the node.
-        held: The content of one of its buffers.
-    """
-
-    node: str
-    host: str
+    node: str  #: Ray node id, hex.
+    host: str  #: Where the keeper serves bytes.
     port: int
-    arena: str
-    held: Held
+    arena: str  #: Name of the arena on the node.
+    held: Held  #: The content of one of its buffers.
 
     @property
     def is_copy(self) -> bool:
@@ -44,38 +37,25 @@ class Holding(NamedTuple):
 
 
 class ParityHolding(NamedTuple):
-    """One node's parities of a version, in the memory of its keeper.
+    """One node's parities of a version, in the memory of its keeper."""
 
-    Attributes:
-        node: Ray node id, hex.
-        host: Where the keeper serves bytes.
-        parity: The content of one of its buffers.
-    """
-
-    node: str
-    host: str
+    node: str  #: Ray node id, hex.
+    host: str  #: Where the keeper serves bytes.
     port: int
-    parity: HeldParity
+    parity: HeldParity  #: The content of one of its buffers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """A version that can be resumed from.
+    """A version that can be resumed from."""
 
-    Attributes:
-        step: The step after which the state was taken.
-        attempt: The attempt that took it.
-        source: "memory" or "storage".
-        parts: In memory, every holder of every rank's part, by rank; () in storage. A rank without
-            a holder is computed from parities.
-        parities: In memory, every holder of parities of it.
-    """
-
-    step: int
-    attempt: int
-    source: str
+    step: int  #: The step after which the state was taken.
+    attempt: int  #: The attempt that took it.
+    source: str  #: "memory" or "storage".
+    #: In memory, every holder of every rank's part, by rank; () in storage. A rank without a
+    #: holder is computed from parities.
     parts: tuple[Holding, ...] = ()
-    parities: tuple[ParityHolding, ...] = ()
+    parities: tuple[ParityHolding, ...] = ()  #: In memory, every holder of parities of it.
 
     @property
     def world_size(self) -> int:
@@ -94,15 +74,11 @@ class Version:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protection:
-    """How well snapshots in memory protect the run.
+    """How well snapshots in memory protect the run."""
 
-    Attributes:
-        step: Step of the newest version that is complete in memory; 0 if there is none.
-        node_losses_survived: How many nodes, whichever they are, may be lost while a complete
-            version stays in memory: 0, 1 or 2.
-    """
-
-    step: int
+    step: int  #: Step of the newest version that is complete in memory; 0 if there is none.
+    #: How many nodes, whichever they are, may be lost while a complete version stays in memory:
+    #: 0, 1 or 2.
     node_losses_survived: int
 
 
@@ -242,16 +218,12 @@ def without(version: Version, is_lost: Callable[[str], bool]) -> Version | None:
 
 @dataclass(frozen=True, slots=True)
 class _Dependency:
-    """Parts that are lost together: one part, or those of a group with parities.
+    """Parts that are lost together: one part, or those of a group with parities."""
 
-    Attributes:
-        parts: By place, the nodes that hold its part; None where there is no part.
-        parities: By place, the nodes that hold its parities.
-        num_parities: How many blocks of a stripe may be missing, if all its parities are held.
-    """
-
+    #: By place, the nodes that hold its part; None where there is no part.
     parts: tuple[frozenset[str] | None, ...]
-    parities: tuple[frozenset[str], ...] = ()
+    parities: tuple[frozenset[str], ...] = ()  #: By place, the nodes that hold its parities.
+    #: How many blocks of a stripe may be missing, if all its parities are held.
     num_parities: int = 0
 
     def is_left(self, lost: Iterable[str]) -> bool:

@@ -41,44 +41,31 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredVersion:
-    """The newest version in storage that counts; ``step`` 0 and no parts if there is none.
-
-    Attributes:
-        part_bytes: Size of each rank's data.
-    """
+    """The newest version in storage that counts; ``step`` 0 and no parts if there is none."""
 
     step: int = 0
     attempt: int = 0
-    part_bytes: tuple[int, ...] = ()
+    part_bytes: tuple[int, ...] = ()  #: Size of each rank's data.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
-    """The run as it is now.
+    """The run as it is now."""
 
-    Attributes:
-        step: Last completed step.
-        num_members: Workers that train.
-        reservations: Number of reservations by node, for every node of the run.
-        leaving: Nodes that are about to be taken away.
-        workers: Processes that could train: members in the order of ranks, then standbys.
-        held: Versions that are complete in memory, newest first (``versions.complete``).
-        layout: What a layout must satisfy.
-        refused: Layouts that cannot train.
-        steps: Layouts that trained, each with its seconds per step.
-    """
-
-    step: int
-    num_members: int
-    reservations: Mapping[str, int]
-    leaving: frozenset[str] = frozenset()
+    step: int  #: Last completed step.
+    num_members: int  #: Workers that train.
+    reservations: Mapping[str, int]  #: Number of reservations by node, for every node of the run.
+    leaving: frozenset[str] = frozenset()  #: Nodes that are about to be taken away.
+    #: Processes that could train: members in the order of ranks, then standbys.
     workers: tuple[WorkerPlace, ...]
+    #: Versions that are complete in memory, newest first (``versions.complete``).
     held: tuple[Version, ...]
     stored: StoredVersion
     min_workers: int
     max_workers: int
-    layout: LayoutRules
-    refused: tuple[Refused, ...] = ()
+    layout: LayoutRules  #: What a layout must satisfy.
+    refused: tuple[Refused, ...] = ()  #: Layouts that cannot train.
+    #: Layouts that trained, each with its seconds per step.
     steps: tuple[tuple[ParallelLayout, float], ...] = ()
 
     @property
@@ -93,54 +80,33 @@ class LossFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSource:
-    """A source for some of the part of one rank.
+    """A source for some of the part of one rank."""
 
-    Attributes:
-        rank: The rank that saved it.
-        source: One of ``SOURCES``; local and peer are from the view of the workers that would load
-            it.
-        node: The node that holds it; "" in storage, or if it is computed from several.
-        size_bytes: Its size.
-    """
-
-    rank: int
+    rank: int  #: The rank that saved it.
+    #: One of ``SOURCES``; local and peer are from the view of the workers that would load it.
     source: str
-    node: str
-    size_bytes: int
+    node: str  #: The node that holds it; "" in storage, or if it is computed from several.
+    size_bytes: int  #: Its size.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan:
-    """What would happen.
+    """What would happen."""
 
-    Attributes:
-        lost_nodes: Nodes that are assumed lost, whole ids.
-        lost_workers: Workers that are gone, those of the lost nodes included.
-        step: Training would continue after this step; 0 is the beginning.
-        attempt: The attempt that took that version.
-        source: "memory", "storage", or "" if there is none.
-        lost_steps: Completed steps that would be redone.
-        parts: Where each rank's part of the version would come from, if every worker took an equal
-            share of the state in the order of ranks.
-        bytes_by_source: The sums by source.
-        workers_before: Workers that train now.
-        workers_after: Workers that would train; 0: the run would wait for capacity.
-        layout_after: Their layout, for people.
-        step_s_after: Estimated step time, from steps of this run; 0.0 if unknown.
-    """
-
-    lost_nodes: tuple[str, ...]
-    lost_workers: tuple[str, ...]
-    step: int
-    attempt: int
-    source: str
-    lost_steps: int
+    lost_nodes: tuple[str, ...]  #: Nodes that are assumed lost, whole ids.
+    lost_workers: tuple[str, ...]  #: Workers that are gone, those of the lost nodes included.
+    step: int  #: Training would continue after this step; 0 is the beginning.
+    attempt: int  #: The attempt that took that version.
+    source: str  #: "memory", "storage", or "" if there is none.
+    lost_steps: int  #: Completed steps that would be redone.
+    #: Where each rank's part of the version would come from, if every worker took an equal share
+    #: of the state in the order of ranks.
     parts: tuple[PartSource, ...]
-    bytes_by_source: Mapping[str, int]
-    workers_before: int
-    workers_after: int
-    layout_after: str
-    step_s_after: float
+    bytes_by_source: Mapping[str, int]  #: The sums by source.
+    workers_before: int  #: Workers that train now.
+    workers_after: int  #: Workers that would train; 0: the run would wait for capacity.
+    layout_after: str  #: Their layout, for people.
+    step_s_after: float  #: Estimated step time, from steps of this run; 0.0 if unknown.
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""

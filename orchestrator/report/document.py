@@ -27,17 +27,11 @@ _MEAN_S = 4.0
 
 
 class Scale(NamedTuple):
-    """The size of a run's steps.
+    """The size of a run's steps."""
 
-    Attributes:
-        goal: The last step; 0 if it is not known.
-        samples: Samples of one step; 0 if they are not known.
-        tokens: Tokens likewise.
-    """
-
-    goal: int
-    samples: float
-    tokens: float
+    goal: int  #: The last step; 0 if it is not known.
+    samples: float  #: Samples of one step; 0 if they are not known.
+    tokens: float  #: Tokens likewise.
 
     @property
     def unit(self) -> str:

@@ -60,17 +60,11 @@ _ROUNDED = frozenset({"goodput", "goodput_since_start", "startup_s", "wall_s"})
 
 
 class Comparison(NamedTuple):
-    """Whether the run ended like the undisturbed one.
+    """Whether the run ended like the undisturbed one."""
 
-    Attributes:
-        verdict: "same", "close", "different" or "unknown"; a CSS class of the page.
-        headline: The same for people.
-        detail: The numbers behind it.
-    """
-
-    verdict: str
-    headline: str
-    detail: str
+    verdict: str  #: "same", "close", "different" or "unknown"; a CSS class of the page.
+    headline: str  #: The same for people.
+    detail: str  #: The numbers behind it.
 
 
 def write_report(

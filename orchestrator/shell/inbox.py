@@ -10,12 +10,7 @@ from orchestrator.core import Event
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """Takes events; both are called on the event loop.
+    """Takes events; both are called on the event loop."""
 
-    Attributes:
-        at_s: Returns the run's age in seconds.
-        post: Takes an event, to be folded after those that came before.
-    """
-
-    at_s: Callable[[], float]
-    post: Callable[[Event], None]
+    at_s: Callable[[], float]  #: Returns the run's age in seconds.
+    post: Callable[[Event], None]  #: Takes an event, to be folded after those that came before.

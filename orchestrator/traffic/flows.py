@@ -26,17 +26,13 @@ class Sent(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """Bytes from one node to another.
-
-    Attributes:
-        spine: None if it is spread over all of them evenly.
-    """
+    """Bytes from one node to another."""
 
     source: str
     target: str
     num_bytes: float
     rail: int = 0
-    spine: int | None = None
+    spine: int | None = None  #: None if it is spread over all of them evenly.
 
 
 def step_flows(

@@ -18,14 +18,10 @@ from orchestrator.traffic.topology import Link, Topology, by_rack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The load of flows on the links.
+    """The load of flows on the links."""
 
-    Attributes:
-        took_s: Until all have arrived; infinity if some never do.
-        busy_s: How long each link is in use at its full speed.
-    """
-
-    took_s: float = 0.0
+    took_s: float = 0.0  #: Until all have arrived; infinity if some never do.
+    #: How long each link is in use at its full speed.
     busy_s: Mapping[Link, float] = field(default_factory=dict)
 
     @property

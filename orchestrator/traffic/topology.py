@@ -14,22 +14,15 @@ from typing import NamedTuple
 
 
 class Link(NamedTuple):
-    """One direction of a link.
+    """One direction of a link."""
 
-    Attributes:
-        kind: ``node``, ``rack`` or ``zone``; ``pair`` is the way between two nodes where only that
-            is known to be slow.
-        name: The node, rack or zone, or both nodes.
-        is_out: Whether it leads out of it.
-        rail: Of a node or rack.
-        spine: Of a rack.
-    """
-
+    #: ``node``, ``rack`` or ``zone``; ``pair`` is the way between two nodes where only that is
+    #: known to be slow.
     kind: str
-    name: str
-    is_out: bool
-    rail: int = 0
-    spine: int = 0
+    name: str  #: The node, rack or zone, or both nodes.
+    is_out: bool  #: Whether it leads out of it.
+    rail: int = 0  #: Of a node or rack.
+    spine: int = 0  #: Of a rack.
 
     def __str__(self) -> str:
         """Return it for people."""
@@ -40,26 +33,17 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Where nodes are, and how much each link carries one way, in bytes a second.
+    """Where nodes are, and how much each link carries one way, in bytes a second."""
 
-    Attributes:
-        racks: By node. One that is not named here is alone in a rack of its name.
-        zones: By rack. Racks that are not named here are in one zone.
-        node_bytes_s: Of a node's card on each rail.
-        rails: Cards of a node. Rank i of a node uses rail i.
-        uplink_bytes_s: From a rack to each spine, for each rail.
-        spines: Equal-cost paths between two racks.
-        zone_bytes_s: Between a zone and all others.
-        slow: Links that carry something else; 0 for one that is gone.
-    """
-
-    racks: Mapping[str, str]
-    node_bytes_s: float
+    racks: Mapping[str, str]  #: By node. One that is not named here is alone in a rack of its name.
+    node_bytes_s: float  #: Of a node's card on each rail.
+    #: By rack. Racks that are not named here are in one zone.
     zones: Mapping[str, str] = field(default_factory=dict)
-    rails: int = 1
-    uplink_bytes_s: float = inf
-    spines: int = 1
-    zone_bytes_s: float = inf
+    rails: int = 1  #: Cards of a node. Rank i of a node uses rail i.
+    uplink_bytes_s: float = inf  #: From a rack to each spine, for each rail.
+    spines: int = 1  #: Equal-cost paths between two racks.
+    zone_bytes_s: float = inf  #: Between a zone and all others.
+    #: Links that carry something else; 0 for one that is gone.
     slow: Mapping[Link, float] = field(default_factory=dict)
 
     def rack(self, node: str) -> str:

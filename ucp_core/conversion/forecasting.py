@@ -19,29 +19,19 @@ _MEMORY_BYTES = 64 << 20
 
 
 class Forecast(NamedTuple):
-    """The work of a conversion, and of a load under a layout.
-
-    Attributes:
-        read_bytes: Read by a conversion, replicas and padding of records included.
-        gathered_bytes: The part of those that is put together element by element.
-        written_bytes: Written by a conversion.
-        target_files: Files with tensors that a conversion writes.
-        layout: Layout of the load, if one was given.
-        load_bytes: Read by all its ranks.
-        load_bytes_max: Read by the rank that reads most.
-    """
+    """The work of a conversion, and of a load under a layout."""
 
     tensors: int
     fragments: int
     files: int
     size_bytes: int
-    read_bytes: int
-    gathered_bytes: int
-    written_bytes: int
-    target_files: int
-    layout: str = ""
-    load_bytes: int = 0
-    load_bytes_max: int = 0
+    read_bytes: int  #: Read by a conversion, replicas and padding of records included.
+    gathered_bytes: int  #: The part of those that is put together element by element.
+    written_bytes: int  #: Written by a conversion.
+    target_files: int  #: Files with tensors that a conversion writes.
+    layout: str = ""  #: Layout of the load, if one was given.
+    load_bytes: int = 0  #: Read by all its ranks.
+    load_bytes_max: int = 0  #: Read by the rank that reads most.
 
 
 def forecast(

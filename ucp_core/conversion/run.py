@@ -40,18 +40,12 @@ Runner: TypeAlias = "Callable[[Job, Sequence[Batch], Callable[[Result], None]], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertResult:
-    """The result of ``convert``.
-
-    Attributes:
-        read_bytes: Read from the source in this run.
-        written_bytes: Written to the destination in this run.
-        resumed_bytes: Taken over from an interrupted run.
-    """
+    """The result of ``convert``."""
 
     size_bytes: int
-    read_bytes: int
-    written_bytes: int
-    resumed_bytes: int
+    read_bytes: int  #: Read from the source in this run.
+    written_bytes: int  #: Written to the destination in this run.
+    resumed_bytes: int  #: Taken over from an interrupted run.
     seconds: float
     processes: int
     threads: int

@@ -31,16 +31,11 @@ _TOKEN = re.compile(rf"-[0-9a-f]{{{2 * _TOKEN_BYTES}}}(?=\.safetensors$)")
 
 
 class Claim(NamedTuple):
-    """The conversion that owns a directory of a store without locks: the last one that began.
-
-    Attributes:
-        directory: The destination.
-        content: The content of the file ``begun`` until another conversion begins.
-    """
+    """The conversion that owns a directory of a store without locks: the last one that began."""
 
     store: Store
-    directory: str
-    content: bytes
+    directory: str  #: The destination.
+    content: bytes  #: The content of the file ``begun`` until another conversion begins.
 
     @property
     def path(self) -> str:

@@ -40,54 +40,35 @@ _OPEN_FILES_MAX = 200
 
 
 class WorkItem(NamedTuple):
-    """A range of a target file to write, or of a source file to verify.
+    """A range of a target file to write, or of a source file to verify."""
 
-    Attributes:
-        target: Index of the target file; -1 if the range is only verified.
-        source: Index of the source file then; else -1.
-        start: First byte in that file.
-        stop: Behind the last one.
-    """
-
-    target: int
-    source: int
-    start: int
-    stop: int
+    target: int  #: Index of the target file; -1 if the range is only verified.
+    source: int  #: Index of the source file then; else -1.
+    start: int  #: First byte in that file.
+    stop: int  #: Behind the last one.
 
 
 class Result(NamedTuple):
-    """The findings of a worker.
-
-    Attributes:
-        blocks: crc32 of every block of the target's tensors in the item, in order.
-        notes: The part that was read of checks that are not complete or not right.
-    """
+    """The findings of a worker."""
 
     item: WorkItem
-    blocks: tuple[int, ...]
-    notes: tuple[Note, ...]
+    blocks: tuple[int, ...]  #: crc32 of every block of the target's tensors in the item, in order.
+    notes: tuple[Note, ...]  #: The part that was read of checks that are not complete or not right.
     read_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The part of a conversion that all workers share.
-
-    Attributes:
-        files: The source's files; items and checks name them by index.
-        extents: How the source's own checksums are verified.
-        chunk_bytes: Gathered at a time; whole blocks.
-        general_bytes: The same for tensors that are averaged or strided.
-    """
+    """The part of a conversion that all workers share."""
 
     store: Store
     directory: str
     state_map: StateMap
-    files: tuple[str, ...]
+    files: tuple[str, ...]  #: The source's files; items and checks name them by index.
     targets: tuple[TargetFile, ...]
-    extents: ExtentPlan
-    chunk_bytes: int
-    general_bytes: int
+    extents: ExtentPlan  #: How the source's own checksums are verified.
+    chunk_bytes: int  #: Gathered at a time; whole blocks.
+    general_bytes: int  #: The same for tensors that are averaged or strided.
     file_index: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -86,20 +86,14 @@ class TableTensors:
 
 
 class _Ranges(NamedTuple):
-    """Tensors that are cut into ranges of their memory, for example by rows; most are.
+    """Tensors that are cut into ranges of their memory, for example by rows; most are."""
 
-    Attributes:
-        is_range: By tensor: whether it is cut so, which proves that every element is held once.
-            Other tensors may be valid too: tensor parallelism cuts columns.
-        bases: By tensor: its first position if all tensors lie side by side.
-        firsts: By row: its first position. Rows of other tensors are empty.
-        lasts: By row: its end.
-    """
-
+    #: By tensor: whether it is cut so, which proves that every element is held once. Other
+    #: tensors may be valid too: tensor parallelism cuts columns.
     is_range: NDArray[np.bool_]
-    bases: Numbers
-    firsts: Numbers
-    lasts: Numbers
+    bases: Numbers  #: By tensor: its first position if all tensors lie side by side.
+    firsts: Numbers  #: By row: its first position. Rows of other tensors are empty.
+    lasts: Numbers  #: By row: its end.
 
 
 class Table:

@@ -42,15 +42,10 @@ _CUTS_KEPT = 64
 
 
 class TensorKey(NamedTuple):
-    """One logical tensor of the state.
+    """One logical tensor of the state."""
 
-    Attributes:
-        fqn: Fully qualified name of the parameter or buffer.
-        slot: ``weight``, or the optimizer's name for its tensor (``exp_avg``, ...).
-    """
-
-    fqn: str
-    slot: str
+    fqn: str  #: Fully qualified name of the parameter or buffer.
+    slot: str  #: ``weight``, or the optimizer's name for its tensor (``exp_avg``, ...).
 
     def __str__(self) -> str:
         """Return ``fqn (slot)``."""
@@ -58,30 +53,21 @@ class TensorKey(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """The bytes of one box in one file.
+    """The bytes of one box in one file."""
 
-    Attributes:
-        box: The elements, in coordinates of the whole tensor.
-        file: Name in the checkpoint's directory.
-        offset_bytes: Place of the first element in the file.
-        num_bytes: Bytes from there to the end of the last element.
-        crc32: Checksum of all its bytes; None if a foreign format has no checksum of this range.
-        blocks: crc32 of each block of the map's ``block_bytes``; the last block may be shorter.
-            Empty if ``crc32`` is None.
-        replica: Another fragment without this flag holds the same elements.
-        strides: Bytes between neighbours along each dim; None if the box is C-contiguous.
-        copy: Number of the independently updated copy of the tensor that it belongs to.
-    """
-
-    box: Box
-    file: str
-    offset_bytes: int
-    num_bytes: int
+    box: Box  #: The elements, in coordinates of the whole tensor.
+    file: str  #: Name in the checkpoint's directory.
+    offset_bytes: int  #: Place of the first element in the file.
+    num_bytes: int  #: Bytes from there to the end of the last element.
+    #: Checksum of all its bytes; None if a foreign format has no checksum of this range.
     crc32: int | None
+    #: crc32 of each block of the map's ``block_bytes``; the last block may be shorter. Empty if
+    #: ``crc32`` is None.
     blocks: tuple[int, ...]
-    replica: bool = False
+    replica: bool = False  #: Another fragment without this flag holds the same elements.
+    #: Bytes between neighbours along each dim; None if the box is C-contiguous.
     strides: tuple[int, ...] | None = None
-    copy: int = 0
+    copy: int = 0  #: Number of the independently updated copy of the tensor that it belongs to.
 
     def byte_strides(self, itemsize: int) -> tuple[int, ...]:
         """Return the bytes between neighbours along each dim, also of a C-contiguous box."""
@@ -100,18 +86,14 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One logical tensor and the fragments that hold it, in order of their boxes.
-
-    Attributes:
-        dtype: safetensors' name.
-        copies: Above 1: number of copies that were updated independently. Each covers the tensor,
-            whose value is their mean.
-    """
+    """One logical tensor and the fragments that hold it, in order of their boxes."""
 
     key: TensorKey
-    dtype: str
+    dtype: str  #: safetensors' name.
     shape: tuple[int, ...]
     fragments: tuple[Fragment, ...]
+    #: Above 1: number of copies that were updated independently. Each covers the tensor, whose
+    #: value is their mean.
     copies: int = 1
 
     @property
@@ -122,15 +104,11 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateMap:
-    """Tensors by key.
-
-    Attributes:
-        block_bytes: Block size of the fragments' checksums.
-        extents: By file: the ranges for which a foreign format has checksums.
-    """
+    """Tensors by key."""
 
     entries: Mapping[TensorKey, TensorEntry]
-    block_bytes: int
+    block_bytes: int  #: Block size of the fragments' checksums.
+    #: By file: the ranges for which a foreign format has checksums.
     extents: Mapping[str, tuple[Extent, ...]] = field(default_factory=dict)
 
     @property

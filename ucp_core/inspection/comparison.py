@@ -37,67 +37,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff:
-    """A tensor that differs.
-
-    Attributes:
-        kind: ``only in a``, ``only in b``, ``shape``, ``dtype`` or ``values``.
-        dtypes: In a and b; None where it is missing.
-        shapes: In a and b; None where it is missing.
-        num_elements: 0 unless values were compared, as with all that follows.
-        num_nan: The part of those that are not a number on either side.
-        max_abs: Largest difference of the others.
-        max_ulp: The same, counted in numbers of the dtype between the two; floats only.
-        first_index: Index of the first element that differs.
-        first_values: That element in a and b.
-    """
+    """A tensor that differs."""
 
     fqn: str
     slot: str
-    kind: str
-    dtypes: tuple[str | None, str | None]
+    kind: str  #: ``only in a``, ``only in b``, ``shape``, ``dtype`` or ``values``.
+    dtypes: tuple[str | None, str | None]  #: In a and b; None where it is missing.
+    #: In a and b; None where it is missing.
     shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
-    num_elements: int = 0
+    num_elements: int = 0  #: 0 unless values were compared, as with all that follows.
     num_different: int = 0
-    num_nan: int = 0
-    max_abs: float | None = None
+    num_nan: int = 0  #: The part of those that are not a number on either side.
+    max_abs: float | None = None  #: Largest difference of the others.
+    #: The same, counted in numbers of the dtype between the two; floats only.
     max_ulp: int | None = None
-    first_index: tuple[int, ...] | None = None
-    first_values: tuple[Any, Any] | None = None
+    first_index: tuple[int, ...] | None = None  #: Index of the first element that differs.
+    first_values: tuple[Any, Any] | None = None  #: That element in a and b.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDiff:
-    """A small value that differs.
+    """A small value that differs."""
 
-    Attributes:
-        path: Such as ``param_groups[0].lr`` or ``extra.scaler.scale``.
-        in_a: The value in a; None if it is missing.
-        in_b: The value in b; None if it is missing.
-        only_in: ``a`` or ``b`` if the other has none; else empty.
-    """
-
-    path: str
-    in_a: Any
-    in_b: Any
-    only_in: str = ""
+    path: str  #: Such as ``param_groups[0].lr`` or ``extra.scaler.scale``.
+    in_a: Any  #: The value in a; None if it is missing.
+    in_b: Any  #: The value in b; None if it is missing.
+    only_in: str = ""  #: ``a`` or ``b`` if the other has none; else empty.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport:
-    """How two checkpoints differ.
+    """How two checkpoints differ."""
 
-    Attributes:
-        tensors: Tensors that differ, by name.
-        values: Small values that differ.
-        num_proven: The part of those that checksums proved equal.
-        compared_bytes: Bytes of a that were read and compared.
-    """
-
-    tensors: tuple[TensorDiff, ...]
-    values: tuple[ValueDiff, ...]
+    tensors: tuple[TensorDiff, ...]  #: Tensors that differ, by name.
+    values: tuple[ValueDiff, ...]  #: Small values that differ.
     num_equal: int
-    num_proven: int
-    compared_bytes: int
+    num_proven: int  #: The part of those that checksums proved equal.
+    compared_bytes: int  #: Bytes of a that were read and compared.
     seconds: float
 
     @property

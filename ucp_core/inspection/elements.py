@@ -26,22 +26,15 @@ class Tolerance(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How two boxes or tensors differ.
-
-    Attributes:
-        num_nan: The part of those that are not a number on either side.
-        max_abs: Largest difference of the others; None if there are none.
-        max_ulp: The same, counted in numbers of the dtype between the two; None unless floats.
-        first: Flat position of the first element that differs.
-        values: That element on both sides.
-    """
+    """How two boxes or tensors differ."""
 
     num_different: int
-    num_nan: int
-    max_abs: float | None
+    num_nan: int  #: The part of those that are not a number on either side.
+    max_abs: float | None  #: Largest difference of the others; None if there are none.
+    #: The same, counted in numbers of the dtype between the two; None unless floats.
     max_ulp: int | None
-    first: int
-    values: tuple[Any, Any]
+    first: int  #: Flat position of the first element that differs.
+    values: tuple[Any, Any]  #: That element on both sides.
 
     def joined(self, other: Difference) -> Difference:
         """Return both as one; ``other`` comes later and counts from the same origin."""

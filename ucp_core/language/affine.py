@@ -24,39 +24,26 @@ BOXES_MAX = 1 << 14
 
 
 class AffinePiece(NamedTuple):
-    """Elements of the whole tensor, and where one rank's shard has them.
+    """Elements of the whole tensor, and where one rank's shard has them."""
 
-    Attributes:
-        shape: Shape of the view on both sides.
-        source_offset: First element in the whole tensor.
-        source_strides: Elements between neighbours in the whole tensor, for each dim of ``shape``.
-        dest_offset: First element in the shard.
-        dest_strides: The same in the shard.
-        locations: All ranks that hold these elements; the lowest is the primary one.
-        scale: The shard holds the elements times this factor.
-    """
-
-    shape: tuple[int, ...]
-    source_offset: int
+    shape: tuple[int, ...]  #: Shape of the view on both sides.
+    source_offset: int  #: First element in the whole tensor.
+    #: Elements between neighbours in the whole tensor, for each dim of ``shape``.
     source_strides: tuple[int, ...]
-    dest_offset: int
-    dest_strides: tuple[int, ...]
+    dest_offset: int  #: First element in the shard.
+    dest_strides: tuple[int, ...]  #: The same in the shard.
+    #: All ranks that hold these elements; the lowest is the primary one.
     locations: tuple[int, ...]
-    scale: float = 1.0
+    scale: float = 1.0  #: The shard holds the elements times this factor.
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Strided pieces, as DeepSpeed's affine maps describe them.
-
-    Attributes:
-        shards: Shape of the shard by rank.
-        pieces: By rank.
-    """
+    """Strided pieces, as DeepSpeed's affine maps describe them."""
 
     shape: tuple[int, ...]
-    shards: tuple[tuple[int, ...], ...]
-    pieces: tuple[tuple[AffinePiece, ...], ...]
+    shards: tuple[tuple[int, ...], ...]  #: Shape of the shard by rank.
+    pieces: tuple[tuple[AffinePiece, ...], ...]  #: By rank.
 
 
 class _Dim(NamedTuple):

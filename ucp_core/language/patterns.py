@@ -37,13 +37,10 @@ class Unique:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Every rank holds the whole tensor.
+    """Every rank holds the whole tensor."""
 
-    Attributes:
-        check: ``equal``: the copies are compared, and a difference is an error; ``first``: the
-            first rank's copy counts, the others are ignored.
-    """
-
+    #: ``equal``: the copies are compared, and a difference is an error; ``first``: the first
+    #: rank's copy counts, the others are ignored.
     check: Literal["equal", "first"] = "equal"
 
 
@@ -54,36 +51,28 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The ranks hold consecutive ranges along one dim, in order of rank.
+    """The ranks hold consecutive ranges along one dim, in order of rank."""
 
-    Attributes:
-        dim: Which dim; negative counts from the last.
-        widths: Extent along ``dim`` by rank; None: that of the shards.
-        parts: Several tensors are fused along ``dim``, and a shard is a piece of the first, a
-            piece of the second, ...: their extents in the whole tensor, or their number if equal.
-        ratio: The same if only the proportions are known, as in ``(4, 1, 1)``.
-        part_widths: ``part_widths[part][rank]``: extents of uneven pieces.
-        unpadded: True extent along ``dim``; what follows in the shards is padding.
-    """
-
-    dim: int = 0
+    dim: int = 0  #: Which dim; negative counts from the last.
+    #: Extent along ``dim`` by rank; None: that of the shards.
     widths: tuple[int, ...] | None = None
+    #: Several tensors are fused along ``dim``, and a shard is a piece of the first, a piece of
+    #: the second, ...: their extents in the whole tensor, or their number if equal.
     parts: tuple[int, ...] | int | None = None
+    #: The same if only the proportions are known, as in ``(4, 1, 1)``.
     ratio: tuple[int, ...] | None = None
+    #: ``part_widths[part][rank]``: extents of uneven pieces.
     part_widths: tuple[tuple[int, ...], ...] | None = None
+    #: True extent along ``dim``; what follows in the shards is padding.
     unpadded: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The ranks form a row-major grid; each of its axes cuts another dim.
+    """The ranks form a row-major grid; each of its axes cuts another dim."""
 
-    Attributes:
-        cuts: One for each axis of the grid.
-        degrees: Ranks along each axis; one may be 0 and follows from the number of ranks.
-    """
-
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Cut, ...]  #: One for each axis of the grid.
+    #: Ranks along each axis; one may be 0 and follows from the number of ranks.
     degrees: tuple[int, ...]
 
 
@@ -91,37 +80,25 @@ Pattern: TypeAlias = Unique | Replicated | Average | Cut | Grid | Affine
 
 
 class ShardPiece(NamedTuple):
-    """A box of one rank's shard, and its place in the whole tensor.
+    """A box of one rank's shard, and its place in the whole tensor."""
 
-    Attributes:
-        local: The box in coordinates of the shard.
-        start: Its first element in the whole tensor, where it has the same shape.
-        replica: Another rank's piece holds the same elements and is the primary one.
-    """
-
-    local: Box
-    start: tuple[int, ...]
-    replica: bool = False
+    local: Box  #: The box in coordinates of the shard.
+    start: tuple[int, ...]  #: Its first element in the whole tensor, where it has the same shape.
+    replica: bool = False  #: Another rank's piece holds the same elements and is the primary one.
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A pattern in numbers, for shards of known shapes.
+    """A pattern in numbers, for shards of known shapes."""
 
-    Attributes:
-        shape: Shape of the whole tensor, without padding.
-        pieces: By rank; elements of a shard in no piece are padding.
-        relation: Elements are on one rank (``once``), equal on several (``replica``), or have to
-            be averaged (``average``).
-        check: That of a ``Replicated``; ``equal`` for others.
-        shards: Shape of each rank's shard.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  #: Shape of the whole tensor, without padding.
+    #: By rank; elements of a shard in no piece are padding.
     pieces: tuple[tuple[ShardPiece, ...], ...]
+    #: Elements are on one rank (``once``), equal on several (``replica``), or have to be
+    #: averaged (``average``).
     relation: Literal["once", "replica", "average"]
-    check: Literal["equal", "first"]
-    shards: tuple[tuple[int, ...], ...]
+    check: Literal["equal", "first"]  #: That of a ``Replicated``; ``equal`` for others.
+    shards: tuple[tuple[int, ...], ...]  #: Shape of each rank's shard.
 
 
 def place(pattern: Pattern, shards: Sequence[Sequence[int]], *, name: str = "tensor") -> Placement:

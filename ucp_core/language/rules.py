@@ -13,54 +13,35 @@ from ucp_core.language.patterns import Pattern
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule.
+    """One rule."""
 
-    Attributes:
-        match: A regular expression for whole names (``re.fullmatch``).
-        slot: The only slot that it is for; None: all slots without a rule of their own.
-        where: ``file:line``, for errors.
-        optional: The rule need not match any name.
-    """
-
-    match: str
+    match: str  #: A regular expression for whole names (``re.fullmatch``).
     pattern: Pattern
+    #: The only slot that it is for; None: all slots without a rule of their own.
     slot: str | None = None
-    where: str = ""
-    optional: bool = False
+    where: str = ""  #: ``file:line``, for errors.
+    optional: bool = False  #: The rule need not match any name.
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Which pipeline stages have which tensors. Layers are spread evenly; first stages get more.
+    """Which pipeline stages have which tensors. Layers are spread evenly; first stages get more."""
 
-    Attributes:
-        layer: A regular expression with one group, the number of the layer.
-        first: Regular expressions of names that the first stage has.
-        last: The same of the last stage; a tied embedding may be in both.
-    """
-
-    layer: str
-    first: tuple[str, ...] = ()
-    last: tuple[str, ...] = ()
+    layer: str  #: A regular expression with one group, the number of the layer.
+    first: tuple[str, ...] = ()  #: Regular expressions of names that the first stage has.
+    last: tuple[str, ...] = ()  #: The same of the last stage; a tied embedding may be in both.
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules in order.
+    """Rules in order."""
 
-    Attributes:
-        rules: If several rules match a name, they must give it the same pattern.
-        first_wins: The first rule that matches counts instead.
-        stages: Which pipeline stages have which tensors.
-        ties: Tensors by alias.
-        fallback: Rules for names that none of these match.
-    """
-
+    #: If several rules match a name, they must give it the same pattern.
     rules: tuple[Rule, ...] = ()
-    first_wins: bool = False
-    stages: Stages | None = None
-    ties: Mapping[str, str] = field(default_factory=dict)
-    fallback: Rules | None = None
+    first_wins: bool = False  #: The first rule that matches counts instead.
+    stages: Stages | None = None  #: Which pipeline stages have which tensors.
+    ties: Mapping[str, str] = field(default_factory=dict)  #: Tensors by alias.
+    fallback: Rules | None = None  #: Rules for names that none of these match.
 
     @property
     def num_rules(self) -> int:
@@ -139,19 +120,12 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """One renaming.
+    """One renaming."""
 
-    Attributes:
-        match: A regular expression for whole names.
-        to: The new name, a template of ``re.sub``.
-        optional: The renaming need not match any name.
-        where: ``file:line``, for errors.
-    """
-
-    match: str
-    to: str
-    optional: bool = False
-    where: str = ""
+    match: str  #: A regular expression for whole names.
+    to: str  #: The new name, a template of ``re.sub``.
+    optional: bool = False  #: The renaming need not match any name.
+    where: str = ""  #: ``file:line``, for errors.
 
 
 @dataclass(frozen=True, slots=True)

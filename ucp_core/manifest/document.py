@@ -68,51 +68,35 @@ class FileEntry:
 
 
 class Item(NamedTuple):
-    """The policy for one item of a foreign checkpoint.
+    """The policy for one item of a foreign checkpoint."""
 
-    Attributes:
-        policy: ``reshard``, ``replicate``, ``reseed`` or ``drop``.
-        note: Why, for people.
-    """
-
-    policy: str
-    note: str
+    policy: str  #: ``reshard``, ``replicate``, ``reseed`` or ``drop``.
+    note: str  #: Why, for people.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A parsed manifest or rank record.
-
-    Attributes:
-        step: The optimizer step after which the state was taken.
-        attempt: The attempt that took it (fencing token).
-        state_map: All tensors and their fragments; in a rank record, those of that rank.
-        files: Every data file by its name in the directory.
-        param_groups: The optimizer's groups: ``params`` (fqns) and hyper-parameters.
-        extra: Small named values, JSON. In a universal manifest: name to file.
-        source: The writer; free, JSON.
-        world_size: Ranks that saved; 0 in a universal manifest.
-        rank: The rank of a record; -1 in a manifest.
-        ties: Alias to the fqn that has an entry.
-        roles: ``frozen``, ``buffer`` or ``extra`` by fqn; trained parameters have none.
-        items: The policies for everything else in a foreign checkpoint.
-        patterns: How the shards of ranks made up a tensor, in the text form of ``RULES.md``; only
-            in universal manifests of sharded sources.
-    """
+    """A parsed manifest or rank record."""
 
     kind: Kind
-    step: int
-    attempt: int
-    state_map: StateMap
-    files: Mapping[str, FileEntry]
+    step: int  #: The optimizer step after which the state was taken.
+    attempt: int  #: The attempt that took it (fencing token).
+    state_map: StateMap  #: All tensors and their fragments; in a rank record, those of that rank.
+    files: Mapping[str, FileEntry]  #: Every data file by its name in the directory.
+    #: The optimizer's groups: ``params`` (fqns) and hyper-parameters.
     param_groups: Sequence[Mapping[str, Any]] = ()
+    #: Small named values, JSON. In a universal manifest: name to file.
     extra: Mapping[str, Any] = field(default_factory=dict)
-    source: Mapping[str, Any] = field(default_factory=dict)
-    world_size: int = 0
-    rank: int = -1
-    ties: Mapping[str, str] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)  #: The writer; free, JSON.
+    world_size: int = 0  #: Ranks that saved; 0 in a universal manifest.
+    rank: int = -1  #: The rank of a record; -1 in a manifest.
+    ties: Mapping[str, str] = field(default_factory=dict)  #: Alias to the fqn that has an entry.
+    #: ``frozen``, ``buffer`` or ``extra`` by fqn; trained parameters have none.
     roles: Mapping[str, str] = field(default_factory=dict)
+    #: The policies for everything else in a foreign checkpoint.
     items: Mapping[str, Item] = field(default_factory=dict)
+    #: How the shards of ranks made up a tensor, in the text form of ``RULES.md``; only in
+    #: universal manifests of sharded sources.
     patterns: Mapping[TensorKey, Any] = field(default_factory=dict)
 
 

@@ -67,15 +67,10 @@ _ZERO, _OPEN = b"0{"
 
 
 class Scanned(NamedTuple):
-    """A valid document.
+    """A valid document."""
 
-    Attributes:
-        document: The document with all lists of fragments empty.
-        table: The fragments.
-    """
-
-    document: dict[str, Any]
-    table: Table
+    document: dict[str, Any]  #: The document with all lists of fragments empty.
+    table: Table  #: The fragments.
 
 
 def scan(data: bytes) -> Scanned | None:
@@ -103,37 +98,22 @@ def scan(data: bytes) -> Scanned | None:
 
 
 class _Read(NamedTuple):
-    """The text of tensors.
+    """The text of tensors."""
 
-    Attributes:
-        tensors: Everything but the fragments.
-        firsts: As in ``Table``.
-        rows: The fragments.
-    """
-
-    tensors: _Tensors
-    firsts: Numbers
-    rows: _Rows
+    tensors: _Tensors  #: Everything but the fragments.
+    firsts: Numbers  #: As in ``Table``.
+    rows: _Rows  #: The fragments.
 
 
 class _Known(NamedTuple):
-    """A text of tensors that was read before.
+    """A text of tensors that was read before."""
 
-    Attributes:
-        tensors: Everything but the fragments.
-        firsts: As in ``Table``.
-        shape: Places of the numbers of fragments among all numbers of the text.
-        others: Places of the numbers in names and shapes.
-        values: Values of the others.
-        num_digits: Digits of the others.
-    """
-
-    tensors: _Tensors
-    firsts: Numbers
-    shape: _Shape
-    others: Numbers
-    values: Numbers
-    num_digits: Numbers
+    tensors: _Tensors  #: Everything but the fragments.
+    firsts: Numbers  #: As in ``Table``.
+    shape: _Shape  #: Places of the numbers of fragments among all numbers of the text.
+    others: Numbers  #: Places of the numbers in names and shapes.
+    values: Numbers  #: Values of the others.
+    num_digits: Numbers  #: Digits of the others.
 
 
 #: By form. The ranks of a pipeline stage, and their next versions, differ in numbers only, which
@@ -215,17 +195,11 @@ def _read(text: bytes) -> _Read | None:
 
 
 class _WithoutLists(NamedTuple):
-    """The text of tensors without its lists of fragments.
+    """The text of tensors without its lists of fragments."""
 
-    Attributes:
-        text: Has a mark where a list was.
-        begins: Where the inside of each list began.
-        ends: Where it ended.
-    """
-
-    text: bytes
-    begins: list[int]
-    ends: list[int]
+    text: bytes  #: Has a mark where a list was.
+    begins: list[int]  #: Where the inside of each list began.
+    ends: list[int]  #: Where it ended.
 
 
 def _without_lists(text: bytes) -> _WithoutLists | None:
@@ -296,17 +270,11 @@ class _Rows(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Places of the numbers of fragments among all numbers, to which 0 and 1 are appended.
+    """Places of the numbers of fragments among all numbers, to which 0 and 1 are appended."""
 
-    Attributes:
-        bounds: Bounds of boxes, as in ``Table``.
-        fixed: The other numbers that every fragment has.
-        plain: All numbers but those in files' names.
-    """
-
-    bounds: Numbers
-    fixed: Numbers
-    plain: Numbers
+    bounds: Numbers  #: Bounds of boxes, as in ``Table``.
+    fixed: Numbers  #: The other numbers that every fragment has.
+    plain: Numbers  #: All numbers but those in files' names.
     blocks: Numbers
     num_blocks: Numbers
 
@@ -328,19 +296,13 @@ def _chunks(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class _Numbers(NamedTuple):
-    """The numbers of a text.
+    """The numbers of a text."""
 
-    Attributes:
-        form: The text with 0 for every number.
-        starts: Where each number begins.
-        is_padded: Whether a number has leading zeros.
-    """
-
-    form: NDArray[np.uint8]
-    starts: Numbers
+    form: NDArray[np.uint8]  #: The text with 0 for every number.
+    starts: Numbers  #: Where each number begins.
     values: Numbers
     num_digits: Numbers
-    is_padded: NDArray[np.bool_]
+    is_padded: NDArray[np.bool_]  #: Whether a number has leading zeros.
 
 
 def _numbers(text: bytes) -> _Numbers | None:

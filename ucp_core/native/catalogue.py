@@ -51,19 +51,15 @@ def checkpoint_name(step: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The newest valid checkpoint.
-
-    Attributes:
-        attempt: The attempt that committed it.
-        skipped: ``(name, reason)`` of every newer directory that does not count.
-        damaged: Steps of those that were committed and whose bytes are not what was written.
-    """
+    """The newest valid checkpoint."""
 
     step: int
-    attempt: int
+    attempt: int  #: The attempt that committed it.
     directory: str
     checkpoint: Checkpoint = field(repr=False, compare=False)
+    #: ``(name, reason)`` of every newer directory that does not count.
     skipped: tuple[tuple[str, str], ...]
+    #: Steps of those that were committed and whose bytes are not what was written.
     damaged: tuple[int, ...] = ()
 
 
@@ -300,17 +296,12 @@ def collect_garbage(
 
 
 class _Seen(NamedTuple):
-    """The facts of a complete checkpoint that retention needs.
-
-    Attributes:
-        sound_step: The newest step whose weights are finite, as it knows.
-        best: The best steps up to it.
-    """
+    """The facts of a complete checkpoint that retention needs."""
 
     attempt: int
     step: int
-    sound_step: int
-    best: tuple[int, ...]
+    sound_step: int  #: The newest step whose weights are finite, as it knows.
+    best: tuple[int, ...]  #: The best steps up to it.
 
 
 class Collector:

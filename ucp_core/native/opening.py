@@ -67,25 +67,15 @@ def check_memory(memory_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTensor:
-    """A box of one logical tensor in this process's memory.
+    """A box of one logical tensor in this process's memory."""
 
-    Attributes:
-        fqn: Fully qualified name of the parameter or buffer.
-        slot: ``weight``, or the optimizer's name for its tensor.
-        dtype: By safetensors' names: ``F32``, ``BF16``, ...
-        shape: Shape of the whole tensor.
-        box: The elements held here; may be empty.
-        data: Their bytes, C-contiguous; writable for loading.
-        replica: Another rank saves these elements, so saving skips them.
-    """
-
-    fqn: str
-    slot: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    data: memoryview
-    replica: bool = False
+    fqn: str  #: Fully qualified name of the parameter or buffer.
+    slot: str  #: ``weight``, or the optimizer's name for its tensor.
+    dtype: str  #: By safetensors' names: ``F32``, ``BF16``, ...
+    shape: tuple[int, ...]  #: Shape of the whole tensor.
+    box: Box  #: The elements held here; may be empty.
+    data: memoryview  #: Their bytes, C-contiguous; writable for loading.
+    replica: bool = False  #: Another rank saves these elements, so saving skips them.
 
 
 def bytes_of(tensor: LocalTensor) -> memoryview:
@@ -111,31 +101,22 @@ def targets_of(need: Sequence[LocalTensor]) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """The result of ``load``.
+    """The result of ``load``."""
 
-    Attributes:
-        size_bytes: Bytes that were needed.
-        read_bytes: Bytes that were read, also to verify.
-        seconds: Time of planning and reading.
-    """
-
-    size_bytes: int
-    read_bytes: int
-    seconds: float
+    size_bytes: int  #: Bytes that were needed.
+    read_bytes: int  #: Bytes that were read, also to verify.
+    seconds: float  #: Time of planning and reading.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A committed checkpoint of any format: its place and its manifest.
-
-    Attributes:
-        given: The folder that was opened, which may hold the checkpoint under a tag; "" for
-            ``directory``.
-    """
+    """A committed checkpoint of any format: its place and its manifest."""
 
     store: Store = field(repr=False)
     directory: str
     manifest: Manifest = field(repr=False)
+    #: The folder that was opened, which may hold the checkpoint under a tag; "" for
+    #: ``directory``.
     given: str = field(default="", repr=False)
 
     @property

@@ -57,13 +57,9 @@ _ALIGNMENT_BYTES = 8
 
 
 class Transport(Protocol):
-    """The ranks that load together.
+    """The ranks that load together."""
 
-    Attributes:
-        rank: This rank, ``0 <= rank < size``.
-    """
-
-    rank: int
+    rank: int  #: This rank, ``0 <= rank < size``.
     size: int
 
     def all_gather(self, mine: memoryview, held: Sequence[memoryview]) -> None:

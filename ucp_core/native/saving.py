@@ -39,17 +39,11 @@ _HOLES = re.compile(r'"crc32":-1(?:,"blocks":\[-1(?:,-1)*\])?')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult:
-    """The result of ``save_rank``.
+    """The result of ``save_rank``."""
 
-    Attributes:
-        committed: Whether the checkpoint of all ranks is committed now.
-        size_bytes: Bytes of tensors that this rank wrote.
-        seconds: Time until the record was written and the commit was tried.
-    """
-
-    committed: bool
-    size_bytes: int
-    seconds: float
+    committed: bool  #: Whether the checkpoint of all ranks is committed now.
+    size_bytes: int  #: Bytes of tensors that this rank wrote.
+    seconds: float  #: Time until the record was written and the commit was tried.
 
 
 def save_rank(  # noqa: PLR0913 - each is a fact that the record states

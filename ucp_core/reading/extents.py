@@ -135,13 +135,9 @@ def verify_extents(
 
 
 class Check(NamedTuple):
-    """Bytes of a source file whose crc32 is known.
+    """Bytes of a source file whose crc32 is known."""
 
-    Attributes:
-        file: Index of the file.
-    """
-
-    file: int
+    file: int  #: Index of the file.
     offset_bytes: int
     num_bytes: int
     crc32: int
@@ -157,17 +153,13 @@ class Note(NamedTuple):
 
 
 class ExtentPlan(NamedTuple):
-    """How a conversion verifies the extents that hold tensors.
+    """How a conversion verifies the extents that hold tensors."""
 
-    Attributes:
-        checks: All of them, in order.
-        streamed: Those whose bytes the conversion reads exactly once, gaps aside. The others are
-            read a second time, because their tensors are strided, averaged, or overlap.
-        gaps: ``(file, start, stop)`` of what has to be read beside the tensors.
-    """
-
-    checks: tuple[Check, ...]
+    checks: tuple[Check, ...]  #: All of them, in order.
+    #: Those whose bytes the conversion reads exactly once, gaps aside. The others are read a
+    #: second time, because their tensors are strided, averaged, or overlap.
     streamed: frozenset[Check]
+    #: ``(file, start, stop)`` of what has to be read beside the tensors.
     gaps: tuple[tuple[int, int, int], ...]
 
     def at(self, file: int, offset_bytes: int) -> Check | None:

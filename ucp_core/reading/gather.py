@@ -19,18 +19,13 @@ if TYPE_CHECKING:
 
 
 class Run(NamedTuple):
-    """Elements to take from one fragment.
-
-    Attributes:
-        first: The first element, counted in the fragment.
-        num_elements: How many, side by side in the fragment.
-        target: Place of the first, counted from the start of the range; -1 if the elements do
-            not lie side by side there.
-    """
+    """Elements to take from one fragment."""
 
     fragment: Fragment
-    first: int
-    num_elements: int
+    first: int  #: The first element, counted in the fragment.
+    num_elements: int  #: How many, side by side in the fragment.
+    #: Place of the first, counted from the start of the range; -1 if the elements do not lie
+    #: side by side there.
     target: int
 
 

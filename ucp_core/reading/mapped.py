@@ -25,14 +25,11 @@ _PIECE_BYTES = 1 << 20
 
 
 class Mapped(NamedTuple):
-    """The bytes of a file that somebody may overwrite.
-
-    Attributes:
-        confirm: Call it after the last access with the number of bytes used; it raises
-            StorageError if they no longer belong to the file.
-    """
+    """The bytes of a file that somebody may overwrite."""
 
     data: memoryview
+    #: Call it after the last access with the number of bytes used; it raises StorageError if
+    #: they no longer belong to the file.
     confirm: Callable[[int], None]
 
 

@@ -62,63 +62,41 @@ class Part(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Elements to take from one fragment to one part.
+    """Elements to take from one fragment to one part."""
 
-    Attributes:
-        part: Index into the plan's parts.
-        source: Index into the maps that were given to ``plan``.
-        fragment: Where the bytes are.
-        box: The elements, in coordinates of the whole tensor. If ``target_byte`` is not -1, the
-            bytes may be a part of them.
-        start_byte: First byte, from the fragment's first element.
-        stop_byte: End of the last byte; other elements may lie between.
-        target_byte: Offset in the part if the bytes are contiguous in the fragment and in the
-            part; -1 if they have to be gathered.
-        run_bytes: Total size of the runs if they are read one by one; -1 if all bytes from
-            ``start_byte`` to ``stop_byte`` are read.
-    """
-
-    part: int
-    source: int
-    fragment: Fragment
+    part: int  #: Index into the plan's parts.
+    source: int  #: Index into the maps that were given to ``plan``.
+    fragment: Fragment  #: Where the bytes are.
+    #: The elements, in coordinates of the whole tensor. If ``target_byte`` is not -1, the bytes
+    #: may be a part of them.
     box: Box
-    start_byte: int
-    stop_byte: int
+    start_byte: int  #: First byte, from the fragment's first element.
+    stop_byte: int  #: End of the last byte; other elements may lie between.
+    #: Offset in the part if the bytes are contiguous in the fragment and in the part; -1 if they
+    #: have to be gathered.
     target_byte: int
+    #: Total size of the runs if they are read one by one; -1 if all bytes from ``start_byte`` to
+    #: ``stop_byte`` are read.
     run_bytes: int = -1
 
 
 class Mean(NamedTuple):
-    """Elements whose value is the mean of copies that were updated independently.
+    """Elements whose value is the mean of copies that were updated independently."""
 
-    Attributes:
-        part: Index into the plan's parts.
-        box: The elements, in coordinates of the whole tensor; they are contiguous in the part.
-        terms: A plan for each copy, whose only part is the box.
-    """
-
-    part: int
-    box: Box
-    terms: tuple[ReadPlan, ...]
+    part: int  #: Index into the plan's parts.
+    box: Box  #: The elements, in coordinates of the whole tensor; they are contiguous in the part.
+    terms: tuple[ReadPlan, ...]  #: A plan for each copy, whose only part is the box.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
-    """Copies to make, and the reads for them.
+    """Copies to make, and the reads for them."""
 
-    Attributes:
-        parts: The parts that were needed.
-        copies: In order of source, file and offset.
-        needed_bytes: Size of all parts.
-        read_bytes: Bytes to read, with whole blocks.
-        means: Parts that are averaged.
-    """
-
-    parts: tuple[Part, ...]
-    copies: tuple[Copy, ...]
-    needed_bytes: int
-    read_bytes: int
-    means: tuple[Mean, ...] = ()
+    parts: tuple[Part, ...]  #: The parts that were needed.
+    copies: tuple[Copy, ...]  #: In order of source, file and offset.
+    needed_bytes: int  #: Size of all parts.
+    read_bytes: int  #: Bytes to read, with whole blocks.
+    means: tuple[Mean, ...] = ()  #: Parts that are averaged.
 
     def work_lists(self, num_lists: int) -> list[tuple[Copy, ...]]:
         """Return the copies in at most ``num_lists`` lists of about equal bytes, in order."""
@@ -140,20 +118,13 @@ class ReadPlan:
 
 
 class _Limits(NamedTuple):
-    """Bounds of one copy.
-
-    Attributes:
-        direct_bytes: Bound of a copy whose bytes are contiguous in fragment and part.
-        gap_bytes: Between its elements.
-        block_bytes: Block size of the checksums.
-        run_gap_bytes: Smallest gap between runs that are read one by one.
-    """
+    """Bounds of one copy."""
 
     span_bytes: int
-    direct_bytes: int
-    gap_bytes: int
-    block_bytes: int
-    run_gap_bytes: int
+    direct_bytes: int  #: Bound of a copy whose bytes are contiguous in fragment and part.
+    gap_bytes: int  #: Between its elements.
+    block_bytes: int  #: Block size of the checksums.
+    run_gap_bytes: int  #: Smallest gap between runs that are read one by one.
 
 
 def plan(
@@ -497,15 +468,10 @@ class _Dim(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The contiguous runs of a box's elements, in a fragment and in a part.
+    """The contiguous runs of a box's elements, in a fragment and in a part."""
 
-    Attributes:
-        run_bytes: Size of a run.
-        dims: The dims along which runs follow one another, outermost first.
-    """
-
-    run_bytes: int
-    dims: tuple[_Dim, ...]
+    run_bytes: int  #: Size of a run.
+    dims: tuple[_Dim, ...]  #: The dims along which runs follow one another, outermost first.
 
     @property
     def gap_bytes(self) -> int:

@@ -45,15 +45,11 @@ _HUGE_BYTES = 2 << 20
 
 
 class Source(NamedTuple):
-    """Where the files of one map are.
-
-    Attributes:
-        block_bytes: Block size of their checksums.
-    """
+    """Where the files of one map are."""
 
     store: Store
     directory: str
-    block_bytes: int
+    block_bytes: int  #: Block size of their checksums.
 
 
 class _Check(NamedTuple):

@@ -25,29 +25,19 @@ ReadRange: TypeAlias = tuple[int, tuple[memoryview, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """What tells a file from one that takes its place.
+    """What tells a file from one that takes its place."""
 
-    Attributes:
-        size_bytes: Its size.
-        text: Another one after each write, of the same size too.
-        is_of_content: Whether it is the same on every machine that reads the file.
-    """
-
-    size_bytes: int
-    text: str
-    is_of_content: bool
+    size_bytes: int  #: Its size.
+    text: str  #: Another one after each write, of the same size too.
+    is_of_content: bool  #: Whether it is the same on every machine that reads the file.
 
 
 class Store(Protocol):
-    """Files by path. Directories exist where files are; ``makedirs`` is a hint.
+    """Files by path. Directories exist where files are; ``makedirs`` is a hint."""
 
-    Attributes:
-        request_bytes: Larger reads than this are no faster.
-        appends: Whether ``append`` makes the file itself longer. If not, it writes a piece beside
-            it, each a request: read such files with ``read_appended``.
-    """
-
-    request_bytes: int
+    request_bytes: int  #: Larger reads than this are no faster.
+    #: Whether ``append`` makes the file itself longer. If not, it writes a piece beside it, each
+    #: a request: read such files with ``read_appended``.
     appends: bool
 
     def read(self, path: str) -> bytes:

@@ -35,23 +35,16 @@ _NDIM_MAX = 64
 class NumpyArray:
     """An array of numbers or booleans as its pickle has it.
 
-    Attributes:
-        shape: The shape of the array; empty for a scalar.
-        data: Its elements, without gaps.
-        dtype: numpy's name without the byte order, such as ``f4``.
-        byte_order: ``<``, ``>``, or ``=`` or ``|`` for this machine's.
-        is_fortran: Whether neighbours along the first dim are side by side.
-
     Raises:
         TypeError: Its dtype is no kind of number.
         ValueError: Its shape needs another number of bytes.
     """
 
-    shape: tuple[int, ...]
-    data: bytes | bytearray
-    dtype: str
-    byte_order: str
-    is_fortran: bool
+    shape: tuple[int, ...]  #: The shape of the array; empty for a scalar.
+    data: bytes | bytearray  #: Its elements, without gaps.
+    dtype: str  #: numpy's name without the byte order, such as ``f4``.
+    byte_order: str  #: ``<``, ``>``, or ``=`` or ``|`` for this machine's.
+    is_fortran: bool  #: Whether neighbours along the first dim are side by side.
 
     def __post_init__(self) -> None:
         if self.dtype not in _CODES or self.byte_order not in _BYTE_ORDERS:

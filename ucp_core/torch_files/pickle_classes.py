@@ -34,30 +34,20 @@ _NAME_CHARACTERS_MAX = 500
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name in a pickle: of a class, a function or a dtype.
+    """A name in a pickle: of a class, a function or a dtype."""
 
-    Attributes:
-        name: The name with its module.
-        make: Returns what a call of it becomes.
-    """
-
-    name: str
+    name: str  #: The name with its module.
+    #: Returns what a call of it becomes.
     make: Callable[..., Any] = field(repr=False, compare=False)
 
 
 @dataclass(slots=True, eq=False)
 class Opaque:
-    """An object of an allowed foreign class: what its pickle says, nothing else.
+    """An object of an allowed foreign class: what its pickle says, nothing else."""
 
-    Attributes:
-        name: Name of the class, with its module.
-        args: Arguments of the call that made it.
-        state: Its state; usually a dict of its attributes.
-    """
-
-    name: str
-    args: tuple[Any, ...] = ()
-    state: Any = None
+    name: str  #: Name of the class, with its module.
+    args: tuple[Any, ...] = ()  #: Arguments of the call that made it.
+    state: Any = None  #: Its state; usually a dict of its attributes.
 
 
 class Array:

@@ -49,22 +49,14 @@ TORCH_DTYPES = {
 
 
 class TensorRef(NamedTuple):
-    """A tensor in a torch file.
+    """A tensor in a torch file."""
 
-    Attributes:
-        dtype: safetensors' name.
-        strides: Elements between neighbours along each dim.
-        file: The name given to ``read_torch_file``.
-        offset_bytes: Position of the first element in the file.
-        extent: Its whole storage with the crc32; None if torch wrote no checksum.
-    """
-
-    dtype: str
+    dtype: str  #: safetensors' name.
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    file: str
-    offset_bytes: int
-    extent: Extent | None
+    strides: tuple[int, ...]  #: Elements between neighbours along each dim.
+    file: str  #: The name given to ``read_torch_file``.
+    offset_bytes: int  #: Position of the first element in the file.
+    extent: Extent | None  #: Its whole storage with the crc32; None if torch wrote no checksum.
 
     @property
     def num_elements(self) -> int:
@@ -86,25 +78,15 @@ class TensorRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage: a record of the file.
+    """A storage: a record of the file."""
 
-    Attributes:
-        where: Path of the file, for messages.
-        key: Its name in the pickle.
-        file: The file name that its tensors get.
-        offset_bytes: Position in the file.
-        num_bytes: Its size.
-        crc32: torch's checksum; None if torch wrote none.
-        dtype: torch's name; None for an untyped storage.
-    """
-
-    where: str
-    key: str
-    file: str
-    offset_bytes: int
-    num_bytes: int
-    crc32: int | None
-    dtype: str | None
+    where: str  #: Path of the file, for messages.
+    key: str  #: Its name in the pickle.
+    file: str  #: The file name that its tensors get.
+    offset_bytes: int  #: Position in the file.
+    num_bytes: int  #: Its size.
+    crc32: int | None  #: torch's checksum; None if torch wrote none.
+    dtype: str | None  #: torch's name; None for an untyped storage.
 
     @property
     def extent(self) -> Extent | None:

@@ -48,16 +48,11 @@ _INT_BYTES_MAX = 255
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorData:
-    """A tensor to write. The same object twice in a tree is one storage, as tied weights are.
+    """A tensor to write. The same object twice in a tree is one storage, as tied weights are."""
 
-    Attributes:
-        dtype: By safetensors' names.
-        shape: Its shape; it is written C-contiguous.
-        chunks: Returns its bytes in order, from the beginning at every call.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  #: By safetensors' names.
+    shape: tuple[int, ...]  #: Its shape; it is written C-contiguous.
+    #: Returns its bytes in order, from the beginning at every call.
     chunks: Callable[[], Iterable[Buffer]]
 
     @property
@@ -80,17 +75,13 @@ class TensorData:
 
 
 class Instance(NamedTuple):
-    """An object of a foreign class, which is named and never imported.
+    """An object of a foreign class, which is named and never imported."""
 
-    Attributes:
-        name: ``module.Class``.
-        args: Arguments of the call that makes it (``state`` is None), or of its ``__new__``.
-        state: Its attributes, or the argument of its ``__setstate__``; None if the call makes it
-            whole, as for an enum.
-    """
-
-    name: str
+    name: str  #: ``module.Class``.
+    #: Arguments of the call that makes it (``state`` is None), or of its ``__new__``.
     args: tuple[Any, ...] = ()
+    #: Its attributes, or the argument of its ``__setstate__``; None if the call makes it whole,
+    #: as for an enum.
     state: dict[str, Any] | tuple[Any, ...] | None = None
 
 

@@ -45,14 +45,10 @@ _TEMPLATES_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """The content of a torch file.
+    """The content of a torch file."""
 
-    Attributes:
-        tree: Its value; tensors are ``TensorRef``, foreign objects ``Opaque``.
-        extents: The storages of the tree's tensors with torch's checksums, in order.
-    """
-
-    tree: Any
+    tree: Any  #: Its value; tensors are ``TensorRef``, foreign objects ``Opaque``.
+    #: The storages of the tree's tensors with torch's checksums, in order.
     extents: tuple[Extent, ...]
 
 
@@ -199,29 +195,18 @@ class _Storages:
 
 
 class _Template(NamedTuple):
-    """The part that files of one tensor can have in common.
+    """The part that files of one tensor can have in common."""
 
-    Attributes:
-        small_bytes: Where its small records begin.
-        small: The small records.
-        directory_bytes: Where its directory begins.
-        directory: The directory to the end of the file, without the checksums of other records.
-        crcs: Positions of these checksums in the directory.
-        crc: Position of the storage's checksum.
-        start: Where the storage begins.
-        num_bytes: Size of the storage.
-        ref: The tensor; its offset counts from the storage.
-    """
-
-    small_bytes: int
-    small: bytes
-    directory_bytes: int
+    small_bytes: int  #: Where its small records begin.
+    small: bytes  #: The small records.
+    directory_bytes: int  #: Where its directory begins.
+    #: The directory to the end of the file, without the checksums of other records.
     directory: bytes
-    crcs: tuple[int, ...]
-    crc: int
-    start: int
-    num_bytes: int
-    ref: TensorRef
+    crcs: tuple[int, ...]  #: Positions of these checksums in the directory.
+    crc: int  #: Position of the storage's checksum.
+    start: int  #: Where the storage begins.
+    num_bytes: int  #: Size of the storage.
+    ref: TensorRef  #: The tensor; its offset counts from the storage.
 
 
 class TensorFiles:

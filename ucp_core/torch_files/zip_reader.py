@@ -42,18 +42,12 @@ _DESCRIPTORS = frozenset((0, 12, 16, 20, 24))
 
 
 class Record(NamedTuple):
-    """A record of a zip file.
+    """A record of a zip file."""
 
-    Attributes:
-        offset_bytes: Where its data begin.
-        crc32: Checksum of the data; None if the writer omitted it (it is 0 then).
-        entry_bytes: Where its entry in the directory begins.
-    """
-
-    offset_bytes: int
+    offset_bytes: int  #: Where its data begin.
     num_bytes: int
-    crc32: int | None
-    entry_bytes: int
+    crc32: int | None  #: Checksum of the data; None if the writer omitted it (it is 0 then).
+    entry_bytes: int  #: Where its entry in the directory begins.
 
 
 #: Place of the crc32 in an entry of the directory.

@@ -27,15 +27,10 @@ from workers.settings import DataSettings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """A sequence of tokens, cut into samples that overlap by one token.
+    """A sequence of tokens, cut into samples that overlap by one token."""
 
-    Attributes:
-        tokens: All tokens, on disk.
-        sequence_length: Tokens that a sample predicts; the sample has one more.
-    """
-
-    tokens: NDArray[np.uint16] | NDArray[np.uint32]
-    sequence_length: int
+    tokens: NDArray[np.uint16] | NDArray[np.uint32]  #: All tokens, on disk.
+    sequence_length: int  #: Tokens that a sample predicts; the sample has one more.
 
     @property
     def num_samples(self) -> int:
@@ -52,18 +47,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """A source, tokenized.
-
-    Attributes:
-        held_out: The split for validation, from other documents.
-        vocab_size: Token ids are below this.
-        digest: Hash over the tokens of both splits; equal on workers with equal data.
-    """
+    """A source, tokenized."""
 
     train: Split
-    held_out: Split
-    vocab_size: int
-    digest: str
+    held_out: Split  #: The split for validation, from other documents.
+    vocab_size: int  #: Token ids are below this.
+    digest: str  #: Hash over the tokens of both splits; equal on workers with equal data.
 
 
 @functools.lru_cache(maxsize=4)

@@ -28,17 +28,12 @@ _PIECE_BYTES: Final = 32 << 10
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of a dataset, local or behind a URL.
+    """A file of a dataset, local or behind a URL."""
 
-    Attributes:
-        url: As the user would name it.
-        stamp: Its size, and what identifies it, when the dataset was opened.
-    """
-
-    url: str
+    url: str  #: As the user would name it.
     store: Store
     path: str
-    stamp: Stamp
+    stamp: Stamp  #: Its size, and what identifies it, when the dataset was opened.
 
     @property
     def size_bytes(self) -> int:

@@ -26,21 +26,15 @@ _MASK: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOrder:
-    """The order of ``num_samples`` samples under ``seed``, cut into steps.
+    """The order of ``num_samples`` samples under ``seed``, cut into steps."""
 
-    Attributes:
-        seed: Selects the order.
-        num_samples: Number of samples, at least 1; a sample is an index below this.
-        global_batch: Samples per step, at least 1; may exceed ``num_samples``.
-        epoch: Samples that an epoch takes, and its positions: those beyond have no sample (-1). So
-            an epoch ends with a step. None to take all, in as many positions.
-        given: Returns the samples of an epoch, in place of a permutation of all; with ``epoch``.
-    """
-
-    seed: int
-    num_samples: int
-    global_batch: int
+    seed: int  #: Selects the order.
+    num_samples: int  #: Number of samples, at least 1; a sample is an index below this.
+    global_batch: int  #: Samples per step, at least 1; may exceed ``num_samples``.
+    #: Samples that an epoch takes, and its positions: those beyond have no sample (-1). So an
+    #: epoch ends with a step. None to take all, in as many positions.
     epoch: tuple[int, int] | None = None
+    #: Returns the samples of an epoch, in place of a permutation of all; with ``epoch``.
     given: Callable[[int], NDArray[np.int64]] | None = None
 
     def __post_init__(self) -> None:

@@ -37,19 +37,13 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The files to read documents from.
+    """The files to read documents from."""
 
-    Attributes:
-        described: The setting and the number of files, for people.
-        files: ``(name, path)`` of every file, sorted; ``name`` is relative to the source.
-        is_remote: Whether the paths are URLs.
-        text_field: The field of a JSON line that holds the text.
-    """
-
-    described: str
+    described: str  #: The setting and the number of files, for people.
+    #: ``(name, path)`` of every file, sorted; ``name`` is relative to the source.
     files: tuple[tuple[str, str], ...]
-    is_remote: bool
-    text_field: str
+    is_remote: bool  #: Whether the paths are URLs.
+    text_field: str  #: The field of a JSON line that holds the text.
 
     def documents(self) -> Iterator[Document]:
         """Yield every document; a file of JSON lines holds one per line.

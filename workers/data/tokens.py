@@ -23,19 +23,12 @@ END_OF_TEXT_NAMES: Final = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """A tokenizer.
+    """A tokenizer."""
 
-    Attributes:
-        name: Identifies the tokenizer; the same on every machine for the same file.
-        vocab_size: Ids are below this.
-        end: Id that ends a document.
-        encode: UTF-8 text to ids.
-    """
-
-    name: str
-    vocab_size: int
-    end: int
-    encode: Callable[[bytes], NDArray[np.uint32]]
+    name: str  #: Identifies the tokenizer; the same on every machine for the same file.
+    vocab_size: int  #: Ids are below this.
+    end: int  #: Id that ends a document.
+    encode: Callable[[bytes], NDArray[np.uint32]]  #: UTF-8 text to ids.
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -36,16 +36,11 @@ _HELD: Final = frozenset("Tt")
 
 
 class Subject(NamedTuple):
-    """A worker whose stacks are wanted.
-
-    Attributes:
-        pid: Its process; 0 if unknown.
-        path: The file of ``offer_stacks``.
-    """
+    """A worker whose stacks are wanted."""
 
     worker: str
-    pid: int
-    path: Path
+    pid: int  #: Its process; 0 if unknown.
+    path: Path  #: The file of ``offer_stacks``.
 
 
 def stacks_path(directory: Path, worker: str) -> Path:

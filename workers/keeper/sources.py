@@ -273,17 +273,11 @@ class _Watched:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Where a version is read.
+    """Where a version is read."""
 
-    Attributes:
-        parts: The part of every rank.
-        parities: The parities that some parts are computed from.
-        members: The parts that they are computed with.
-    """
-
-    parts: dict[int, _Watched]
-    parities: Sequence[_Watched] = ()
-    members: Sequence[_Watched] = ()
+    parts: dict[int, _Watched]  #: The part of every rank.
+    parities: Sequence[_Watched] = ()  #: The parities that some parts are computed from.
+    members: Sequence[_Watched] = ()  #: The parts that they are computed with.
 
 
 def _behind(

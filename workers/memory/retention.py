@@ -31,16 +31,11 @@ _PROVEN_VERSIONS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldArena:
-    """An arena as reaping sees it.
-
-    Attributes:
-        in_use: Whether a living worker writes it, or it copies one that is written.
-        versions: The complete versions in it.
-    """
+    """An arena as reaping sees it."""
 
     name: str
-    in_use: bool
-    versions: tuple[Held, ...]
+    in_use: bool  #: Whether a living worker writes it, or it copies one that is written.
+    versions: tuple[Held, ...]  #: The complete versions in it.
 
 
 def counts(held: Held, lineage: lineage_rule.Lineage) -> bool:

@@ -32,15 +32,10 @@ _HEADS, _POSITIONS = 1, 2
 
 @dataclass(slots=True)
 class Context:
-    """The ranks that have the parts of the same sequences.
+    """The ranks that have the parts of the same sequences."""
 
-    Attributes:
-        group: These, in the order of the parts.
-        is_used: Whether attention went over them.
-    """
-
-    group: ProcessGroup
-    is_used: bool = False
+    group: ProcessGroup  #: These, in the order of the parts.
+    is_used: bool = False  #: Whether attention went over them.
 
 
 class _Process:

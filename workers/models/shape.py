@@ -19,27 +19,16 @@ LOGITS_MAX: Final = 1 << 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder; every size counts elements.
+    """Sizes of a decoder; every size counts elements."""
 
-    Attributes:
-        vocab_size: Rows of the embedding.
-        dim: Width of the residual stream.
-        num_layers: Decoder blocks.
-        num_heads: Query heads; ``dim / num_heads`` is the size of a head.
-        num_kv_heads: Key and value heads; each serves ``num_heads / num_kv_heads`` query heads.
-        ffn_dim: Width inside the feed-forward part.
-        tied: Whether the output layer is the embedding.
-        rope_theta: Base of the rotary position frequencies.
-    """
-
-    vocab_size: int
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_dim: int
-    tied: bool
-    rope_theta: float = 10_000.0
+    vocab_size: int  #: Rows of the embedding.
+    dim: int  #: Width of the residual stream.
+    num_layers: int  #: Decoder blocks.
+    num_heads: int  #: Query heads; ``dim / num_heads`` is the size of a head.
+    num_kv_heads: int  #: Key and value heads; each serves ``num_heads / num_kv_heads`` query heads.
+    ffn_dim: int  #: Width inside the feed-forward part.
+    tied: bool  #: Whether the output layer is the embedding.
+    rope_theta: float = 10_000.0  #: Base of the rotary position frequencies.
 
     @property
     def head_dim(self) -> int:

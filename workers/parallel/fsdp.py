@@ -46,23 +46,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard:
-    """This rank's shard of one parameter.
+    """This rank's shard of one parameter."""
 
-    Attributes:
-        fqn: Name of the parameter in the model, see ``own_names``.
-        boxes: The elements of this rank, in the order of ``local``; several if it has a slice of
-            each part of a fused weight. One that may be empty, otherwise.
-        replicas: The ranks that have the same elements, with this one, in order.
-        parameter: The parameter in the model, which gets the gradient.
-        local: The elements, in the memory that the model uses.
-    """
-
-    fqn: str
+    fqn: str  #: Name of the parameter in the model, see ``own_names``.
     shape: tuple[int, ...]
+    #: The elements of this rank, in the order of ``local``; several if it has a slice of each
+    #: part of a fused weight. One that may be empty, otherwise.
     boxes: tuple[Box, ...]
-    replicas: tuple[int, ...]
-    parameter: nn.Parameter
-    local: Tensor
+    replicas: tuple[int, ...]  #: The ranks that have the same elements, with this one, in order.
+    parameter: nn.Parameter  #: The parameter in the model, which gets the gradient.
+    local: Tensor  #: The elements, in the memory that the model uses.
 
     def pieces(self, tensor: Tensor) -> list[tuple[Box, Tensor]]:
         """Return every box with its elements of ``tensor``, which is like ``local``; in place."""

@@ -21,41 +21,32 @@ _DATA_AXES: Final = ("dp_replicate", "dp_shard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMesh:
-    """The meshes of experts.
+    """The meshes of experts."""
 
-    Attributes:
-        ranks: Each rank has as many experts, and gets their tokens from the others.
-        sharding: The mesh for FSDP2: the ranks with the same experts, in all copies of the model.
-            Those of a tensor-parallel group are among them: each sends a part of its tokens.
-        same_tokens: The tensor-parallel group of a rank, which may be alone in it.
-    """
-
-    ranks: DeviceMesh
+    ranks: DeviceMesh  #: Each rank has as many experts, and gets their tokens from the others.
+    #: The mesh for FSDP2: the ranks with the same experts, in all copies of the model. Those of
+    #: a tensor-parallel group are among them: each sends a part of its tokens.
     sharding: DeviceMesh
-    same_tokens: DeviceMesh
+    same_tokens: DeviceMesh  #: The tensor-parallel group of a rank, which may be alone in it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """The mesh that the model is sharded over, and this rank's place in it.
+    """The mesh that the model is sharded over, and this rank's place in it."""
 
-    Attributes:
-        sharding: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``. Ranks with
-            other parts of a sequence have other shards: ``dp_shard`` has those of ``cp``, too.
-        tensor: The mesh for tensor parallelism; None if each weight is whole on a rank.
-        context: The ranks with the other parts of the same sequences, in order; None if a rank has
-            whole ones.
-        experts: How expert parallelism cuts experts; None if each rank computes all of them.
-        stages: The ranks with the other stages of the same pipeline, in order; None without stages.
-        layout: Degrees of all axes.
-    """
-
+    #: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``. Ranks with other
+    #: parts of a sequence have other shards: ``dp_shard`` has those of ``cp``, too.
     sharding: DeviceMesh
+    #: The mesh for tensor parallelism; None if each weight is whole on a rank.
     tensor: DeviceMesh | None = None
+    #: The ranks with the other parts of the same sequences, in order; None if a rank has whole
+    #: ones.
     context: ProcessGroup | None = None
+    #: How expert parallelism cuts experts; None if each rank computes all of them.
     experts: ExpertMesh | None = None
+    #: The ranks with the other stages of the same pipeline, in order; None without stages.
     stages: ProcessGroup | None = None
-    layout: ParallelLayout
+    layout: ParallelLayout  #: Degrees of all axes.
     rank: int
 
     @property

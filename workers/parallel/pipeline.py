@@ -274,25 +274,19 @@ class _CalledSignal(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassHooks:
-    """Calls around each pass, by the number of the stage and that of the micro-batch.
+    """Calls around each pass, by the number of the stage and that of the micro-batch."""
 
-    Attributes:
-        begin: Called before a forward pass.
-        computed: Called with the number of the micro-batch and the outputs of a stage but the
-            last, after its forward pass.
-        weigh: Called on the last stage with the number of the micro-batch and what the script's
-            function returned; returns the loss to differentiate.
-        end_forward: Called after a forward pass.
-        begin_backward: Called before a backward pass.
-        end: Called after it.
-    """
-
-    begin: Callable[[int, int], None]
+    begin: Callable[[int, int], None]  #: Called before a forward pass.
+    #: Called on the last stage with the number of the micro-batch and what the script's function
+    #: returned; returns the loss to differentiate.
     weigh: Callable[[int, Any], Tensor]
-    end_forward: Callable[[], None] = lambda: None
+    end_forward: Callable[[], None] = lambda: None  #: Called after a forward pass.
+    #: Called with the number of the micro-batch and the outputs of a stage but the last, after
+    #: its forward pass.
     computed: Callable[[int, tuple[Tensor, ...]], None] = lambda _number, _outputs: None
+    #: Called before a backward pass.
     begin_backward: Callable[[int, int], None] = lambda _stage, _number: None
-    end: Callable[[int, int], None] = lambda _stage, _number: None
+    end: Callable[[int, int], None] = lambda _stage, _number: None  #: Called after it.
 
 
 class Pipeline:

@@ -25,20 +25,13 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How one axis of a mesh cuts a tensor.
+    """How one axis of a mesh cuts a tensor."""
 
-    Attributes:
-        axis: Name of the axis; those of several that cut as one are joined by "+".
-        dim: The tensor's dim that is cut.
-        num_parts: Ranks along the axis.
-        part: This rank's place on it.
-        num_pieces: The dim is first cut into so many pieces, and a rank gets a part of each.
-    """
-
-    axis: str
-    dim: int
-    num_parts: int
-    part: int
+    axis: str  #: Name of the axis; those of several that cut as one are joined by "+".
+    dim: int  #: The tensor's dim that is cut.
+    num_parts: int  #: Ranks along the axis.
+    part: int  #: This rank's place on it.
+    #: The dim is first cut into so many pieces, and a rank gets a part of each.
     num_pieces: int = 1
 
 

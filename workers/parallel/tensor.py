@@ -22,33 +22,30 @@ from workers.parallel.plain_styles import are_plain, cut_plainly
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """How a model is cut.
+    """How a model is cut."""
 
-    Attributes:
-        tensor: A style of ``torch.distributed.tensor.parallel`` for each module that tensor
-            parallelism cuts, by its name; ``*`` stands for one part of a name. Modules without one
-            are whole on every rank. ``nn.Dropout`` with ``ColwiseParallel()`` drops of each rank's
-            part. A model of ``transformers`` brings its own.
-        keep_stage: Called with the whole model on the meta device, the number of a stage and their
-            number; removes what that stage does not have, and renames nothing. A stage but the
-            first is called with what the one before returned: tensors, of the same shape for every
-            micro-batch. A model of ``transformers`` needs none.
-        parallelize: Cuts the weights of a model, or of a stage, itself, as in torchtitan; instead
-            of ``tensor``. Called on every layout with the model on the meta device and the meshes
-            by name: ``tp`` if ``parallel.tp`` is above 1, ``ep`` if ``parallel.ep`` is; and ``dp``,
-            for experts ``efsdp``, which it needs only for ``fully_shard``. The rest is wrapped
-            afterwards. It leaves each parameter a DTensor on these meshes, or plain and then equal
-            on all ranks of ``tp``, with equal gradients; a shared one shared. It makes no groups
-            and no ``DDP``.
-        sequence: Entries of a batch that have positions along dim 1; ``session.part`` cuts them if
-            ``parallel.cp`` is above 1. Then the model sees other positions by
-            ``everstep.causal_attention`` or ``bidirectional_attention`` alone. A model of
-            ``transformers`` needs none.
-    """
-
+    #: A style of ``torch.distributed.tensor.parallel`` for each module that tensor parallelism
+    #: cuts, by its name; ``*`` stands for one part of a name. Modules without one are whole on
+    #: every rank. ``nn.Dropout`` with ``ColwiseParallel()`` drops of each rank's part. A model
+    #: of ``transformers`` brings its own.
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    #: Called with the whole model on the meta device, the number of a stage and their number;
+    #: removes what that stage does not have, and renames nothing. A stage but the first is
+    #: called with what the one before returned: tensors, of the same shape for every
+    #: micro-batch. A model of ``transformers`` needs none.
     keep_stage: Callable[[Any, int, int], None] | None = None
+    #: Cuts the weights of a model, or of a stage, itself, as in torchtitan; instead of
+    #: ``tensor``. Called on every layout with the model on the meta device and the meshes by
+    #: name: ``tp`` if ``parallel.tp`` is above 1, ``ep`` if ``parallel.ep`` is; and ``dp``, for
+    #: experts ``efsdp``, which it needs only for ``fully_shard``. The rest is wrapped
+    #: afterwards. It leaves each parameter a DTensor on these meshes, or plain and then equal on
+    #: all ranks of ``tp``, with equal gradients; a shared one shared. It makes no groups and no
+    #: ``DDP``.
     parallelize: Callable[[Any, Mapping[str, DeviceMesh]], object] | None = None
+    #: Entries of a batch that have positions along dim 1; ``session.part`` cuts them if
+    #: ``parallel.cp`` is above 1. Then the model sees other positions by
+    #: ``everstep.causal_attention`` or ``bidirectional_attention`` alone. A model of
+    #: ``transformers`` needs none.
     sequence: tuple[str, ...] = ()
 
 

@@ -62,21 +62,14 @@ class Used:
 
 @dataclass(slots=True)
 class _Use:
-    """How this rank uses a unit in one pass.
+    """How this rank uses a unit in one pass."""
 
-    Attributes:
-        calls: Its forward passes with gradients; none if the rank only joins it.
-        ends: How often autograd came to the end of one in the backward pass.
-        is_late: Autograd does not come there, because no input needs a gradient.
-        num_open: Units inside of it that the backward pass is still to come to.
-    """
-
-    calls: int = 0
-    ends: int = 0
-    is_late: bool = False
+    calls: int = 0  #: Its forward passes with gradients; none if the rank only joins it.
+    ends: int = 0  #: How often autograd came to the end of one in the backward pass.
+    is_late: bool = False  #: Autograd does not come there, because no input needs a gradient.
     has_begun: bool = False
     has_ended: bool = False
-    num_open: int | None = None
+    num_open: int | None = None  #: Units inside of it that the backward pass is still to come to.
 
 
 class Units:

@@ -94,17 +94,11 @@ def _data_blocks(record: ParityRecord, stripe: int) -> Iterator[tuple[DataBlock,
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Where a block of a member or of a parity is read.
+    """Where a block of a member or of a parity is read."""
 
-    Attributes:
-        part: The buffer.
-        start: Where the block begins in the buffer's body.
-        size_bytes: Its length; a shorter block counts as padded with zeros.
-    """
-
-    part: Part
-    start: int
-    size_bytes: int
+    part: Part  #: The buffer.
+    start: int  #: Where the block begins in the buffer's body.
+    size_bytes: int  #: Its length; a shorter block counts as padded with zeros.
 
     def read(self, low: int, high: int) -> _Array:
         """Return the bytes ``low`` to ``high`` of the block."""
@@ -116,17 +110,11 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the lost blocks of a stripe are computed.
+    """How the lost blocks of a stripe are computed."""
 
-    Attributes:
-        present: The remaining blocks by index in the parity.
-        missing: The lengths of the lost blocks.
-        parities: As many parities as blocks are lost.
-    """
-
-    present: Mapping[int, _Range]
-    missing: Mapping[int, int]
-    parities: Mapping[int, _Range]
+    present: Mapping[int, _Range]  #: The remaining blocks by index in the parity.
+    missing: Mapping[int, int]  #: The lengths of the lost blocks.
+    parities: Mapping[int, _Range]  #: As many parities as blocks are lost.
 
     @property
     def grain_bytes(self) -> int:

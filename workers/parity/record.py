@@ -26,22 +26,16 @@ _RECORD_BYTES: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityRecord:
-    """The parts that a node's parities cover.
-
-    Attributes:
-        num_parities: 1 or 2: how many nodes may be lost.
-        place: Place in the group of the node that keeps these parities.
-        members: By place in the group; None for a node without a part.
-        with_records: Whether the parities cover data only, followed by the members' records by
-            place; in a draft these have 0 bytes.
-    """
+    """The parts that a node's parities cover."""
 
     attempt: int
     step: int
     world_size: int
-    num_parities: int
-    place: int
-    members: tuple[Member | None, ...]
+    num_parities: int  #: 1 or 2: how many nodes may be lost.
+    place: int  #: Place in the group of the node that keeps these parities.
+    members: tuple[Member | None, ...]  #: By place in the group; None for a node without a part.
+    #: Whether the parities cover data only, followed by the members' records by place; in a
+    #: draft these have 0 bytes.
     with_records: bool = False
 
     @property

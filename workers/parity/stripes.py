@@ -24,35 +24,22 @@ from workers.protocol import parity_places
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataBlock:
-    """A block of a node's part, and where its parity is kept.
-
-    Attributes:
-        index: Its index in the stripe's parity.
-        start: Where it begins in the part, in bytes.
-        stop: Where it ends.
-        holders: The nodes with parity P and, if there are two, Q of the stripe.
-    """
+    """A block of a node's part, and where its parity is kept."""
 
     stripe: int
-    index: int
-    start: int
-    stop: int
-    holders: tuple[int, ...]
+    index: int  #: Its index in the stripe's parity.
+    start: int  #: Where it begins in the part, in bytes.
+    stop: int  #: Where it ends.
+    holders: tuple[int, ...]  #: The nodes with parity P and, if there are two, Q of the stripe.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stripes:
-    """The arithmetic of one group, whose nodes are numbered 0 to n - 1.
+    """The arithmetic of one group, whose nodes are numbered 0 to n - 1."""
 
-    Attributes:
-        num_nodes: Size of the group, above ``num_parities``; even or odd.
-        num_parities: 1 or 2: how many nodes may be lost.
-        block_bytes: Size of a parity block; a data block may be shorter or empty.
-    """
-
-    num_nodes: int
-    num_parities: int
-    block_bytes: int
+    num_nodes: int  #: Size of the group, above ``num_parities``; even or odd.
+    num_parities: int  #: 1 or 2: how many nodes may be lost.
+    block_bytes: int  #: Size of a parity block; a data block may be shorter or empty.
 
     def __post_init__(self) -> None:
         if self.num_parities not in (1, 2) or self.num_nodes <= self.num_parities:

@@ -58,44 +58,26 @@ _LATE_BEATS: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressView:
-    """The content of a progress record at one moment; times on the machine's monotonic clock.
-
-    Attributes:
-        pid: The worker's process.
-        started_ticks: Its start in clock ticks since boot: distinguishes later processes with this
-            pid.
-        attempt: The worker's attempt, 0 if none.
-        rank: Its rank there, -1 if none.
-        phase_since_ns: When the phase began.
-        step: Last step that it completed.
-        micro_batch: Micro-batches done in the step under way.
-        moved_bytes: Bytes read and written in this attempt, while it loads, saves or leaves.
-        step_s: Duration of the last step completed in this attempt; 0.0 before the first.
-        loss: Its loss; ``nan`` before the first.
-        facts: Its other figures.
-        beat_ns: Last beat of the process.
-        beater: The kernel's id of the beating thread; 0 before its first beat.
-        trainer: The id of the thread that loads, enters attempts and runs the script; 0 before.
-        place: Line of the script at which it has long waited for others; "" if it does not.
-    """
+    """The content of a progress record at one moment; times on the machine's monotonic clock."""
 
     worker: str
-    pid: int
+    pid: int  #: The worker's process.
+    #: Its start in clock ticks since boot: distinguishes later processes with this pid.
     started_ticks: int
-    attempt: int
-    rank: int
+    attempt: int  #: The worker's attempt, 0 if none.
+    rank: int  #: Its rank there, -1 if none.
     phase: WorkerPhase
-    phase_since_ns: int
-    step: int
-    micro_batch: int
-    moved_bytes: int
-    step_s: float
-    loss: float
-    facts: StepFacts
-    beat_ns: int
-    beater: int
-    trainer: int
-    place: str
+    phase_since_ns: int  #: When the phase began.
+    step: int  #: Last step that it completed.
+    micro_batch: int  #: Micro-batches done in the step under way.
+    moved_bytes: int  #: Bytes read and written in this attempt, while it loads, saves or leaves.
+    step_s: float  #: Duration of the last step completed in this attempt; 0.0 before the first.
+    loss: float  #: Its loss; ``nan`` before the first.
+    facts: StepFacts  #: Its other figures.
+    beat_ns: int  #: Last beat of the process.
+    beater: int  #: The kernel's id of the beating thread; 0 before its first beat.
+    trainer: int  #: The id of the thread that loads, enters attempts and runs the script; 0 before.
+    place: str  #: Line of the script at which it has long waited for others; "" if it does not.
 
 
 class ProgressRecord:

@@ -78,16 +78,11 @@ _US_MAX: Final = 0xFFFFFFFF
 
 
 class Waited(NamedTuple):
-    """A collective for which this process waits.
+    """A collective for which this process waits."""
 
-    Attributes:
-        group: Name of the group.
-        seq: Number of the collective in it.
-    """
-
-    group: str
+    group: str  #: Name of the group.
     ranks: tuple[int, ...]
-    seq: int
+    seq: int  #: Number of the collective in it.
     op: str
 
 

@@ -46,75 +46,46 @@ _READ_TRIES_MAX: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One collective of this process, or one span of its own work.
+    """One collective of this process, or one span of its own work."""
 
-    Attributes:
-        group: Index of the group in the file's table; -1 of a span.
-        seq: Number of the collective in its group, from 1.
-        dtype: Code of the first tensor's dtype, as given to ``enter``.
-        step: The step under way, 0 before the first span.
-        micro_batch: Number of the micro-batch among this rank's of the step, from 0.
-        history: Hash of the group's calls up to this one.
-        blocked_s: How long this rank waited: for the collective, or for any during the span.
-        device_s: Device time of a span; 0.0 if unknown.
-        size_bytes: Payload of this rank.
-        enter_ns: When it was called, on the machine's monotonic clock; the host calls long before a
-            device reaches it.
-        exit_ns: When its result was seen; 0 while it is in flight.
-        flags: ``FINISHED``, ``FAILED`` and ``ABORTED``.
-    """
-
-    group: int
-    seq: int
+    group: int  #: Index of the group in the file's table; -1 of a span.
+    seq: int  #: Number of the collective in its group, from 1.
     op: str
-    dtype: int
-    step: int
-    micro_batch: int
-    history: int
-    blocked_s: float
-    device_s: float
-    size_bytes: int
+    dtype: int  #: Code of the first tensor's dtype, as given to ``enter``.
+    step: int  #: The step under way, 0 before the first span.
+    micro_batch: int  #: Number of the micro-batch among this rank's of the step, from 0.
+    history: int  #: Hash of the group's calls up to this one.
+    blocked_s: float  #: How long this rank waited: for the collective, or for any during the span.
+    device_s: float  #: Device time of a span; 0.0 if unknown.
+    size_bytes: int  #: Payload of this rank.
+    #: When it was called, on the machine's monotonic clock; the host calls long before a device
+    #: reaches it.
     enter_ns: int
-    exit_ns: int
-    flags: int
+    exit_ns: int  #: When its result was seen; 0 while it is in flight.
+    flags: int  #: ``FINISHED``, ``FAILED`` and ``ABORTED``.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """The whole content of a ring, for later analysis.
-
-    Attributes:
-        rank: The process's rank in the attempt, -1 if it had none yet.
-        place: Its (dp, pp, tp) in the mesh; None if unknown.
-        node: Its machine, "" if unknown.
-        on_device: Whether it computes on a device, about which the host's times say nothing.
-        groups: State of each group that was called, by ``Record.group``.
-        num_dropped: Groups that did not fit, so ``records`` has nothing of them.
-        records: The last collectives, oldest first.
-    """
+    """The whole content of a ring, for later analysis."""
 
     attempt: int
-    rank: int
-    place: tuple[int, int, int] | None
-    node: str
-    on_device: bool
-    groups: Mapping[int, GroupState]
-    num_dropped: int
-    records: tuple[Record, ...]
+    rank: int  #: The process's rank in the attempt, -1 if it had none yet.
+    place: tuple[int, int, int] | None  #: Its (dp, pp, tp) in the mesh; None if unknown.
+    node: str  #: Its machine, "" if unknown.
+    on_device: bool  #: Whether it computes on a device, about which the host's times say nothing.
+    groups: Mapping[int, GroupState]  #: State of each group that was called, by ``Record.group``.
+    num_dropped: int  #: Groups that did not fit, so ``records`` has nothing of them.
+    records: tuple[Record, ...]  #: The last collectives, oldest first.
 
 
 class RingView(NamedTuple):
-    """The content of a ring at one moment.
+    """The content of a ring at one moment."""
 
-    Attributes:
-        attempt: Its attempt, 0 without a ring.
-        groups: The groups in which a collective was called; none once the writer has left.
-        num_dropped: Groups that did not fit and are not recorded.
-    """
-
-    attempt: int
+    attempt: int  #: Its attempt, 0 without a ring.
+    #: The groups in which a collective was called; none once the writer has left.
     groups: tuple[GroupState, ...]
-    num_dropped: int = 0
+    num_dropped: int = 0  #: Groups that did not fit and are not recorded.
 
 
 class RingReader:

@@ -35,20 +35,13 @@ _LARGE_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A state to put into a buffer; see ``ucp_core.native.save_rank``.
+    """A state to put into a buffer; see ``ucp_core.native.save_rank``."""
 
-    Attributes:
-        step: The step after which it was taken.
-        entries: The part of the state's tensors that this rank saves.
-        extra: Small named values.
-        param_groups: The optimizer's groups.
-        guarded: ``(rank, tensors)`` that it saves for other ranks: as copies, or in a parity.
-    """
-
-    step: int
-    entries: Sequence[StateEntry]
-    extra: Mapping[str, Any]
-    param_groups: Sequence[Mapping[str, Any]]
+    step: int  #: The step after which it was taken.
+    entries: Sequence[StateEntry]  #: The part of the state's tensors that this rank saves.
+    extra: Mapping[str, Any]  #: Small named values.
+    param_groups: Sequence[Mapping[str, Any]]  #: The optimizer's groups.
+    #: ``(rank, tensors)`` that it saves for other ranks: as copies, or in a parity.
     guarded: Sequence[tuple[int, Sequence[StateEntry]]] = ()
 
 

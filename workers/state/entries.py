@@ -57,20 +57,14 @@ _ALIGN_BYTES: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateEntry:
-    """A box of one tensor of the state, as this rank holds it.
-
-    Attributes:
-        slot: "weight", or the optimizer's name for it.
-        box: The elements of this rank.
-        tensor: These elements, on the training device.
-        replicas: The ranks that hold them, with this one, in order; empty if there are no others.
-    """
+    """A box of one tensor of the state, as this rank holds it."""
 
     fqn: str
-    slot: str
+    slot: str  #: "weight", or the optimizer's name for it.
     shape: tuple[int, ...]
-    box: Box
-    tensor: Tensor
+    box: Box  #: The elements of this rank.
+    tensor: Tensor  #: These elements, on the training device.
+    #: The ranks that hold them, with this one, in order; empty if there are no others.
     replicas: tuple[int, ...] = ()
 
     def rows(self, box: Box) -> StateEntry:

@@ -44,13 +44,9 @@ class Stateful(Protocol):
 
 @dataclass(slots=True)
 class Registered:
-    """The registered objects of an attempt.
+    """The registered objects of an attempt."""
 
-    Attributes:
-        optimizers: The optimizers, whose groups schedulers change.
-    """
-
-    optimizers: Sequence[torch.optim.Optimizer]
+    optimizers: Sequence[torch.optim.Optimizer]  #: The optimizers, whose groups schedulers change.
     _objects: dict[str, Stateful] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -19,15 +19,11 @@ from ucp_core.layout import ParallelLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaShare:
-    """The share of the state that a rank saves among the replicas that hold the same state.
-
-    Attributes:
-        share: The share that this rank saves, ``0 <= share < num_shares``.
-        guarded: ``(rank, share)`` of other replicas whose shares this rank saves, too.
-    """
+    """The share of the state that a rank saves among the replicas that hold the same state."""
 
     num_shares: int = 1
-    share: int = 0
+    share: int = 0  #: The share that this rank saves, ``0 <= share < num_shares``.
+    #: ``(rank, share)`` of other replicas whose shares this rank saves, too.
     guarded: tuple[tuple[int, int], ...] = ()
 
     @classmethod

@@ -14,39 +14,29 @@ from workers.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """The worker that attempts run in; one per process.
+    """The worker that attempts run in; one per process."""
 
-    Attributes:
-        worker: Worker id, as ``w0007``.
-        settings: What to train.
-        store: The store of the run directory.
-        directory: Its path in the store.
-        ring_path: File of the record ring of its collectives.
-        yield_requested: Returns whether to leave an attempt at the next step boundary.
-        fenced: Returns whether an attempt was fenced. Any thread may call it.
-        yield_durable: Returns whether the state must be in storage when the worker leaves.
-        node: Ray node id, hex; tells which memory is near.
-        keeper_directory: Directory of the keeper's descriptor server; None if there is no keeper.
-        on_formed: Called once per attempt, by the training thread, when the groups are formed, the
-            model is built and its state is loaded.
-        pace: Returns how often to save in an attempt.
-        on_costs: Called at the start of an attempt with a function that returns the costs of its
-            steps and saves so far; any thread may call that.
-        on_note: Called by rank 0 with what is to be put on record.
-    """
-
-    worker: str
-    settings: Settings
-    store: Store
-    directory: str
+    worker: str  #: Worker id, as ``w0007``.
+    settings: Settings  #: What to train.
+    store: Store  #: The store of the run directory.
+    directory: str  #: Its path in the store.
     progress: ProgressRecord
-    ring_path: str
+    ring_path: str  #: File of the record ring of its collectives.
+    #: Returns whether to leave an attempt at the next step boundary.
     yield_requested: Callable[[int], bool]
-    fenced: Callable[[int], bool]
+    fenced: Callable[[int], bool]  #: Returns whether an attempt was fenced. Any thread may call it.
+    #: Returns whether the state must be in storage when the worker leaves.
     yield_durable: Callable[[int], bool] = lambda _attempt: True
-    node: str = ""
+    node: str = ""  #: Ray node id, hex; tells which memory is near.
+    #: Directory of the keeper's descriptor server; None if there is no keeper.
     keeper_directory: Path | None = None
+    #: Called once per attempt, by the training thread, when the groups are formed, the model is
+    #: built and its state is loaded.
     on_formed: Callable[[Formed], None] = lambda _formed: None
+    #: Returns how often to save in an attempt.
     pace: Callable[[int], Pace] = lambda _attempt: Pace()
+    #: Called at the start of an attempt with a function that returns the costs of its steps and
+    #: saves so far; any thread may call that.
     on_costs: Callable[[int, Callable[[], SaveCosts]], None] = lambda _attempt, _costs: None
+    #: Called by rank 0 with what is to be put on record.
     on_note: Callable[[Noted], None] = lambda _noted: None

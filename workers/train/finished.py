@@ -28,16 +28,11 @@ _TORCH: Final = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A run that is complete.
-
-    Attributes:
-        directory: Path of the run directory in the store.
-        lineage: ``(attempt, resume_step)`` of all its attempts.
-    """
+    """A run that is complete."""
 
     store: Store
-    directory: str
-    lineage: tuple[tuple[int, int], ...] = ()
+    directory: str  #: Path of the run directory in the store.
+    lineage: tuple[tuple[int, int], ...] = ()  #: ``(attempt, resume_step)`` of all its attempts.
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
         """Return the checkpoint of a step, the newest one by default.

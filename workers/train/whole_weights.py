@@ -96,18 +96,13 @@ def write_weights(
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the file.
-
-    Attributes:
-        source: The parameter that it is, or "" for a buffer.
-        holder: The rank that has a buffer.
-    """
+    """A tensor of the file."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    source: str
-    holder: int
+    source: str  #: The parameter that it is, or "" for a buffer.
+    holder: int  #: The rank that has a buffer.
 
 
 def _described(sharded: ShardedModel) -> list[_Tensor]:

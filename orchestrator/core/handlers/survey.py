@@ -65,14 +65,10 @@ def ask(transition: Transition) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The workers that a restarted controller adopts.
+    """The workers that a restarted controller adopts."""
 
-    Attributes:
-        members: Members of the attempt, in rank order, as the detector needs them.
-        inside: Members that are, or may be, still in it, and will report how they leave.
-    """
-
-    members: tuple[str, ...]
+    members: tuple[str, ...]  #: Members of the attempt, in rank order, as the detector needs them.
+    #: Members that are, or may be, still in it, and will report how they leave.
     inside: tuple[str, ...]
 
 

@@ -22,19 +22,12 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The end of a record's line in a journal.
+    """The end of a record's line in a journal."""
 
-    Attributes:
-        segment: Number of the segment, from 1.
-        before_bytes: Size of all segments before it.
-        end_bytes: Size of the segment up to and with the line.
-        line: The line. It has ``wall_time`` and ``seq``, so no other journal has the same one.
-    """
-
-    segment: int
-    before_bytes: int
-    end_bytes: int
-    line: str
+    segment: int  #: Number of the segment, from 1.
+    before_bytes: int  #: Size of all segments before it.
+    end_bytes: int  #: Size of the segment up to and with the line.
+    line: str  #: The line. It has ``wall_time`` and ``seq``, so no other journal has the same one.
 
     @property
     def begin_bytes(self) -> int:
@@ -49,14 +42,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """What a fold depends on besides the journal.
-
-    Attributes:
-        rules: All ``RunRules``, as text.
-    """
+    """What a fold depends on besides the journal."""
 
     program: str
-    rules: str
+    rules: str  #: All ``RunRules``, as text.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

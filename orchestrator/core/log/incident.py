@@ -31,64 +31,43 @@ class Incident:
 
     Instants are on the journal's clock (``at_s``). They are None if the run did not get that far
     or does not know: ``t_fault_s`` is known only for injected faults.
-
-    Attributes:
-        number: Counts from 1.
-        kind: As ``ReportIncident.incident``, such as ``crash`` or ``growth``.
-        guilty: The workers that were proven to have caused it; empty if undecided or planned.
-        attempt: The attempt that it ended.
-        lost_steps: Completed steps that had to be redone (``orchestrator.core.log.stats``).
-        layout_before: Layout of that attempt, for people.
-        layout_after: Layout of the next one, "" if there was none.
-        other_layouts: Those that were not taken then, and why, for people.
-        t_fault_s: When the fault was injected.
-        t_detect_s: When it was found, or the change was begun.
-        t_fence_s: When the last member was out.
-        t_decide_s: When the next attempt was started.
-        t_reform_s: When its mesh and model stood.
-        t_load_s: When its state was loaded.
-        t_first_step_s: When its first step was complete.
-        cost_usd: What the run's reservations cost while it waited, and for the steps that it redid;
-            0.0 if no price is known.
-        sources: Bytes loaded, by kind of source.
-        skipped: A line for each source that could not be loaded from.
-        rule: The rule of detection that found it; "" if none did.
-        verdict: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
-        places: (rank, worker, node) of each rank that it comes from, the faulty ones included;
-            empty if that is not known.
-        killed: Likewise of each that did not leave when it was fenced, and was killed: healthy ones
-            leave at once, so it may have failed, too.
-        suspects: The suspicions when it was put on record.
-        folder: Where its evidence is, below the run directory; "" if none was taken.
-        is_start: Whether the run had not begun to train since a person started or resumed it: the
-            time to the first step is start-up then, and no recovery.
     """
 
-    number: int = 0
-    kind: str
+    number: int = 0  #: Counts from 1.
+    kind: str  #: As ``ReportIncident.incident``, such as ``crash`` or ``growth``.
+    #: The workers that were proven to have caused it; empty if undecided or planned.
     guilty: tuple[str, ...] = ()
     evidence: str = ""
-    attempt: int = 0
-    lost_steps: int = 0
+    attempt: int = 0  #: The attempt that it ended.
+    lost_steps: int = 0  #: Completed steps that had to be redone (``orchestrator.core.log.stats``).
+    #: What the run's reservations cost while it waited, and for the steps that it redid; 0.0 if
+    #: no price is known.
     cost_usd: float = 0.0
-    layout_before: str = ""
-    layout_after: str = ""
+    layout_before: str = ""  #: Layout of that attempt, for people.
+    layout_after: str = ""  #: Layout of the next one, "" if there was none.
+    #: Those that were not taken then, and why, for people.
     other_layouts: tuple[tuple[str, str], ...] = ()
-    t_fault_s: float | None = None
-    t_detect_s: float | None = None
-    t_fence_s: float | None = None
-    t_decide_s: float | None = None
-    t_reform_s: float | None = None
-    t_load_s: float | None = None
-    t_first_step_s: float | None = None
-    sources: dict[str, int] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
-    rule: str = ""
-    verdict: str = ""
+    t_fault_s: float | None = None  #: When the fault was injected.
+    t_detect_s: float | None = None  #: When it was found, or the change was begun.
+    t_fence_s: float | None = None  #: When the last member was out.
+    t_decide_s: float | None = None  #: When the next attempt was started.
+    t_reform_s: float | None = None  #: When its mesh and model stood.
+    t_load_s: float | None = None  #: When its state was loaded.
+    t_first_step_s: float | None = None  #: When its first step was complete.
+    sources: dict[str, int] = field(default_factory=dict)  #: Bytes loaded, by kind of source.
+    skipped: tuple[str, ...] = ()  #: A line for each source that could not be loaded from.
+    rule: str = ""  #: The rule of detection that found it; "" if none did.
+    verdict: str = ""  #: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
+    #: (rank, worker, node) of each rank that it comes from, the faulty ones included; empty if
+    #: that is not known.
     places: tuple[tuple[int, str, str], ...] = ()
+    #: Likewise of each that did not leave when it was fenced, and was killed: healthy ones leave
+    #: at once, so it may have failed, too.
     killed: tuple[tuple[int, str, str], ...] = ()
-    suspects: tuple[Suspicion, ...] = ()
-    folder: str = ""
+    suspects: tuple[Suspicion, ...] = ()  #: The suspicions when it was put on record.
+    folder: str = ""  #: Where its evidence is, below the run directory; "" if none was taken.
+    #: Whether the run had not begun to train since a person started or resumed it: the time to
+    #: the first step is start-up then, and no recovery.
     is_start: bool = False
 
     @property

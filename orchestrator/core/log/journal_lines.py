@@ -34,19 +34,13 @@ JournalRecord: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """What a journal amounts to, up to one of its records; ``Folded()`` before the first.
+    """What a journal amounts to, up to one of its records; ``Folded()`` before the first."""
 
-    Attributes:
-        state: State of the run since it was last opened.
-        seq: Number of the record; -1 before the first.
-        wall_time: Wall time of the record, seconds since the Unix epoch.
-    """
-
-    state: RunState = field(default_factory=RunState)
+    state: RunState = field(default_factory=RunState)  #: State of the run since it was last opened.
     stats: RunStats = field(default_factory=RunStats)
-    seq: int = -1
+    seq: int = -1  #: Number of the record; -1 before the first.
     at_s: float = 0.0
-    wall_time: float = 0.0
+    wall_time: float = 0.0  #: Wall time of the record, seconds since the Unix epoch.
 
     @classmethod
     def at(cls, last: Mapping[str, Any], state: RunState, stats: RunStats) -> Folded:

@@ -32,51 +32,39 @@ _POINTS_KEPT = 500
 
 @dataclass(slots=True, kw_only=True)
 class RunStats:
-    """Numbers of a run so far. ``add`` takes the records of the journal in order.
+    """Numbers of a run so far. ``add`` takes the records of the journal in order."""
 
-    Attributes:
-        began_at: Wall time of the first record; 0.0 if it does not say one.
-        step: Last completed step that is not to be redone.
-        layout: Layout of the newest attempt, for people.
-        incidents: Oldest first; the last ones may still be open.
-        loaded: Bytes that the newest attempt loaded, by kind of source.
-        passed_over: Versions in storage that did not count when it was decided what the newest
-            attempt resumes from, each with the reason.
-        lost_steps: Completed steps that had to be redone.
-        phase: waiting, forming, training, yielding, recovering or over.
-        spans: ``(phase, from_s, to_s)`` of every phase that has ended.
-        asked: Requests for reservations so far, by alternative of capacity.
-        refused: Those that were taken for refused; they stay asked for.
-        suspicions: How many there were, by kind.
-        cost_usd: What the reservations of the run have cost so far, 0.0 if no price is known.
-        progress: ``(at_s, step)`` of completed steps, redone ones too; the older, the sparser.
-        sizes: ``(at_s, workers)`` at each change of the number of workers that train.
-        lost_nodes: Nodes that are gone and did not return.
-        outcome: Outcome of ``FinishRun``, "" before.
-        reason: Likewise.
-    """
-
-    began_at: float = 0.0
+    began_at: float = 0.0  #: Wall time of the first record; 0.0 if it does not say one.
     attempt: int = 0
-    step: int = 0
-    layout: str = ""
+    step: int = 0  #: Last completed step that is not to be redone.
+    layout: str = ""  #: Layout of the newest attempt, for people.
     num_workers: int = 0
+    #: Oldest first; the last ones may still be open.
     incidents: list[Incident] = field(default_factory=list)
+    #: Bytes that the newest attempt loaded, by kind of source.
     loaded: dict[str, int] = field(default_factory=dict)
+    #: Versions in storage that did not count when it was decided what the newest attempt resumes
+    #: from, each with the reason.
     passed_over: tuple[str, ...] = ()
-    lost_steps: int = 0
-    phase: str = "waiting"
+    lost_steps: int = 0  #: Completed steps that had to be redone.
+    phase: str = "waiting"  #: waiting, forming, training, yielding, recovering or over.
+    #: ``(phase, from_s, to_s)`` of every phase that has ended.
     spans: list[tuple[str, float, float]] = field(default_factory=list)
+    #: Requests for reservations so far, by alternative of capacity.
     asked: dict[str, int] = field(default_factory=dict)
     granted: dict[str, int] = field(default_factory=dict)
+    #: Those that were taken for refused; they stay asked for.
     refused: dict[str, int] = field(default_factory=dict)
-    suspicions: dict[str, int] = field(default_factory=dict)
+    suspicions: dict[str, int] = field(default_factory=dict)  #: How many there were, by kind.
+    #: What the reservations of the run have cost so far, 0.0 if no price is known.
     cost_usd: float = 0.0
+    #: ``(at_s, step)`` of completed steps, redone ones too; the older, the sparser.
     progress: list[tuple[float, int]] = field(default_factory=list)
+    #: ``(at_s, workers)`` at each change of the number of workers that train.
     sizes: list[tuple[float, int]] = field(default_factory=list)
-    lost_nodes: list[str] = field(default_factory=list)
-    outcome: str = ""
-    reason: str = ""
+    lost_nodes: list[str] = field(default_factory=list)  #: Nodes that are gone and did not return.
+    outcome: str = ""  #: Outcome of ``FinishRun``, "" before.
+    reason: str = ""  #: Likewise.
     #: ``(alternative, dollars an hour)`` of requested reservations, and of those that it has.
     _pending: Table[tuple[str, float]] = field(default_factory=Table)
     _held: Table[tuple[str, float]] = field(default_factory=Table)

@@ -23,12 +23,9 @@ _STRETCHES_KEPT: Final = 10_000
 
 @dataclass(slots=True, kw_only=True)
 class TimeParts:
-    """The parts so far. Instants that are passed never decrease.
+    """The parts so far. Instants that are passed never decrease."""
 
-    Attributes:
-        saving_share: Share of the time between two reports of steps that saves took of late.
-    """
-
+    #: Share of the time between two reports of steps that saves took of late.
     saving_share: float = 0.0
     _parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     _since_s: float = 0.0

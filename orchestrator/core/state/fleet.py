@@ -22,119 +22,73 @@ class WorkerStatus(StrEnum):
 
 
 class Worker(NamedTuple):
-    """One worker process.
+    """One worker process."""
 
-    Attributes:
-        name: As the shell knows it, ``w0007``.
-        deadline_s: STARTING: be ready by then. DYING: be gone by then.
-        reservation: The reservation it uses, 0 if none.
-        inside: Whether it is in the current attempt and has not left it.
-        formed: Whether it has formed in the current attempt.
-        pid: Process id, 0 before it was ready.
-        begun_s: When it was ordered to start.
-    """
-
-    name: str
+    name: str  #: As the shell knows it, ``w0007``.
     node: int
     status: WorkerStatus
-    deadline_s: float = inf
-    reservation: int = 0
-    inside: bool = False
-    formed: bool = False
-    pid: int = 0
-    begun_s: float = 0.0
+    deadline_s: float = inf  #: STARTING: be ready by then. DYING: be gone by then.
+    reservation: int = 0  #: The reservation it uses, 0 if none.
+    inside: bool = False  #: Whether it is in the current attempt and has not left it.
+    formed: bool = False  #: Whether it has formed in the current attempt.
+    pid: int = 0  #: Process id, 0 before it was ready.
+    begun_s: float = 0.0  #: When it was ordered to start.
 
 
 class Reservation(NamedTuple):
-    """One reservation.
+    """One reservation."""
 
-    Attributes:
-        node: Number of its node, -1 while it is pending.
-        avoid: Nodes that it was not to be on.
-        alternative: Which capacity was asked for; 0 is what the user likes best.
-    """
-
-    node: int
-    avoid: tuple[str, ...]
-    alternative: int = 0
+    node: int  #: Number of its node, -1 while it is pending.
+    avoid: tuple[str, ...]  #: Nodes that it was not to be on.
+    alternative: int = 0  #: Which capacity was asked for; 0 is what the user likes best.
 
 
 class Offer(NamedTuple):
-    """What became of the requests for one alternative of capacity.
+    """What became of the requests for one alternative of capacity."""
 
-    Attributes:
-        num_pending: Requests that are not granted.
-        num_granted: Reservations of it that the run has.
-        since_s: Since when some are pending and none is granted; infinity if none is pending.
-        refused_s: When they were taken for refused; infinity if they are not.
-        took_s: How long a machine took to come, the longest of late; 0.0 if none came yet.
-        why: Why they were refused, for people; of the last time.
-    """
-
-    num_pending: int = 0
-    num_granted: int = 0
+    num_pending: int = 0  #: Requests that are not granted.
+    num_granted: int = 0  #: Reservations of it that the run has.
+    #: Since when some are pending and none is granted; infinity if none is pending.
     since_s: float = inf
-    refused_s: float = inf
+    refused_s: float = inf  #: When they were taken for refused; infinity if they are not.
+    #: How long a machine took to come, the longest of late; 0.0 if none came yet.
     took_s: float = 0.0
-    why: str = ""
+    why: str = ""  #: Why they were refused, for people; of the last time.
 
 
 class Slow(NamedTuple):
-    """The worker that was convicted of being slow on a node; "" if none was.
-
-    Attributes:
-        verdict: Kind of the suspicion.
-        evidence: One line for people.
-    """
+    """The worker that was convicted of being slow on a node; "" if none was."""
 
     worker: str = ""
-    verdict: str = ""
-    evidence: str = ""
+    verdict: str = ""  #: Kind of the suspicion.
+    evidence: str = ""  #: One line for people.
 
 
 class Node(NamedTuple):
-    """One node.
+    """One node."""
 
-    Attributes:
-        name: As the shell knows it.
-        alive: Whether it is in the cluster.
-        reservations: Reservations granted here, ascending.
-        workers: Processes here, ascending.
-        usable: Workers that could train here: ready ones, at most one per reservation.
-        leave_by_s: Deadline of a drain notice; infinity if there is none.
-        strikes: When workers provably failed here, within the window.
-        avoid_until_s: No new reservations here before then.
-        avoided_s: For how long it was avoided the last time.
-        retry_s: No new process here before then.
-        num_failed_starts: In a row.
-        rack: What it fails together with; "" if nothing is known.
-        keeper_by_s: Its keeper died and must be back by then; infinity if it did not die.
-        budget_bytes: What snapshots may take of its memory; 0 if its keeper has not said it.
-        is_kept: Whether there is a keeper, or one was started, that was not ended.
-        joined_s: When it was first, or again, in the cluster.
-        slow: The worker that was convicted of being slow here: the run leaves the node as if the
-            provider took it, and uses it again after ``leave_by_s``.
-        notice: The drain notice, for people.
-    """
-
-    name: str
-    alive: bool = True
-    reservations: tuple[int, ...] = ()
-    workers: tuple[int, ...] = ()
-    usable: int = 0
-    leave_by_s: float = inf
-    strikes: tuple[float, ...] = ()
-    avoid_until_s: float = 0.0
-    avoided_s: float = 0.0
-    retry_s: float = 0.0
-    num_failed_starts: int = 0
-    rack: str = ""
+    name: str  #: As the shell knows it.
+    alive: bool = True  #: Whether it is in the cluster.
+    reservations: tuple[int, ...] = ()  #: Reservations granted here, ascending.
+    workers: tuple[int, ...] = ()  #: Processes here, ascending.
+    usable: int = 0  #: Workers that could train here: ready ones, at most one per reservation.
+    leave_by_s: float = inf  #: Deadline of a drain notice; infinity if there is none.
+    strikes: tuple[float, ...] = ()  #: When workers provably failed here, within the window.
+    avoid_until_s: float = 0.0  #: No new reservations here before then.
+    avoided_s: float = 0.0  #: For how long it was avoided the last time.
+    retry_s: float = 0.0  #: No new process here before then.
+    num_failed_starts: int = 0  #: In a row.
+    rack: str = ""  #: What it fails together with; "" if nothing is known.
+    #: Its keeper died and must be back by then; infinity if it did not die.
     keeper_by_s: float = inf
+    #: What snapshots may take of its memory; 0 if its keeper has not said it.
     budget_bytes: int = 0
-    is_kept: bool = False
-    joined_s: float = 0.0
+    is_kept: bool = False  #: Whether there is a keeper, or one was started, that was not ended.
+    joined_s: float = 0.0  #: When it was first, or again, in the cluster.
+    #: The worker that was convicted of being slow here: the run leaves the node as if the
+    #: provider took it, and uses it again after ``leave_by_s``.
     slow: Slow = Slow()
-    notice: str = ""
+    notice: str = ""  #: The drain notice, for people.
 
     @property
     def is_slow(self) -> bool:
@@ -161,40 +115,26 @@ class Node(NamedTuple):
 
 @dataclass(eq=False)
 class Fleet(Part):
-    """All nodes, reservations and workers, and the counts that are kept of them.
+    """All nodes, reservations and workers, and the counts that are kept of them."""
 
-    Attributes:
-        workers: By number: the 7 of ``w0007``.
-        reservations: By number.
-        nodes: By order of first appearance.
-        node_ids: Number of a node by its name.
-        short: Nodes that lack worker processes, or have too many.
-        emptied: Nodes with a keeper that lost their last reservation or worker.
-        offers: By alternative of capacity, up to the last one that was asked for.
-        num_reservations: Pending ones, and granted ones on nodes that stay.
-        staying: Workers that could train, on nodes that stay.
-        leaving: Workers that could train, on draining nodes.
-        num_starting: Processes that are starting.
-        num_failed_starts: Processes that died at start in a row before any got ready.
-        failed_start: What was said of the last of them.
-        wake_s: Earliest time at which a bound of a worker, node or reservation may be reached.
-    """
-
-    workers: Table[Worker] = field(default_factory=Table)
-    reservations: Table[Reservation] = field(default_factory=Table)
-    nodes: Table[Node] = field(default_factory=Table)
-    node_ids: dict[str, int] = field(default_factory=dict)
-    short: tuple[int, ...] = ()
+    workers: Table[Worker] = field(default_factory=Table)  #: By number: the 7 of ``w0007``.
+    reservations: Table[Reservation] = field(default_factory=Table)  #: By number.
+    nodes: Table[Node] = field(default_factory=Table)  #: By order of first appearance.
+    node_ids: dict[str, int] = field(default_factory=dict)  #: Number of a node by its name.
+    short: tuple[int, ...] = ()  #: Nodes that lack worker processes, or have too many.
+    #: Nodes with a keeper that lost their last reservation or worker.
     emptied: tuple[int, ...] = ()
+    #: By alternative of capacity, up to the last one that was asked for.
     offers: tuple[Offer, ...] = ()
-    num_reservations: int = 0
-    staying: Rooms = ()
-    leaving: Rooms = ()
-    num_starting: int = 0
-    num_failed_starts: int = 0
-    failed_start: str = ""
+    num_reservations: int = 0  #: Pending ones, and granted ones on nodes that stay.
+    staying: Rooms = ()  #: Workers that could train, on nodes that stay.
+    leaving: Rooms = ()  #: Workers that could train, on draining nodes.
+    num_starting: int = 0  #: Processes that are starting.
+    num_failed_starts: int = 0  #: Processes that died at start in a row before any got ready.
+    failed_start: str = ""  #: What was said of the last of them.
     next_worker: int = 1
     next_reservation: int = 1
+    #: Earliest time at which a bound of a worker, node or reservation may be reached.
     wake_s: float = inf
 
     @property

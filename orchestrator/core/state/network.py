@@ -19,23 +19,15 @@ _PAUSE_S_MAX = 600.0
 
 
 class Link(NamedTuple):
-    """A link between two nodes that was lost, and perhaps is whole again.
+    """A link between two nodes that was lost, and perhaps is whole again."""
 
-    Attributes:
-        ends: Its nodes, sorted.
-        lost: The ways that have no connection, by the last probe; () if it is whole.
-        since_s: When it was lost in use, the last time.
-        num_lost: How often it was lost in use.
-        whole_s: Since when it is whole; infinity while it is lost.
-        probe_s: When to probe it again; infinity once its pause is over.
-    """
-
-    ends: Pair
+    ends: Pair  #: Its nodes, sorted.
+    #: The ways that have no connection, by the last probe; () if it is whole.
     lost: tuple[Pair, ...]
-    since_s: float
-    num_lost: int = 1
-    whole_s: float = inf
-    probe_s: float = inf
+    since_s: float  #: When it was lost in use, the last time.
+    num_lost: int = 1  #: How often it was lost in use.
+    whole_s: float = inf  #: Since when it is whole; infinity while it is lost.
+    probe_s: float = inf  #: When to probe it again; infinity once its pause is over.
 
     @property
     def pause_s(self) -> float:
@@ -49,37 +41,26 @@ class Link(NamedTuple):
 
 
 class Network(NamedTuple):
-    """Links that were lost, and the search for one.
+    """Links that were lost, and the search for one."""
 
-    Attributes:
-        links: Lost ones, and ones that were lost and are whole again.
-        num_probes: How many ``ProbeLinks`` there were in the whole run: the number of the newest.
-        search: Number of the probe that looks for what ended the attempt, or holds up its forming;
-            0 if there was none.
-        asked: The nodes that it asked.
-        until_s: The bound of its answer; infinity if none is awaited.
-        found: The ways without connection that it found.
-        is_sound: Whether all nodes answered and every way has a connection.
-        unread: Nodes that the newest read left out, as they could not be reached.
-        suspects: Ways that the transport of a member called unreachable in this attempt.
-        suspects_before: The same, in the attempt before.
-        slow: Links that keepers found slow the last time.
-        without_slow: What a step would take without them over what it took then.
-    """
-
-    links: tuple[Link, ...] = ()
+    links: tuple[Link, ...] = ()  #: Lost ones, and ones that were lost and are whole again.
+    #: How many ``ProbeLinks`` there were in the whole run: the number of the newest.
     num_probes: int = 0
+    #: Number of the probe that looks for what ended the attempt, or holds up its forming; 0 if
+    #: there was none.
     search: int = 0
     begun_s: float = -inf
-    asked: tuple[str, ...] = ()
-    until_s: float = inf
-    found: tuple[Pair, ...] = ()
-    is_sound: bool = False
+    asked: tuple[str, ...] = ()  #: The nodes that it asked.
+    until_s: float = inf  #: The bound of its answer; infinity if none is awaited.
+    found: tuple[Pair, ...] = ()  #: The ways without connection that it found.
+    is_sound: bool = False  #: Whether all nodes answered and every way has a connection.
+    #: Nodes that the newest read left out, as they could not be reached.
     unread: tuple[str, ...] = ()
+    #: Ways that the transport of a member called unreachable in this attempt.
     suspects: tuple[Pair, ...] = ()
-    suspects_before: tuple[Pair, ...] = ()
-    slow: tuple[SlowLink, ...] = ()
-    without_slow: float = 1.0
+    suspects_before: tuple[Pair, ...] = ()  #: The same, in the attempt before.
+    slow: tuple[SlowLink, ...] = ()  #: Links that keepers found slow the last time.
+    without_slow: float = 1.0  #: What a step would take without them over what it took then.
 
     @property
     def is_searching(self) -> bool:

@@ -69,25 +69,17 @@ class RunOutcome(StrEnum):
 
 @dataclass(eq=False)
 class Reads(Part):
-    """What was asked of keepers and storage since the last attempt started, by ``ReadCommitted``.
+    """Requests to keepers and storage since the last attempt started, by ``ReadCommitted``."""
 
-    Attributes:
-        num: How many reads there were in the whole run: the number of the newest.
-        pending: How many of those, the newest ones, have no answer.
-        final_from: Number of the first read after the last member had left.
-        memory_from: Number of the first read after the last loss of a node.
-        bad_from: Number of the first read that leaves out all that is bad, and who is not reached.
-        stored_from: Number of the first read after the newest commit in storage was reported.
-        seen: Whether the newest answer can be relied on.
-    """
-
-    num: int = 0
-    pending: int = 0
-    final_from: int = 0
-    memory_from: int = 0
+    num: int = 0  #: How many reads there were in the whole run: the number of the newest.
+    pending: int = 0  #: How many of those, the newest ones, have no answer.
+    final_from: int = 0  #: Number of the first read after the last member had left.
+    memory_from: int = 0  #: Number of the first read after the last loss of a node.
+    #: Number of the first read that leaves out all that is bad, and who is not reached.
     bad_from: int = 0
+    #: Number of the first read after the newest commit in storage was reported.
     stored_from: int = 0
-    seen: bool = False
+    seen: bool = False  #: Whether the newest answer can be relied on.
 
 
 class FrozenReads(Frozen, Reads):
@@ -96,132 +88,97 @@ class FrozenReads(Frozen, Reads):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why the last attempt ended, or is being ended.
-
-    Attributes:
-        guilty: Workers proven to have caused it.
-        evidence: One line for people.
-        at_s: When it was found.
-        rule: The rule of detection that found it, and the kind of its verdict; "" if none did.
-        places: (rank, worker, node) of each rank that it comes from; empty if that is not known.
-    """
+    """Why the last attempt ended, or is being ended."""
 
     kind: FaultKind
-    guilty: tuple[str, ...] = ()
-    evidence: str = ""
-    at_s: float = 0.0
+    guilty: tuple[str, ...] = ()  #: Workers proven to have caused it.
+    evidence: str = ""  #: One line for people.
+    at_s: float = 0.0  #: When it was found.
+    #: The rule of detection that found it, and the kind of its verdict; "" if none did.
     rule: str = ""
     verdict: str = ""
+    #: (rank, worker, node) of each rank that it comes from; empty if that is not known.
     places: tuple[tuple[int, str, str], ...] = ()
 
 
 @dataclass(eq=False)
 class MutableRunState(Part):
-    """The run state while one event is folded into it. Only ``machine.step`` holds one.
-
-    Attributes:
-        incarnation: Which incarnation of the controller this is.
-        lineage: ``(attempt, resume_step)`` of every attempt, oldest first.
-        trained: The last attempt that is known to have trained a step, or to have left files.
-        attempt: The current or last one.
-        reads: What was asked of keepers and storage since it started.
-        sharing: What it leaves to other runs on the cluster.
-        network: Which of the nodes do not reach each other.
-        committed: ``(step, attempt)`` of the newest commit known to count. It may be gone when
-            it is needed, and the next read then says an older one.
-        committed_in_memory: Whether it was last seen in keepers' memory, which a node takes with
-            it.
-        stored: The newest step that is known to have been committed to storage, and not to be
-            damaged there: no attempt resumes from an older one. 1 if all of them are damaged.
-        lost: Steps that are committed in storage and can be loaded from nowhere, newest first.
-        bad: Sources that are not to be loaded from any more, of versions that count.
-        unread_before: Sources that members of earlier attempts could not read: one that is met
-            again is bad.
-        raised_before: Errors of earlier attempts, the newest last.
-        fits: Layouts that have trained.
-        refused: Layouts that could not.
-        short: ``(attempt, layout)`` of the first attempt in each that ran out of device memory.
-        steps: Layouts that trained, each with the seconds of a step, to a few percent.
-        convicted: ``(when, node, ranks, layout)`` of each node that was to be left for a slow
-            worker.
-        faults: Charged to the budgets, within the window.
-        num_stuck: Failed attempts in a row without a new committed step.
-        num_unexplained: Those of them that lost a peer, and nobody knows why.
-        num_undecided: Undecided hangs in a row after one and the same step.
-        undecided_step: The last step before them; -1 without one.
-        cause: Why the last attempt ended or is ending; None before.
-        also: Faults that were found while it ended and that the cause does not explain.
-        stop_reason: Why the user wants the run to stop; "" if not.
-        stop_at: The step behind which that is so, and why; 0 without one.
-        most_workers: The most workers that the user wants; 0 for as many as configured.
-        store_by_s: When the controller's machine goes: the state is to be in storage by then, once;
-            infinity if it stays.
-        deadline_s: Bound of the phase; infinity if it has none.
-        enough_since_s: When ``min_workers`` could first be had; infinity before (first attempt).
-        waiting_since_s: When the phase WAITING was entered.
-        hold_until_s: No attempt starts before then: the last ones failed without progress.
-        surveying_until_s: Bound of the survey after a restart; infinity if none is under way.
-        down_since_s: When training last stopped; infinity while it trains.
-        pause_s: Measured duration of the last re-formation; 0.0 if there was none.
-        form_s: Longest time that an attempt took to form, of late; 0.0 before the first.
-        step_s: Smoothed duration of a step in the attempt's layout; 0.0 before the first.
-        faults_seen: Since the run began.
-        pace: The intervals of saves that were decided on; 0 where none was.
-        pace_reason: Why these.
-        state_bytes: Size of a snapshot, all ranks together; 0 before there was one.
-        sent: ``(axis, bytes)`` that a rank sends in a step, as it was last measured.
-        outcome: How the run is over; None before.
-        reason: Why it is over; "" before.
-    """
+    """The run state while one event is folded into it. Only ``machine.step`` holds one."""
 
     phase: Phase = Phase.WAITING
-    incarnation: int = 0
+    incarnation: int = 0  #: Which incarnation of the controller this is.
+    #: ``(attempt, resume_step)`` of every attempt, oldest first.
     lineage: tuple[tuple[int, int], ...] = ()
+    #: The last attempt that is known to have trained a step, or to have left files.
     trained: int = 0
-    attempt: Attempt = field(default_factory=Attempt)
+    attempt: Attempt = field(default_factory=Attempt)  #: The current or last one.
+    #: What was asked of keepers and storage since it started.
     reads: Reads = field(default_factory=Reads)
     fleet: Fleet = field(default_factory=Fleet)
+    #: What it leaves to other runs on the cluster.
     sharing: Sharing = field(default_factory=Sharing)
+    #: Which of the nodes do not reach each other.
     network: Network = field(default_factory=Network)
+    #: ``(step, attempt)`` of the newest commit known to count. It may be gone when it is needed,
+    #: and the next read then says an older one.
     committed: tuple[int, int] = (0, 0)
+    #: Whether it was last seen in keepers' memory, which a node takes with it.
     committed_in_memory: bool = False
+    #: The newest step that is known to have been committed to storage, and not to be damaged
+    #: there: no attempt resumes from an older one. 1 if all of them are damaged.
     stored: int = 0
+    #: Steps that are committed in storage and can be loaded from nowhere, newest first.
     lost: tuple[int, ...] = ()
+    #: Sources that are not to be loaded from any more, of versions that count.
     bad: tuple[Source, ...] = ()
+    #: Sources that members of earlier attempts could not read: one that is met again is bad.
     unread_before: tuple[Source, ...] = ()
-    raised_before: tuple[UserError, ...] = ()
-    fits: tuple[ParallelLayout, ...] = ()
-    refused: tuple[Refused, ...] = ()
+    raised_before: tuple[UserError, ...] = ()  #: Errors of earlier attempts, the newest last.
+    fits: tuple[ParallelLayout, ...] = ()  #: Layouts that have trained.
+    refused: tuple[Refused, ...] = ()  #: Layouts that could not.
+    #: ``(attempt, layout)`` of the first attempt in each that ran out of device memory.
     short: tuple[tuple[int, ParallelLayout], ...] = ()
+    #: Layouts that trained, each with the seconds of a step, to a few percent.
     steps: tuple[tuple[ParallelLayout, float], ...] = ()
+    #: ``(when, node, ranks, layout)`` of each node that was to be left for a slow worker.
     convicted: tuple[tuple[float, str, tuple[int, ...], str], ...] = ()
-    faults: tuple[Fault, ...] = ()
-    num_stuck: int = 0
-    num_unexplained: int = 0
-    num_undecided: int = 0
-    undecided_step: int = -1
-    cause: Cause | None = None
+    faults: tuple[Fault, ...] = ()  #: Charged to the budgets, within the window.
+    num_stuck: int = 0  #: Failed attempts in a row without a new committed step.
+    num_unexplained: int = 0  #: Those of them that lost a peer, and nobody knows why.
+    num_undecided: int = 0  #: Undecided hangs in a row after one and the same step.
+    undecided_step: int = -1  #: The last step before them; -1 without one.
+    cause: Cause | None = None  #: Why the last attempt ended or is ending; None before.
+    #: Faults that were found while it ended and that the cause does not explain.
     also: tuple[Cause, ...] = ()
-    stop_reason: str = ""
-    stop_at: tuple[int, str] = (0, "")
-    most_workers: int = 0
+    stop_reason: str = ""  #: Why the user wants the run to stop; "" if not.
+    stop_at: tuple[int, str] = (0, "")  #: The step behind which that is so, and why; 0 without one.
+    most_workers: int = 0  #: The most workers that the user wants; 0 for as many as configured.
+    #: When the controller's machine goes: the state is to be in storage by then, once; infinity
+    #: if it stays.
     store_by_s: float = inf
-    deadline_s: float = inf
+    deadline_s: float = inf  #: Bound of the phase; infinity if it has none.
+    #: When ``min_workers`` could first be had; infinity before (first attempt).
     enough_since_s: float = inf
-    waiting_since_s: float = 0.0
+    waiting_since_s: float = 0.0  #: When the phase WAITING was entered.
+    #: No attempt starts before then: the last ones failed without progress.
     hold_until_s: float = 0.0
+    #: Bound of the survey after a restart; infinity if none is under way.
     surveying_until_s: float = inf
-    down_since_s: float = inf
-    pause_s: float = 0.0
+    down_since_s: float = inf  #: When training last stopped; infinity while it trains.
+    pause_s: float = 0.0  #: Measured duration of the last re-formation; 0.0 if there was none.
+    #: Longest time that an attempt took to form, of late; 0.0 before the first.
     form_s: float = 0.0
+    #: Smoothed duration of a step in the attempt's layout; 0.0 before the first.
     step_s: float = 0.0
-    faults_seen: FaultsSeen = field(default_factory=FaultsSeen)
+    faults_seen: FaultsSeen = field(default_factory=FaultsSeen)  #: Since the run began.
+    #: The intervals of saves that were decided on; 0 where none was.
     pace: Pace = field(default_factory=Pace)
-    pace_reason: str = ""
-    state_bytes: int = 0
+    pace_reason: str = ""  #: Why these.
+    state_bytes: int = 0  #: Size of a snapshot, all ranks together; 0 before there was one.
+    #: ``(axis, bytes)`` that a rank sends in a step, as it was last measured.
     sent: tuple[tuple[str, float], ...] = ()
-    outcome: RunOutcome | None = None
-    reason: str = ""
+    outcome: RunOutcome | None = None  #: How the run is over; None before.
+    reason: str = ""  #: Why it is over; "" before.
 
 
 class RunState(Frozen, MutableRunState):

@@ -33,70 +33,47 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        about: The subject of the check, in one or two words.
-        message: The result; names the nodes.
-        advice: How to fix it; "" if there is nothing to do.
-    """
+    """The result of one check."""
 
     level: Level
-    about: str
-    message: str
-    advice: str = ""
+    about: str  #: The subject of the check, in one or two words.
+    message: str  #: The result; names the nodes.
+    advice: str = ""  #: How to fix it; "" if there is nothing to do.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """The facts about one machine.
+    """The facts about one machine."""
 
-    Attributes:
-        node: Its host name and the beginning of Ray's id; "this machine" without Ray.
-        versions: Versions by package, of Python and of everything that must be equal on all
-            machines.
-        clock_ahead_s: Lead of its clock over ours.
-        shared_memory_bytes: Free in /dev/shm.
-        open_files: Limit of open files per process.
-        resources: Ray's free resources there, by Ray's names.
-        holds_workers: Whether it may; a head without processors holds only the controller.
-        copies_past_caches: Whether large copies in Ray's processes bypass the processor's caches.
-        storage_problem: Why it cannot use the run directory; "" if it can, or none was named.
-        unreachable: Nodes that accepted no connection from it.
-        watched: Sources, besides Ray, that would announce its end.
-        unheard: A line for each of these sources that does not answer.
-        interface_problem: Why collectives find no network interface there; "" if they find one.
-    """
-
-    node: str
+    node: str  #: Its host name and the beginning of Ray's id; "this machine" without Ray.
+    #: Versions by package, of Python and of everything that must be equal on all machines.
     versions: dict[str, str]
-    clock_ahead_s: float
-    shared_memory_bytes: int
-    open_files: int
-    resources: dict[str, float]
+    clock_ahead_s: float  #: Lead of its clock over ours.
+    shared_memory_bytes: int  #: Free in /dev/shm.
+    open_files: int  #: Limit of open files per process.
+    resources: dict[str, float]  #: Ray's free resources there, by Ray's names.
+    #: Whether it may; a head without processors holds only the controller.
     holds_workers: bool = True
+    #: Whether large copies in Ray's processes bypass the processor's caches.
     copies_past_caches: bool = True
+    #: Why it cannot use the run directory; "" if it can, or none was named.
     storage_problem: str = ""
-    unreachable: tuple[str, ...] = ()
-    watched: tuple[str, ...] = ()
-    unheard: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()  #: Nodes that accepted no connection from it.
+    watched: tuple[str, ...] = ()  #: Sources, besides Ray, that would announce its end.
+    unheard: tuple[str, ...] = ()  #: A line for each of these sources that does not answer.
+    #: Why collectives find no network interface there; "" if they find one.
     interface_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKind:
-    """An existing node, or a type of node that an autoscaler may add.
+    """An existing node, or a type of node that an autoscaler may add."""
 
-    Attributes:
-        name: For people.
-        resources: Total resources, by Ray's names; empty if the autoscaler only learns them from a
-            running node.
-        labels: Ray's labels.
-    """
-
-    name: str
+    name: str  #: For people.
+    #: Total resources, by Ray's names; empty if the autoscaler only learns them from a running
+    #: node.
     resources: dict[str, float]
-    labels: dict[str, str]
+    labels: dict[str, str]  #: Ray's labels.
 
     def serves(self, wanted: Alternative) -> bool:
         """Return whether a worker of that alternative can run there."""
@@ -215,15 +192,12 @@ def _watched(nodes: Sequence[NodeFacts], _: NodeFacts) -> str:
 
 
 class _Check(NamedTuple):
-    """A check of each node.
-
-    Attributes:
-        problem: Returns the problem of a node, "" if it has none; also takes the machine that asks.
-        good: The message if no node has a problem.
-    """
+    """A check of each node."""
 
     about: str
+    #: Returns the problem of a node, "" if it has none; also takes the machine that asks.
     problem: Callable[[NodeFacts, NodeFacts], str]
+    #: The message if no node has a problem.
     good: str | Callable[[Sequence[NodeFacts], NodeFacts], str]
     advice: str
     level: Level = Level.WARN

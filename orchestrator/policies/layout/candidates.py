@@ -20,17 +20,13 @@ WHOLE = "layout"
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A layout that could not train.
-
-    Attributes:
-        axis: The axis whose degree the script or the model cannot have; "" if a device has too
-            little memory for the layout; ``WHOLE`` if its first step raised.
-        why: One line for people.
-    """
+    """A layout that could not train."""
 
     layout: ParallelLayout
+    #: The axis whose degree the script or the model cannot have; "" if a device has too little
+    #: memory for the layout; ``WHOLE`` if its first step raised.
     axis: str
-    why: str
+    why: str  #: One line for people.
 
     def rules_out(self, other: ParallelLayout) -> bool:
         """Return whether ``other`` could not train either.
@@ -53,31 +49,20 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules:
-    """The layout of the full size, and what may change at another one.
+    """The layout of the full size, and what may change at another one."""
 
-    Attributes:
-        dp_replicate: Full copies of the model.
-        cp: Parts of each sequence.
-        tp: Tensor-parallel ways; all of them are on one node.
-        pp: Pipeline-parallel ways.
-        ep: Expert-parallel ways among the shards; fewer where their number is no multiple.
-        stages_per_worker: Stages that each worker of a pipeline has, at every size.
-        fixed: Axes that have this degree at every size.
-        num_micro_batches: All micro-batches of a step; 0 if that is not known. Each pipeline needs
-            as many as it has workers.
-        refused: Layouts that could not train.
-        steps: Layouts that trained in this run, each with the seconds of a step.
-    """
-
-    dp_replicate: int = 1
-    cp: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    stages_per_worker: int = 1
-    fixed: tuple[str, ...] = ()
+    dp_replicate: int = 1  #: Full copies of the model.
+    cp: int = 1  #: Parts of each sequence.
+    tp: int = 1  #: Tensor-parallel ways; all of them are on one node.
+    pp: int = 1  #: Pipeline-parallel ways.
+    ep: int = 1  #: Expert-parallel ways among the shards; fewer where their number is no multiple.
+    stages_per_worker: int = 1  #: Stages that each worker of a pipeline has, at every size.
+    fixed: tuple[str, ...] = ()  #: Axes that have this degree at every size.
+    #: All micro-batches of a step; 0 if that is not known. Each pipeline needs as many as it has
+    #: workers.
     num_micro_batches: int = 0
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[Refused, ...] = ()  #: Layouts that could not train.
+    #: Layouts that trained in this run, each with the seconds of a step.
     steps: tuple[tuple[ParallelLayout, float], ...] = ()
 
     @property

@@ -31,30 +31,19 @@ _STAGES_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The memory and the speed that a layout is expected to have.
-
-    Attributes:
-        memory_bytes: The least that each worker needs.
-        room_bytes: How much it has for tensors.
-        step_s: Duration of a step.
-        mfu: Share of the GPUs' peak that the model's own products take.
-        bubble: Share of it in which a stage waits for others.
-        idle: Share of the passes that repeat a micro-batch, as there are fewer than ranks.
-        state_bytes: Each worker's share of a checkpoint, which a change of layout moves at most.
-        is_short: Whether sequences are cut in parts that are too short to be worth it.
-        reshards: As those of ``Job``, like the rest.
-    """
+    """The memory and the speed that a layout is expected to have."""
 
     layout: ParallelLayout
-    memory_bytes: int
-    room_bytes: int
-    step_s: float
-    mfu: float
-    bubble: float
-    idle: float
+    memory_bytes: int  #: The least that each worker needs.
+    room_bytes: int  #: How much it has for tensors.
+    step_s: float  #: Duration of a step.
+    mfu: float  #: Share of the GPUs' peak that the model's own products take.
+    bubble: float  #: Share of it in which a stage waits for others.
+    idle: float  #: Share of the passes that repeat a micro-batch, as there are fewer than ranks.
+    #: Each worker's share of a checkpoint, which a change of layout moves at most.
     state_bytes: int
-    is_short: bool
-    reshards: bool
+    is_short: bool  #: Whether sequences are cut in parts that are too short to be worth it.
+    reshards: bool  #: As those of ``Job``, like the rest.
     reduces: bool
     recomputes: bool
     stages_per_worker: int
@@ -72,19 +61,12 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the layouts to compare must have, and what may be chosen for each.
+    """What the layouts to compare must have, and what may be chosen for each."""
 
-    Attributes:
-        degrees: By axis; every other one is chosen.
-        reshards: Whether that may be chosen, or is as the job says.
-        recomputes: Likewise.
-        stages: Likewise, the stages of each worker.
-    """
-
-    degrees: Mapping[str, int] = field(default_factory=dict)
-    reshards: bool = False
-    recomputes: bool = False
-    stages: bool = False
+    degrees: Mapping[str, int] = field(default_factory=dict)  #: By axis; every other one is chosen.
+    reshards: bool = False  #: Whether that may be chosen, or is as the job says.
+    recomputes: bool = False  #: Likewise.
+    stages: bool = False  #: Likewise, the stages of each worker.
 
 
 def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Forecast:

@@ -18,21 +18,14 @@ _NARROW: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU by its data sheet, and the usual network of its machines.
+    """A GPU by its data sheet, and the usual network of its machines."""
 
-    Attributes:
-        memory_gb: In 1e9 bytes.
-        tflops: Dense bfloat16 products, in 1e12 operations a second.
-        node_gb_s: To the others of its node, one way, in 1e9 bytes a second.
-        network_gbit_s: Its share of the node's network, one way.
-        reached: Share of its peak that a layer of a large model reaches, without communication and
-            bubbles.
-    """
-
-    memory_gb: float
-    tflops: float
-    node_gb_s: float
-    network_gbit_s: float
+    memory_gb: float  #: In 1e9 bytes.
+    tflops: float  #: Dense bfloat16 products, in 1e12 operations a second.
+    node_gb_s: float  #: To the others of its node, one way, in 1e9 bytes a second.
+    network_gbit_s: float  #: Its share of the node's network, one way.
+    #: Share of its peak that a layer of a large model reaches, without communication and
+    #: bubbles.
     reached: float = 0.5
 
 
@@ -56,34 +49,21 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts in place of each layer's feed-forward part.
+    """The experts in place of each layer's feed-forward part."""
 
-    Attributes:
-        num: Experts of a layer.
-        num_used: Those that compute a token.
-        ffn_dim: The width of each.
-        num_shared: Experts beside them that compute every token.
-        num_dense: The first layers, which have one feed-forward part instead.
-    """
-
-    num: int
-    num_used: int
-    ffn_dim: int
-    num_shared: int = 0
-    num_dense: int = 0
+    num: int  #: Experts of a layer.
+    num_used: int  #: Those that compute a token.
+    ffn_dim: int  #: The width of each.
+    num_shared: int = 0  #: Experts beside them that compute every token.
+    num_dense: int = 0  #: The first layers, which have one feed-forward part instead.
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """An attention whose matrices do not follow from the shape, such as multi-head latent ones.
+    """An attention whose matrices do not follow from the shape, such as multi-head latent ones."""
 
-    Attributes:
-        parameters: Those of a layer.
-        width: All heads' queries and values of a token, halved: what pairs of tokens multiply.
-    """
-
-    parameters: int
-    width: int
+    parameters: int  #: Those of a layer.
+    width: int  #: All heads' queries and values of a token, halved: what pairs of tokens multiply.
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,38 +105,30 @@ MIXTURES: Mapping[str, Mixture] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A model, and the batch that it trains on.
-
-    Attributes:
-        experts: None if each layer has one feed-forward part.
-        attention: None for the usual one.
-        num_micro_batches: Those of a step, all workers together.
-        compute_bytes: Size of an element in the passes: 2 for bfloat16, 4 for float32.
-        reshards: Whether a unit's gathered parameters are dropped after its forward pass.
-        reduces: Whether gradients are reduced after each pass. Else they are added up whole. None
-            to reduce where whole ones would not fit (``train.reduce_gradients``).
-        recomputes: Whether layers keep their inputs alone and are computed again (activation
-            checkpointing).
-        stages_per_worker: Pipeline stages of each worker; with more than 1 they are interleaved.
-        cuts_sequences: Whether tensor parallelism cuts what lies between products, and the logits,
-            too (sequence and loss parallelism).
-        chunks_loss: Whether the loss is computed of some logits at a time, as the built-in model's.
-        in_tree: Whether gradients are summed in the order of one tree (``train.deterministic``).
-    """
+    """A model, and the batch that it trains on."""
 
     shape: ModelShape
-    experts: Experts | None = None
-    attention: Attention | None = None
+    experts: Experts | None = None  #: None if each layer has one feed-forward part.
+    attention: Attention | None = None  #: None for the usual one.
     sequence_length: int
     micro_batch: int
-    num_micro_batches: int
-    compute_bytes: int = 4
+    num_micro_batches: int  #: Those of a step, all workers together.
+    compute_bytes: int = 4  #: Size of an element in the passes: 2 for bfloat16, 4 for float32.
+    #: Whether a unit's gathered parameters are dropped after its forward pass.
     reshards: bool = True
+    #: Whether gradients are reduced after each pass. Else they are added up whole. None to
+    #: reduce where whole ones would not fit (``train.reduce_gradients``).
     reduces: bool | None = None
+    #: Whether layers keep their inputs alone and are computed again (activation checkpointing).
     recomputes: bool = False
+    #: Pipeline stages of each worker; with more than 1 they are interleaved.
     stages_per_worker: int = 1
+    #: Whether tensor parallelism cuts what lies between products, and the logits, too (sequence
+    #: and loss parallelism).
     cuts_sequences: bool = False
+    #: Whether the loss is computed of some logits at a time, as the built-in model's.
     chunks_loss: bool = False
+    #: Whether gradients are summed in the order of one tree (``train.deterministic``).
     in_tree: bool = False
 
     @property

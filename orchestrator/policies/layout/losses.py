@@ -26,20 +26,13 @@ _NUM_TRIED: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """Machines of one kind, and how a run on them may change.
-
-    Attributes:
-        num: How many there are.
-        size: GPUs of each.
-        fixed: Axes that keep their degree with fewer workers.
-        num_min: Workers below which the run waits.
-    """
+    """Machines of one kind, and how a run on them may change."""
 
     gpu: Gpu
-    num: int
-    size: int
-    fixed: tuple[str, ...] = ()
-    num_min: int = 1
+    num: int  #: How many there are.
+    size: int  #: GPUs of each.
+    fixed: tuple[str, ...] = ()  #: Axes that keep their degree with fewer workers.
+    num_min: int = 1  #: Workers below which the run waits.
 
     @property
     def loss_every_h(self) -> float:
@@ -54,16 +47,11 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """A layout, and the one that follows the loss of a node.
-
-    Attributes:
-        after: None if the run would wait for another node.
-        expected_s: A step in the mean, with a node away for its share of the time.
-    """
+    """A layout, and the one that follows the loss of a node."""
 
     forecast: Forecast
-    after: Forecast | None
-    expected_s: float
+    after: Forecast | None  #: None if the run would wait for another node.
+    expected_s: float  #: A step in the mean, with a node away for its share of the time.
 
 
 def weigh(found: Sequence[Forecast], job: Job, nodes: Nodes) -> list[Weighed]:

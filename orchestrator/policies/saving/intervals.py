@@ -24,96 +24,69 @@ _WORTH: Final = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """What one tier was measured to cost.
+    """What one tier was measured to cost."""
 
-    Attributes:
-        stall_s: What one save takes from training; 0.0 if it could not be measured.
-        busy_s: How long one save is under way, from its begin to its commit.
-    """
-
-    stall_s: float
-    busy_s: float
+    stall_s: float  #: What one save takes from training; 0.0 if it could not be measured.
+    busy_s: float  #: How long one save is under way, from its begin to its commit.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redundancy:
-    """What stands between a lost node and storage.
-
-    Attributes:
-        group_nodes: Nodes that protect each other; 1 if nothing protects a node.
-        tolerance: How many of a group may be lost at once.
-        reprotect_s: How long after a loss the group is whole again.
-    """
+    """What stands between a lost node and storage."""
 
     num_nodes: int
-    group_nodes: int
-    tolerance: int
-    reprotect_s: float
+    group_nodes: int  #: Nodes that protect each other; 1 if nothing protects a node.
+    tolerance: int  #: How many of a group may be lost at once.
+    reprotect_s: float  #: How long after a loss the group is whole again.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceFacts:
-    """What the intervals are decided from.
+    """What the intervals are decided from."""
 
-    Attributes:
-        step_s: Smoothed duration of a step, without saves.
-        snapshot: The tier in memory; None if there is none, and storage serves every failure.
-        observed_s: For how long failures have been counted.
-        num_process_faults: Workers that died or hung on nodes that lived, in that time.
-        num_uncovered: Recoveries that memory could not serve.
-        snapshot_steps: Between two snapshots, as the user asked for; 0 if that is to be chosen.
-        persist_steps: Likewise between two checkpoints.
-    """
-
-    step_s: float
+    step_s: float  #: Smoothed duration of a step, without saves.
+    #: The tier in memory; None if there is none, and storage serves every failure.
     snapshot: Tier | None
     persist: Tier
-    observed_s: float
-    num_process_faults: int
+    observed_s: float  #: For how long failures have been counted.
+    num_process_faults: int  #: Workers that died or hung on nodes that lived, in that time.
     num_node_faults: int
-    num_uncovered: int
+    num_uncovered: int  #: Recoveries that memory could not serve.
     redundancy: Redundancy
+    #: Between two snapshots, as the user asked for; 0 if that is to be chosen.
     snapshot_steps: int = 0
-    persist_steps: int = 0
+    persist_steps: int = 0  #: Likewise between two checkpoints.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRules:
-    """What the user left open, limits, and what is believed before anything was seen.
+    """What the user left open, limits, and what is believed before anything was seen."""
 
-    Attributes:
-        has_snapshots: Whether snapshots are taken at all.
-        chooses_snapshots: Whether their interval is to be chosen.
-        chooses_checkpoints: Whether the interval of checkpoints is.
-        cost_share_max: Most of step time that both tiers may stall together.
-        prior_s: How much observation the prior is worth. A day: on the second day of a run its
-            own failures count for more.
-        cost_share_free: Snapshots that stall less than this are taken even if failures are too
-            rare to ask for them: step times vary by more, and a redone step is seen by people.
-        node_fault_s: Time between faults of one node before any was seen. Llama 3 (arXiv
-            2407.21783): 419 interruptions of 2,048 nodes in 54 days, one in 6,300 h a node; a
-            quarter of them cost the node.
-        process_share: Faults that only cost a process, per fault that costs a node: three of
-            four in DLRover's reports.
-        snapshot_s_max: Longest interval of snapshots, however rare failures seem.
-        persist_s_max: Longest interval on storage; what nobody foresaw costs at most this.
-        busy_cost: What a second of storing in the background costs, in seconds of training: nobody
-            waits for it, but it takes bandwidth and processors.
-        reprotect_s: How long snapshots are unprotected after a node is lost. The run stepped again
-            within 1 to 5 s, and the first step is copied at once.
-    """
-
-    has_snapshots: bool = True
-    chooses_snapshots: bool = False
-    chooses_checkpoints: bool = False
-    cost_share_max: float = 0.02
+    has_snapshots: bool = True  #: Whether snapshots are taken at all.
+    chooses_snapshots: bool = False  #: Whether their interval is to be chosen.
+    chooses_checkpoints: bool = False  #: Whether the interval of checkpoints is.
+    cost_share_max: float = 0.02  #: Most of step time that both tiers may stall together.
+    #: Snapshots that stall less than this are taken even if failures are too rare to ask for
+    #: them: step times vary by more, and a redone step is seen by people.
     cost_share_free: float = 0.01
+    #: How much observation the prior is worth. A day: on the second day of a run its own
+    #: failures count for more.
     prior_s: float = 86_400.0
+    #: Time between faults of one node before any was seen. Llama 3 (arXiv 2407.21783): 419
+    #: interruptions of 2,048 nodes in 54 days, one in 6,300 h a node; a quarter of them cost the
+    #: node.
     node_fault_s: float = 25_000 * 3600.0
+    #: Faults that only cost a process, per fault that costs a node: three of four in DLRover's
+    #: reports.
     process_share: float = 3.0
-    snapshot_s_max: float = 600.0
+    snapshot_s_max: float = 600.0  #: Longest interval of snapshots, however rare failures seem.
+    #: Longest interval on storage; what nobody foresaw costs at most this.
     persist_s_max: float = 600.0
+    #: What a second of storing in the background costs, in seconds of training: nobody waits for
+    #: it, but it takes bandwidth and processors.
     busy_cost: float = 0.02
+    #: How long snapshots are unprotected after a node is lost. The run stepped again within 1 to
+    #: 5 s, and the first step is copied at once.
     reprotect_s: float = 10.0
 
     @property
@@ -123,16 +96,11 @@ class CadenceRules:
 
 
 class FaultsSeen(NamedTuple):
-    """The faults of a run, by what they cost.
+    """The faults of a run, by what they cost."""
 
-    Attributes:
-        num_process: Workers that died or hung on nodes that lived.
-        num_uncovered: Recoveries that memory could not serve.
-    """
-
-    num_process: int = 0
+    num_process: int = 0  #: Workers that died or hung on nodes that lived.
     num_node: int = 0
-    num_uncovered: int = 0
+    num_uncovered: int = 0  #: Recoveries that memory could not serve.
 
     def and_incident(self, kind: FaultKind) -> FaultsSeen:
         """Return the counts with one more incident."""
@@ -149,22 +117,14 @@ class FaultsSeen(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """The decision.
+    """The decision."""
 
-    Attributes:
-        snapshot_steps: A snapshot every so many steps.
-        persist_steps: A checkpoint every so many steps; a multiple of ``snapshot_steps``, if it
-            was chosen.
-        cost_share: The share of step time that both will stall.
-        lost_share: The share of time that failures will cost by redone work.
-        reason: Both choices in a line for people.
-    """
-
-    snapshot_steps: int
+    snapshot_steps: int  #: A snapshot every so many steps.
+    #: A checkpoint every so many steps; a multiple of ``snapshot_steps``, if it was chosen.
     persist_steps: int
-    cost_share: float
-    lost_share: float
-    reason: str
+    cost_share: float  #: The share of step time that both will stall.
+    lost_share: float  #: The share of time that failures will cost by redone work.
+    reason: str  #: Both choices in a line for people.
 
 
 def rate_per_s(num_faults: int, observed_s: float, *, prior_rate: float, prior_s: float) -> float:

@@ -11,19 +11,12 @@ ALERT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducedTime:
-    """An account of the time at reduced redundancy.
+    """An account of the time at reduced redundancy."""
 
-    Attributes:
-        total_s: All of it, up to the last look.
-        for_s: Length of the present stretch; 0.0 if redundancy is as asked for.
-        looked_s: When that was; None before the first look.
-        is_reduced: What was seen then.
-    """
-
-    total_s: float = 0.0
-    for_s: float = 0.0
-    looked_s: float | None = None
-    is_reduced: bool = False
+    total_s: float = 0.0  #: All of it, up to the last look.
+    for_s: float = 0.0  #: Length of the present stretch; 0.0 if redundancy is as asked for.
+    looked_s: float | None = None  #: When that was; None before the first look.
+    is_reduced: bool = False  #: What was seen then.
 
 
 def noted(time: ReducedTime, at_s: float, *, is_reduced: bool) -> ReducedTime:

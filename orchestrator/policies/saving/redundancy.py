@@ -68,60 +68,48 @@ class Preference(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundancyFacts:
-    """An attempt, and what its keepers said.
+    """An attempt, and what its keepers said."""
 
-    Attributes:
-        nodes: Of every member, by rank.
-        budgets_bytes: What snapshots may take, by node; one that has not said it is thought to
-            have as much as the least of the others.
-        rank_bytes: The largest rank's part of a version; 0 if there was none yet.
-        layout: Says which ranks hold the same state; None if nobody knows.
-        racks: What a node fails together with, by node, where that is known.
-        met: Returns what a copy from one node to another would meet of training's traffic: of
-            keepers that protect alike, the one with the least is taken. None if nobody knows.
-        told: What the workers save for each other: a copy, a parity, or nothing (``NONE``); None
-            if they are not told yet.
-        is_open: Whether a copy that they were told to save may be given up, for keepers that
-            protect each other, if there is no room for it.
-    """
-
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...]  #: Of every member, by rank.
+    #: What snapshots may take, by node; one that has not said it is thought to have as much as
+    #: the least of the others.
     budgets_bytes: Mapping[str, int]
-    rank_bytes: int
+    rank_bytes: int  #: The largest rank's part of a version; 0 if there was none yet.
+    #: Says which ranks hold the same state; None if nobody knows.
     layout: ParallelLayout | None = None
+    #: What a node fails together with, by node, where that is known.
     racks: Mapping[str, str] = field(default_factory=dict)
+    #: Returns what a copy from one node to another would meet of training's traffic: of keepers
+    #: that protect alike, the one with the least is taken. None if nobody knows.
     met: Callable[[str, str], float] | None = None
+    #: What the workers save for each other: a copy, a parity, or nothing (``NONE``); None if
+    #: they are not told yet.
     told: Mechanism | None = None
+    #: Whether a copy that they were told to save may be given up, for keepers that protect each
+    #: other, if there is no room for it.
     is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundancyPlan:
-    """How snapshots are protected.
-
-    Attributes:
-        tolerance: How many nodes of each group may be lost; 0 protects nothing.
-        groups: Nodes that protect each other.
-        reason: Why so, for people.
-        is_final: False if it has to be decided again once a snapshot shows its size: workers that
-            were told to save each other's shares may then have no room for them.
-        keepers: By node, the others whose keepers copy its snapshots over the network.
-        guards: By rank, the ranks whose shares it saves beside its own; None where keepers
-            protect each other's snapshots.
-        rank_groups: By rank, the ranks of its group in order of place. They keep parities of each
-            other's shares from their own replicas; None where they keep none.
-        shared_racks: Racks whose loss may cost more than the tolerance.
-    """
+    """How snapshots are protected."""
 
     mechanism: Mechanism = Mechanism.NONE
-    tolerance: int = 0
-    groups: Groups = ()
-    reason: str = ""
+    tolerance: int = 0  #: How many nodes of each group may be lost; 0 protects nothing.
+    groups: Groups = ()  #: Nodes that protect each other.
+    reason: str = ""  #: Why so, for people.
+    #: False if it has to be decided again once a snapshot shows its size: workers that were told
+    #: to save each other's shares may then have no room for them.
     is_final: bool = True
+    #: By node, the others whose keepers copy its snapshots over the network.
     keepers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: By rank, the ranks whose shares it saves beside its own; None where keepers protect each
+    #: other's snapshots.
     guards: tuple[tuple[int, ...], ...] | None = None
+    #: By rank, the ranks of its group in order of place. They keep parities of each other's
+    #: shares from their own replicas; None where they keep none.
     rank_groups: tuple[tuple[int, ...], ...] | None = None
-    shared_racks: tuple[str, ...] = ()
+    shared_racks: tuple[str, ...] = ()  #: Racks whose loss may cost more than the tolerance.
 
     @property
     def is_parity(self) -> bool:
@@ -144,21 +132,16 @@ class RedundancyPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundancyRules:
-    """What the user wants, and limits.
+    """What the user wants, and limits."""
 
-    Attributes:
-        tolerance: Lost nodes of a group that are to be survived, 1 or 2; 0 asks for nothing. Fewer
-            are where there are too few nodes, or too little memory.
-        preference: Allowed mechanisms.
-        group_max: Nodes in a group. With two parities groups of 8 outlive pairs from 64 nodes on,
-            at a third of their memory.
-        num_buffers: Versions held at once.
-    """
-
+    #: Lost nodes of a group that are to be survived, 1 or 2; 0 asks for nothing. Fewer are where
+    #: there are too few nodes, or too little memory.
     tolerance: int = 0
-    preference: Preference = Preference.AUTO
+    preference: Preference = Preference.AUTO  #: Allowed mechanisms.
+    #: Nodes in a group. With two parities groups of 8 outlive pairs from 64 nodes on, at a third
+    #: of their memory.
     group_max: int = 8
-    num_buffers: int = 3
+    num_buffers: int = 3  #: Versions held at once.
 
 
 def plan_redundancy(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:

@@ -13,51 +13,34 @@ from workers.protocol import LEASE_S
 
 @dataclass(slots=True)
 class NodeView:
-    """A node and its keeper.
+    """A node and its keeper."""
 
-    Attributes:
-        node: Ray node id, hex.
-        rack: Nodes of one rack fail together; "" if unknown.
-        state: alive, draining or lost.
-        notice: The source of the notice of its end; "" without notice.
-        taken_s: When it ends, on the run's clock; infinity if unknown.
-        raylet_pid: Process id of the raylet; 0 before the keeper reported it.
-        keeper_pid: Process id of the keeper; 0 while there is none.
-        clock_ahead_s: Lower bound of its clock's lead over the controller's; 0 if behind.
-        lease_s: How long its trainers continue without a controller.
-        lost_s: When it was declared lost, on the run's clock.
-        is_dead: Whether it is lost, and none of its processes can be alive.
-        is_returning: Whether only its keeper died and is restarting.
-        starting: Set once a keeper was requested; its result is the handle.
-        host: Where the keeper serves snapshots; "" if it keeps none.
-        secret: Peers must send it to the keeper; b"" before the keeper answered.
-        tasks: Tasks that run until the node is lost.
-        care: The one of ``tasks`` that ends with the keeper.
-        ending: Set while the keeper is being ended.
-        greeted: Set once the keeper has answered.
-    """
-
-    node: str
+    node: str  #: Ray node id, hex.
     raylet_address: tuple[str, int]
-    rack: str = ""
-    state: str = "alive"
-    notice: str = ""
-    taken_s: float = math.inf
-    raylet_pid: int = 0
-    keeper_pid: int = 0
+    rack: str = ""  #: Nodes of one rack fail together; "" if unknown.
+    state: str = "alive"  #: alive, draining or lost.
+    notice: str = ""  #: The source of the notice of its end; "" without notice.
+    taken_s: float = math.inf  #: When it ends, on the run's clock; infinity if unknown.
+    raylet_pid: int = 0  #: Process id of the raylet; 0 before the keeper reported it.
+    keeper_pid: int = 0  #: Process id of the keeper; 0 while there is none.
+    #: Lower bound of its clock's lead over the controller's; 0 if behind.
     clock_ahead_s: float = 0.0
-    lease_s: float = LEASE_S
-    lost_s: float = 0.0
-    is_dead: bool = False
-    is_returning: bool = False
+    lease_s: float = LEASE_S  #: How long its trainers continue without a controller.
+    lost_s: float = 0.0  #: When it was declared lost, on the run's clock.
+    is_dead: bool = False  #: Whether it is lost, and none of its processes can be alive.
+    is_returning: bool = False  #: Whether only its keeper died and is restarting.
+    #: Set once a keeper was requested; its result is the handle.
     starting: asyncio.Future[Any] | None = None
     keeper: Any = None
-    host: str = ""
+    host: str = ""  #: Where the keeper serves snapshots; "" if it keeps none.
     port: int = 0
+    #: Peers must send it to the keeper; b"" before the keeper answered.
     secret: bytes = field(default=b"", repr=False)
+    #: Tasks that run until the node is lost.
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    care: asyncio.Task[None] | None = None
-    ending: asyncio.Task[None] | None = None
+    care: asyncio.Task[None] | None = None  #: The one of ``tasks`` that ends with the keeper.
+    ending: asyncio.Task[None] | None = None  #: Set while the keeper is being ended.
+    #: Set once the keeper has answered.
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -30,23 +30,14 @@ _SHORT = "/tmp"  # noqa: S108  a folder of the user's own is made in it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalEntry:
-    """A local cluster as the registry knows it.
+    """A local cluster as the registry knows it."""
 
-    Attributes:
-        address: Address of its head.
-        host_pid: Its host, which leads the process group of all its processes.
-        starter_pid: The command that started it.
-        run_directory: The run that it serves; "" before there is one.
-        is_detached: Whether it outlives its starter.
-        is_hosted: Whether its host still lives; without it no process ends the cluster.
-    """
-
-    address: str
-    host_pid: int
-    starter_pid: int
-    run_directory: str = ""
-    is_detached: bool = False
-    is_hosted: bool = True
+    address: str  #: Address of its head.
+    host_pid: int  #: Its host, which leads the process group of all its processes.
+    starter_pid: int  #: The command that started it.
+    run_directory: str = ""  #: The run that it serves; "" before there is one.
+    is_detached: bool = False  #: Whether it outlives its starter.
+    is_hosted: bool = True  #: Whether its host still lives; without it no process ends the cluster.
 
 
 def own_folder() -> Path:

@@ -27,17 +27,11 @@ _OF_STEP: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The values of one step.
+    """The values of one step."""
 
-    Attributes:
-        step: Optimizer step, from 1; 0 for what is known before the first.
-        wall_time: When it was completed, in seconds since 1970.
-        values: By name; nan where a value was not a number.
-    """
-
-    step: int
-    wall_time: float
-    values: Mapping[str, float]
+    step: int  #: Optimizer step, from 1; 0 for what is known before the first.
+    wall_time: float  #: When it was completed, in seconds since 1970.
+    values: Mapping[str, float]  #: By name; nan where a value was not a number.
 
 
 @dataclass(slots=True)
@@ -45,21 +39,15 @@ class Curve:
     """Each step once, as it was trained last before the step after it.
 
     A step is given out once: trained again it has the same samples, so the first values stay.
-
-    Attributes:
-        attempt: That of the newest line. Older attempts are fenced: their lines of steps after its
-            first do not count.
-        given: The last step that was given out; -1 before any.
-        pending: The points of later steps.
-        newest: The newest step; -1 before any.
-        begun: The first step of each attempt.
     """
 
+    #: That of the newest line. Older attempts are fenced: their lines of steps after its first
+    #: do not count.
     attempt: int = 0
-    given: int = -1
-    pending: dict[int, Point] = field(default_factory=dict)
-    newest: int = -1
-    begun: dict[int, int] = field(default_factory=dict)
+    given: int = -1  #: The last step that was given out; -1 before any.
+    pending: dict[int, Point] = field(default_factory=dict)  #: The points of later steps.
+    newest: int = -1  #: The newest step; -1 before any.
+    begun: dict[int, int] = field(default_factory=dict)  #: The first step of each attempt.
 
     def add(self, path: str, lines: Iterable[str]) -> None:
         """Take in whole lines of a file of metrics; see ``FILES`` for their order."""

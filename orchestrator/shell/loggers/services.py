@@ -20,15 +20,10 @@ _PARAMETERS_MAX = 100
 
 
 class Service(Protocol):
-    """One run of a service.
+    """One run of a service."""
 
-    Attributes:
-        run_id: The service's name of it, by which a later process continues it.
-        written: The last step that the service has, as far as it says so; -1 if unknown.
-    """
-
-    run_id: str
-    written: int
+    run_id: str  #: The service's name of it, by which a later process continues it.
+    written: int  #: The last step that the service has, as far as it says so; -1 if unknown.
 
     def write(self, points: Sequence[Point]) -> None:
         """Write points in the order of steps; raises whatever the service raises."""

@@ -42,25 +42,15 @@ _LETTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where the content of the page comes from.
+    """Where the content of the page comes from."""
 
-    Attributes:
-        stats: The folded journal.
-        reports: Last report of every worker.
-        costs: The last that a worker told of its own work.
-        views: The nodes.
-        at_s: Returns the present on the run's clock.
-        described: Returns ``core.describe``.
-        redundancy: Returns that key of the status document.
-    """
-
-    stats: RunStats
-    reports: Mapping[str, WorkerReport]
-    costs: Mapping[str, StepCost]
-    views: Mapping[str, NodeView]
-    at_s: Callable[[], float]
-    described: Callable[[], dict[str, Any]]
-    redundancy: Callable[[], dict[str, Any]]
+    stats: RunStats  #: The folded journal.
+    reports: Mapping[str, WorkerReport]  #: Last report of every worker.
+    costs: Mapping[str, StepCost]  #: The last that a worker told of its own work.
+    views: Mapping[str, NodeView]  #: The nodes.
+    at_s: Callable[[], float]  #: Returns the present on the run's clock.
+    described: Callable[[], dict[str, Any]]  #: Returns ``core.describe``.
+    redundancy: Callable[[], dict[str, Any]]  #: Returns that key of the status document.
 
 
 class Live:

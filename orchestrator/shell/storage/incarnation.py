@@ -32,30 +32,19 @@ UNSENT_ATTEMPTS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incarnation:
-    """The start of a controller.
+    """The start of a controller."""
 
-    Attributes:
-        number: From 1.
-        is_resume: Whether it resumes the run with its own settings.
-        state: The state of the run before ``first``.
-        first: Its first event.
-        clock: Continues the clock of the previous incarnation.
-        seq: Number of the next record in the journal.
-        stats: The numbers of earlier incarnations.
-        num_incidents_written: Number of incidents, from the first, that are known to be written.
-        compacted_bytes: Size of the part that the compacted journal replaces.
-    """
-
-    number: int
-    is_resume: bool
-    state: core.RunState
-    first: core.Event
-    clock: RunClock
-    seq: int
-    stats: core.RunStats
+    number: int  #: From 1.
+    is_resume: bool  #: Whether it resumes the run with its own settings.
+    state: core.RunState  #: The state of the run before ``first``.
+    first: core.Event  #: Its first event.
+    clock: RunClock  #: Continues the clock of the previous incarnation.
+    seq: int  #: Number of the next record in the journal.
+    stats: core.RunStats  #: The numbers of earlier incarnations.
+    #: Number of incidents, from the first, that are known to be written.
     num_incidents_written: int
     journal_bytes: int
-    compacted_bytes: int
+    compacted_bytes: int  #: Size of the part that the compacted journal replaces.
 
 
 def begin_incarnation(

@@ -65,27 +65,21 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class Container:
-    """The content of the metadata.
-
-    Attributes:
-        tensors: By key.
-        blobs: Items that are no tensors, by key; one for each rank that wrote it.
-        paths: Where a key was in the nested state, as far as that was written down.
-        sizes: Sizes of the files in the directory.
-        version: That of DCP.
-        plain: Where tensors are whose items are not torch files.
-        empty: Items of boxes without elements, which no tensor needs.
-    """
+    """The content of the metadata."""
 
     store: Store
     directory: str
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)  #: By key.
+    #: Items that are no tensors, by key; one for each rank that wrote it.
     blobs: dict[str, list[Blob]] = field(default_factory=dict)
+    #: Where a key was in the nested state, as far as that was written down.
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)  #: Sizes of the files in the directory.
     metadata_names: tuple[str, ...] = ()
-    version: str = ""
+    version: str = ""  #: That of DCP.
+    #: Where tensors are whose items are not torch files.
     plain: dict[Blob, TensorRef] = field(default_factory=dict)
+    #: Items of boxes without elements, which no tensor needs.
     empty: list[tuple[str, Blob]] = field(default_factory=list)
 
     @property

@@ -29,19 +29,15 @@ _PREFIXES = ("model.", "", "module.", "state_dict.", "app.model.", "model.module
 
 @dataclass(slots=True)
 class Names:
-    """The keys by their meaning.
+    """The keys by their meaning."""
 
-    Attributes:
-        weights: Key to fqn: tensors of the model.
-        states: Key to fqn and slot: tensors and values of the optimizer.
-        groups: Key to root, group (its index, or the fqn it is of) and name of a hyper-parameter.
-        numbers: The fqn by number, if the optimizer has only numbers.
-    """
-
-    weights: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)  #: Key to fqn: tensors of the model.
+    #: Key to fqn and slot: tensors and values of the optimizer.
     states: dict[str, tuple[str, str]] = field(default_factory=dict)
+    #: Key to root, group (its index, or the fqn it is of) and name of a hyper-parameter.
     groups: dict[str, tuple[str, int | str, str]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
+    #: The fqn by number, if the optimizer has only numbers.
     numbers: dict[int, str] = field(default_factory=dict)
 
 

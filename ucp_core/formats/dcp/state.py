@@ -42,12 +42,7 @@ _INTEGERS = frozenset(("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U
 
 @dataclass(slots=True)
 class State:
-    """The parts of the checkpoint's manifest.
-
-    Attributes:
-        scalars: Numbers that only pickles hold.
-        layout: Counts of files and chunks, for people.
-    """
+    """The parts of the checkpoint's manifest."""
 
     entries: dict[TensorKey, TensorEntry] = field(default_factory=dict)
     extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
@@ -55,9 +50,9 @@ class State:
     extra: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
     items: dict[str, Item] = field(default_factory=dict)
-    scalars: Scalars = field(default_factory=Scalars)
+    scalars: Scalars = field(default_factory=Scalars)  #: Numbers that only pickles hold.
     step: int = 0
-    layout: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)  #: Counts of files and chunks, for people.
 
     def put_number(self, key: TensorKey, value: float) -> None:
         """Add a number of a pickle as a 0-d tensor.

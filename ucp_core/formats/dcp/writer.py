@@ -131,37 +131,27 @@ class Rows(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor is in the one of its key.
+    """Where a tensor is in the one of its key."""
 
-    Attributes:
-        shape: Of the key's tensor.
-        layer: Index along its first dim, if that counts layers.
-        rows: Along the tensor's own first dim; None: all.
-    """
-
-    shape: tuple[int, ...]
-    layer: int | None = None
-    rows: Rows | None = None
+    shape: tuple[int, ...]  #: Of the key's tensor.
+    layer: int | None = None  #: Index along its first dim, if that counts layers.
+    rows: Rows | None = None  #: Along the tensor's own first dim; None: all.
 
 
 @dataclass(slots=True)
 class Contents:
-    """The values to write, by key.
+    """The values to write, by key."""
 
-    Attributes:
-        paths: The path in the nested state dict of every key.
-        keys: The keys of each tensor; several where names are tied.
-        parts: Where a tensor is in its key's, if it is not all of it.
-        values: Small values by key.
-        small: Small values that are tensors, by key.
-        places: Where tensors outside of the model are among the small values, by name.
-    """
-
+    #: The path in the nested state dict of every key.
     paths: dict[str, _Path] = field(default_factory=dict)
+    #: The keys of each tensor; several where names are tied.
     keys: dict[TensorKey, list[str]] = field(default_factory=dict)
+    #: Where a tensor is in its key's, if it is not all of it.
     parts: dict[TensorKey, Place] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  #: Small values by key.
+    #: Small values that are tensors, by key.
     small: dict[str, TensorData] = field(default_factory=dict)
+    #: Where tensors outside of the model are among the small values, by name.
     places: dict[str, _Path] = field(default_factory=dict)
 
     def tensors(self, checkpoint: Checkpoint, model: str, optimizer: str) -> None:
@@ -239,14 +229,10 @@ def hyper(name: str, value: Any) -> Any:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor being written: its chunks and the places of their blobs.
-
-    Attributes:
-        place: Where it is in the tensor of its key; None if it is all.
-    """
+    """A tensor being written: its chunks and the places of their blobs."""
 
     entry: TensorEntry
-    place: Place | None = None
+    place: Place | None = None  #: Where it is in the tensor of its key; None if it is all.
     boxes: list[Box] = field(default_factory=list)
     places: list[Instance] = field(default_factory=list)
 

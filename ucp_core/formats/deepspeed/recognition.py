@@ -42,22 +42,18 @@ _FOLDERS_MAX = 64
 
 @dataclass(slots=True)
 class Names:
-    """The files of a native checkpoint by what they hold; keys are ranks.
+    """The files of a native checkpoint by what they hold; keys are ranks."""
 
-    Attributes:
-        model: By model-parallel rank; ZeRO stage 0, 1 and 2.
-        model_zero3: By ``(dp, mp)``.
-        optim: By prefix (``bf16_``, ``fp16_`` or none), then by ``(dp, mp)``.
-        layers: A pipeline's layers, by ``(layer, tp)``; tp is None if the name has none.
-        experts: By ``(moe layer, expert, mp)``; the layer is -1 in old names.
-        expert_optim: Without ZeRO, by ``(ep, mp)``.
-    """
-
+    #: By model-parallel rank; ZeRO stage 0, 1 and 2.
     model: dict[int, str] = field(default_factory=dict)
-    model_zero3: dict[tuple[int, int], str] = field(default_factory=dict)
+    model_zero3: dict[tuple[int, int], str] = field(default_factory=dict)  #: By ``(dp, mp)``.
+    #: By prefix (``bf16_``, ``fp16_`` or none), then by ``(dp, mp)``.
     optim: dict[str, dict[tuple[int, int], str]] = field(default_factory=dict)
+    #: A pipeline's layers, by ``(layer, tp)``; tp is None if the name has none.
     layers: dict[tuple[int, int | None], str] = field(default_factory=dict)
+    #: By ``(moe layer, expert, mp)``; the layer is -1 in old names.
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    #: Without ZeRO, by ``(ep, mp)``.
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
 

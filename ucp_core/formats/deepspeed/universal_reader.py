@@ -58,25 +58,18 @@ _STEP_IN_TAG = re.compile(r"\D*(\d+)(?:_universal)?")
 
 @dataclass(slots=True)
 class _Folder:
-    """The content of a universal folder, as far as it was read.
-
-    Attributes:
-        files: Names of the files of each parameter, without the suffix.
-        opened: Torch files by name in the directory.
-        patterns: Patterns of the tensors that were assembled of shards, as JSON.
-        scalars: Tensors of one element.
-        native: The model files beside, if any.
-    """
+    """The content of a universal folder, as far as it was read."""
 
     store: Store
     directory: str
-    files: dict[str, tuple[str, ...]]
-    opened: dict[str, TorchFile]
+    files: dict[str, tuple[str, ...]]  #: Names of the files of each parameter, without the suffix.
+    opened: dict[str, TorchFile]  #: Torch files by name in the directory.
     extras: Extras
-    native: Native | None = None
+    native: Native | None = None  #: The model files beside, if any.
     entries: dict[TensorKey, TensorEntry] = field(default_factory=dict)
+    #: Patterns of the tensors that were assembled of shards, as JSON.
     patterns: dict[TensorKey, Any] = field(default_factory=dict)
-    scalars: Scalars = field(default_factory=Scalars)
+    scalars: Scalars = field(default_factory=Scalars)  #: Tensors of one element.
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of trained parameters as their ranks had them."""

@@ -47,29 +47,21 @@ _LAYOUT_KEYS = frozenset({"bf16", "bfloat16", "fp16", "tensor_parallel"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The run that is to load the checkpoint.
+    """The run that is to load the checkpoint."""
 
-    Attributes:
-        stage: ZeRO's stage, 0 to 3.
-        dp: Data-parallel ranks (times sequence-parallel ranks).
-        tp: Tensor-parallel ranks.
-        ep: Expert-parallel ranks, of which every layer's experts have as many each; they divide
-            ``dp``.
-        dtype: The model's dtype, a key of ``DTYPES``. None: the source's.
-        sub_group_size: Stage 3's setting; the default is DeepSpeed's.
-        stages: The first layer of every stage of a ``PipelineModule``. Empty: no pipeline.
-        tied_layers: By key of a tied module, all its layers.
-        tag: Name of the folder; default: DeepSpeed's, ``global_step`` and the step.
-    """
-
-    stage: int = 1
-    dp: int = 1
-    tp: int = 1
+    stage: int = 1  #: ZeRO's stage, 0 to 3.
+    dp: int = 1  #: Data-parallel ranks (times sequence-parallel ranks).
+    tp: int = 1  #: Tensor-parallel ranks.
+    #: Expert-parallel ranks, of which every layer's experts have as many each; they divide
+    #: ``dp``.
     ep: int = 1
-    dtype: str | None = None
-    sub_group_size: int = 1_000_000_000
+    dtype: str | None = None  #: The model's dtype, a key of ``DTYPES``. None: the source's.
+    sub_group_size: int = 1_000_000_000  #: Stage 3's setting; the default is DeepSpeed's.
+    #: The first layer of every stage of a ``PipelineModule``. Empty: no pipeline.
     stages: Sequence[int] = ()
+    #: By key of a tied module, all its layers.
     tied_layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    #: Name of the folder; default: DeepSpeed's, ``global_step`` and the step.
     tag: str | None = None
 
     def check(self) -> None:

@@ -20,14 +20,10 @@ _TOLD = 5
 
 
 class Kept(NamedTuple):
-    """Weights that an export leaves in float32.
+    """Weights that an export leaves in float32."""
 
-    Attributes:
-        names: Their names.
-        reasons: Which they are and why, for people; or why the model's class is unknown.
-    """
-
-    names: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()  #: Their names.
+    #: Which they are and why, for people; or why the model's class is unknown.
     reasons: tuple[str, ...] = ()
 
 

@@ -40,19 +40,12 @@ def is_gated(arguments: Mapping[str, Any]) -> bool:
 
 
 class Experts(NamedTuple):
-    """The experts, as the arguments describe them.
+    """The experts, as the arguments describe them."""
 
-    Attributes:
-        arguments: Megatron's ``args``.
-        ranks: Expert parallel ranks, 1 or more.
-        total: Experts of a layer; None if unknown.
-        tp: Tensor-parallel ranks, which also shard the experts.
-    """
-
-    arguments: Mapping[str, Any]
-    ranks: int
-    total: int | None
-    tp: int
+    arguments: Mapping[str, Any]  #: Megatron's ``args``.
+    ranks: int  #: Expert parallel ranks, 1 or more.
+    total: int | None  #: Experts of a layer; None if unknown.
+    tp: int  #: Tensor-parallel ranks, which also shard the experts.
 
     @property
     def num_local(self) -> int:

@@ -68,34 +68,24 @@ class RankFile(NamedTuple):
 
 @dataclass(slots=True)
 class ModelPart:
-    """Consecutive layers of one rank: its part of the model, or a chunk of it.
-
-    Attributes:
-        number: Number of the chunk; above 0 in interleaved pipelines.
-        params: Names in the whole model, and where the parameters are.
-    """
+    """Consecutive layers of one rank: its part of the model, or a chunk of it."""
 
     rank: Rank
-    number: int
-    params: list[tuple[str, TensorRef]]
+    number: int  #: Number of the chunk; above 0 in interleaved pipelines.
+    params: list[tuple[str, TensorRef]]  #: Names in the whole model, and where the parameters are.
     expert: int = 0
 
 
 @dataclass(slots=True)
 class Model:
-    """The whole model.
-
-    Attributes:
-        ties: Owner by alias.
-        frozen: Names that no optimizer has.
-        mastered: Rank, expert-parallel rank and name of the weights that the optimizer has.
-    """
+    """The whole model."""
 
     experts: Experts
     chunks: list[ModelPart] = field(default_factory=list)
-    ties: dict[str, str] = field(default_factory=dict)
-    frozen: set[str] = field(default_factory=set)
+    ties: dict[str, str] = field(default_factory=dict)  #: Owner by alias.
+    frozen: set[str] = field(default_factory=set)  #: Names that no optimizer has.
     items: dict[str, Item] = field(default_factory=dict)
+    #: Rank, expert-parallel rank and name of the weights that the optimizer has.
     mastered: set[tuple[Rank, int, str]] = field(default_factory=set)
 
     def number_layers(self) -> None:

@@ -24,34 +24,22 @@ _DIMS = 3
 
 
 class Segment(NamedTuple):
-    """Elements of a box of the model's tensor, and where they are in the parameter.
-
-    Attributes:
-        position: First element in the flattened parameter.
-        strides: Elements of the parameter between neighbours along each dim of the box.
-    """
+    """Elements of a box of the model's tensor, and where they are in the parameter."""
 
     box: Box
-    position: int
+    position: int  #: First element in the flattened parameter.
+    #: Elements of the parameter between neighbours along each dim of the box.
     strides: tuple[int, ...]
 
 
 class Sample(NamedTuple):
-    """Elements that are side by side in the parameter.
+    """Elements that are side by side in the parameter."""
 
-    Attributes:
-        piece: Number of their box.
-        position: First element in the flattened parameter.
-        size: Number of elements.
-        start: First element in the flattened box; the next are ``step`` apart.
-        step: Elements of the box between neighbours.
-    """
-
-    piece: int
-    position: int
-    size: int
-    start: int
-    step: int
+    piece: int  #: Number of their box.
+    position: int  #: First element in the flattened parameter.
+    size: int  #: Number of elements.
+    start: int  #: First element in the flattened box; the next are ``step`` apart.
+    step: int  #: Elements of the box between neighbours.
 
 
 def may_be_grouped(key: str, boxes: Sequence[Box]) -> bool:

@@ -41,17 +41,13 @@ class FlatRun(NamedTuple):
 
 @dataclass(slots=True)
 class Shard:
-    """The shard of one tensor on one model-parallel rank.
+    """The shard of one tensor on one model-parallel rank."""
 
-    Attributes:
-        dtype: Dtype in the files.
-        runs: Where the elements of the flattened shard are.
-        strides: Bytes between neighbours, if the runs are whole rows that are not C-contiguous.
-    """
-
-    dtype: str
+    dtype: str  #: Dtype in the files.
     shape: tuple[int, ...]
+    #: Where the elements of the flattened shard are.
     runs: list[FlatRun] = field(default_factory=list)
+    #: Bytes between neighbours, if the runs are whole rows that are not C-contiguous.
     strides: tuple[int, ...] | None = None
 
 
@@ -70,14 +66,10 @@ class Layouts(Protocol):
 
 @dataclass(slots=True)
 class Shards:
-    """Shards by tensor and rank.
+    """Shards by tensor and rank."""
 
-    Attributes:
-        tp_degree: Tensor-parallel ranks in a stage.
-        patterns: Patterns of the tensors of ``entries`` as JSON, if there are several ranks.
-    """
-
-    tp_degree: int
+    tp_degree: int  #: Tensor-parallel ranks in a stage.
+    #: Patterns of the tensors of ``entries`` as JSON, if there are several ranks.
     patterns: dict[TensorKey, Any] = field(default_factory=dict)
     _found: dict[TensorKey, dict[Rank, Shard]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -214,17 +206,11 @@ class Shards:
 
 @dataclass(slots=True)
 class _Placed:
-    """A placement with the fragments of its runs; layers and slots share them.
+    """A placement with the fragments of its runs; layers and slots share them."""
 
-    Attributes:
-        placement: The placement of all tensors of one pattern and shape.
-        told: The pattern as JSON.
-        known: Fragments by rank and run, as if elements had one byte and the file began with the
-            run.
-    """
-
-    placement: Placement
-    told: Any
+    placement: Placement  #: The placement of all tensors of one pattern and shape.
+    told: Any  #: The pattern as JSON.
+    #: Fragments by rank and run, as if elements had one byte and the file began with the run.
     known: dict[tuple[int, int, int], list[Fragment]] = field(default_factory=dict)
 
     def fragments(self, key: TensorKey, tp: int, start: int, stop: int) -> list[Fragment]:

@@ -23,16 +23,12 @@ THREADS_MAX = 16
 
 @dataclass(slots=True)
 class Files:
-    """The open torch files of one folder.
-
-    Attributes:
-        trees: Values by file.
-        extents: Checksums of storages by file.
-    """
+    """The open torch files of one folder."""
 
     store: Store
     directory: str
-    trees: dict[str, Any] = field(default_factory=dict)
+    trees: dict[str, Any] = field(default_factory=dict)  #: Values by file.
+    #: Checksums of storages by file.
     extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
 
     def open(self, names: Iterable[str], *, kinds: tuple[type, ...] = (dict,)) -> None:

@@ -33,17 +33,12 @@ _SINCE_EXACT = "null_tokenizer_eod_id"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The vocabulary of a run, as its arguments describe it.
+    """The vocabulary of a run, as its arguments describe it."""
 
-    Attributes:
-        num_rows: Rows of the saved embedding; None: unknown, and so is everything else.
-        num_tokens: Rows that are tokens; None: unknown.
-        why_unknown: The reason, for people.
-    """
-
+    #: Rows of the saved embedding; None: unknown, and so is everything else.
     num_rows: int | None = None
-    num_tokens: int | None = None
-    why_unknown: str = ""
+    num_tokens: int | None = None  #: Rows that are tokens; None: unknown.
+    why_unknown: str = ""  #: The reason, for people.
 
     def extent(self, fqn: str, num_rows: int) -> int | None:
         """Return how many of a tensor's rows are tokens; None: all, or unknown."""

@@ -43,17 +43,11 @@ _COMMAND_S: Final = 30.0
 
 
 class Source(Protocol):
-    """One that may know of the end of this machine.
+    """One that may know of the end of this machine."""
 
-    Attributes:
-        name: For people.
-        advice: What the user should do if it does not answer.
-        period_s: How often it is polled.
-    """
-
-    name: str
-    advice: str
-    period_s: float
+    name: str  #: For people.
+    advice: str  #: What the user should do if it does not answer.
+    period_s: float  #: How often it is polled.
 
     def look(self) -> Notice | None:
         """Return what it says now; raises one of ``FAILURES``."""

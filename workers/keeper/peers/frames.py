@@ -253,30 +253,20 @@ def held_of(values: Sequence[Any]) -> Held:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An arena of a peer.
+    """An arena of a peer."""
 
-    Attributes:
-        body_bytes: What a buffer can hold.
-        parts: Its complete versions, oldest first.
-        kept: Attempt and step of the version that all ranks and their peers have.
-    """
-
-    body_bytes: int
-    parts: tuple[Held, ...]
+    body_bytes: int  #: What a buffer can hold.
+    parts: tuple[Held, ...]  #: Its complete versions, oldest first.
+    #: Attempt and step of the version that all ranks and their peers have.
     kept: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The versions that a peer's own ranks have written.
+    """The versions that a peer's own ranks have written."""
 
-    Attributes:
-        news: To pass as ``after`` next time.
-        arenas: By name.
-    """
-
-    news: int
-    arenas: Mapping[str, Listed]
+    news: int  #: To pass as ``after`` next time.
+    arenas: Mapping[str, Listed]  #: By name.
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``listing_of`` reads."""

@@ -59,17 +59,12 @@ class Action(Enum):
 
 @dataclass(slots=True)
 class _Stream:
-    """The facts of a stream.
+    """The facts of a stream."""
 
-    Attributes:
-        seen: Times, and bytes received until then.
-        usual: The best rate since the streams changed, in bytes a second.
-        is_slow: Whether its path is slow by itself.
-    """
-
+    #: Times, and bytes received until then.
     seen: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW + 1))
-    usual: float = 0.0
-    is_slow: bool = False
+    usual: float = 0.0  #: The best rate since the streams changed, in bytes a second.
+    is_slow: bool = False  #: Whether its path is slow by itself.
 
     @property
     def rate(self) -> float:

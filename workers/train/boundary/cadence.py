@@ -20,23 +20,15 @@ SKIPPED_MAX: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """The decision about the state after one step.
+    """The decision about the state after one step."""
 
-    Attributes:
-        snapshot: Copy it into memory.
-        barrier: First wait until every rank completed the previous snapshot.
-        pin: Have the keeper store that snapshot.
-        storage: The ranks write it to storage themselves.
-        skipped: A snapshot was due, but a rank was behind.
-        kept_step: The newest snapshot that every rank and all peers have; it is not overwritten
-            before there is a newer one. ``NO_STEP`` without one.
-    """
-
-    snapshot: bool = False
-    barrier: bool = False
-    pin: bool = False
-    storage: bool = False
-    skipped: bool = False
+    snapshot: bool = False  #: Copy it into memory.
+    barrier: bool = False  #: First wait until every rank completed the previous snapshot.
+    pin: bool = False  #: Have the keeper store that snapshot.
+    storage: bool = False  #: The ranks write it to storage themselves.
+    skipped: bool = False  #: A snapshot was due, but a rank was behind.
+    #: The newest snapshot that every rank and all peers have; it is not overwritten before there
+    #: is a newer one. ``NO_STEP`` without one.
     kept_step: int = NO_STEP
 
 

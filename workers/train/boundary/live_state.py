@@ -22,19 +22,13 @@ _NUM_VALUES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state after a step, for as long as no update has begun.
-
-    Attributes:
-        sharded: The model and optimizer.
-        extra: The small named values to save.
-        versions: For every shard, how often it was written to.
-    """
+    """The state after a step, for as long as no update has begun."""
 
     step: Step
     step_s: float
-    sharded: ShardedModel
-    extra: Mapping[str, Any]
-    versions: list[int]
+    sharded: ShardedModel  #: The model and optimizer.
+    extra: Mapping[str, Any]  #: The small named values to save.
+    versions: list[int]  #: For every shard, how often it was written to.
 
     @classmethod
     def after(

@@ -38,15 +38,11 @@ class Ordered(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where it comes from.
+    """Where it comes from."""
 
-    Attributes:
-        text: For people.
-        ranks: The ranks that computed it first, in order; empty if that is not known, or if it is
-            no part of the ranks but all of them.
-    """
-
-    text: str
+    text: str  #: For people.
+    #: The ranks that computed it first, in order; empty if that is not known, or if it is no
+    #: part of the ranks but all of them.
     ranks: tuple[int, ...]
 
 

@@ -12,32 +12,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One forward and backward pass. All ranks run their passes at the same time.
+    """One forward and backward pass. All ranks run their passes at the same time."""
 
-    Attributes:
-        micro_batch: The micro-batch to compute. A rank with none left repeats one with weight
-            zero, because its peers wait for it in the collectives of the pass.
-        counts: Whether the result counts.
-        syncs: Whether gradients are reduced after the pass; the same on every rank.
-    """
-
+    #: The micro-batch to compute. A rank with none left repeats one with weight zero, because
+    #: its peers wait for it in the collectives of the pass.
     micro_batch: int
-    counts: bool
-    syncs: bool
+    counts: bool  #: Whether the result counts.
+    syncs: bool  #: Whether gradients are reduced after the pass; the same on every rank.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """One rank's passes of a step.
+    """One rank's passes of a step."""
 
-    Attributes:
-        passes: The passes in order; every rank has as many.
-        nodes: Per reduction, what each rank contributes: a node ``(level, index)`` of the binary
-            tree over micro-batches, the sum of the micro-batches
-            ``index << level <= m < (index + 1) << level``; None for nothing.
-    """
-
-    passes: tuple[Pass, ...]
+    passes: tuple[Pass, ...]  #: The passes in order; every rank has as many.
+    #: Per reduction, what each rank contributes: a node ``(level, index)`` of the binary tree
+    #: over micro-batches, the sum of the micro-batches ``index << level <= m < (index + 1) <<
+    #: level``; None for nothing.
     nodes: tuple[tuple[tuple[int, int] | None, ...], ...]
 
 

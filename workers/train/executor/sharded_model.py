@@ -28,68 +28,43 @@ from workers.train.executor.whole_gradients import WholeGradients
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuiltModel:
-    """A sharded model without values.
+    """A sharded model without values."""
 
-    Attributes:
-        model: The whole model, or this rank's pipeline stage of it, sharded.
-        called: The object that the script calls: ``model``, or a stage that stands for the whole
-            model.
-        shapes: Shapes of all parameters of the whole model, by name.
-        shards: This rank's shard of every parameter of which it has a part.
-        buffers: Persistent buffers of ``model``.
-        keeps_gathered: Whether parameters stay gathered until the last pass of a step.
-        sequence: This rank's parts of sequences.
-        pipeline: Runs micro-batches through the stages; None if the model is whole.
-        reduction: State of the deterministic reduction.
-        units: Gathers and reduces units as one, by the number of this rank's stage.
-        used: The parameters that the step used.
-        mesh: The ranks over which the model is sharded.
-        documents: Files that Hugging Face keeps beside the weights of such a model.
-        relations: Persistent buffers of the whole model by name, and its parameters' other names.
-    """
-
-    model: nn.Module
+    model: nn.Module  #: The whole model, or this rank's pipeline stage of it, sharded.
+    #: The object that the script calls: ``model``, or a stage that stands for the whole model.
     called: nn.Module
-    shapes: Mapping[str, tuple[int, ...]]
-    shards: Sequence[LocalShard]
-    buffers: PersistentBuffers
-    keeps_gathered: bool
-    sequence: SequenceParts
-    pipeline: Pipeline | None
-    reduction: Reduction
+    shapes: Mapping[str, tuple[int, ...]]  #: Shapes of all parameters of the whole model, by name.
+    shards: Sequence[LocalShard]  #: This rank's shard of every parameter of which it has a part.
+    buffers: PersistentBuffers  #: Persistent buffers of ``model``.
+    keeps_gathered: bool  #: Whether parameters stay gathered until the last pass of a step.
+    sequence: SequenceParts  #: This rank's parts of sequences.
+    pipeline: Pipeline | None  #: Runs micro-batches through the stages; None if the model is whole.
+    reduction: Reduction  #: State of the deterministic reduction.
+    #: Gathers and reduces units as one, by the number of this rank's stage.
     units: Mapping[int, Units]
-    used: Used
-    mesh: Mesh
+    used: Used  #: The parameters that the step used.
+    mesh: Mesh  #: The ranks over which the model is sharded.
     device: torch.device
+    #: Files that Hugging Face keeps beside the weights of such a model.
     documents: Mapping[str, bytes]
+    #: Persistent buffers of the whole model by name, and its parameters' other names.
     relations: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardedModel(BuiltModel):
-    """A sharded model with its optimizers, as this rank holds them.
+    """A sharded model with its optimizers, as this rank holds them."""
 
-    Attributes:
-        parameters: The shards as plain parameters by name, in the same memory.
-        optimizers: The optimizers over ``parameters``.
-        state: The tensors of the training state.
-        registered: Registered state of the script.
-        whole: Gradients of the parameters that are not sharded.
-        rank_calls: Records what the model asks about ranks.
-        tensor_replicas: Compares gradients that must be equal.
-        trained: Knows which parameters train.
-        average: Average of the weights, if the script has one.
-    """
-
+    #: The shards as plain parameters by name, in the same memory.
     parameters: Mapping[str, nn.Parameter]
-    optimizers: Optimizers
-    state: TrainingState
-    registered: Registered
-    whole: WholeGradients
-    rank_calls: RankCalls
-    tensor_replicas: TensorReplicas
-    trained: Trained
-    average: Average
+    optimizers: Optimizers  #: The optimizers over ``parameters``.
+    state: TrainingState  #: The tensors of the training state.
+    registered: Registered  #: Registered state of the script.
+    whole: WholeGradients  #: Gradients of the parameters that are not sharded.
+    rank_calls: RankCalls  #: Records what the model asks about ranks.
+    tensor_replicas: TensorReplicas  #: Compares gradients that must be equal.
+    trained: Trained  #: Knows which parameters train.
+    average: Average  #: Average of the weights, if the script has one.
 
     def try_unknown(self) -> None:
         """Raise ``StateError`` if optimizers of other libraries have state that cannot be saved.

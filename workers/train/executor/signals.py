@@ -15,39 +15,24 @@ from workers.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """Signals of one rank in a step; after the step's all-reduce, those of any rank.
+    """Signals of one rank in a step; after the step's all-reduce, those of any rank."""
 
-    Attributes:
-        buffers: A pass changed a persistent buffer.
-        freezes: Its script froze or unfroze a parameter.
-        lacks_room: It lacks memory for whole gradients.
-        stops: Its script asked to end the run.
-        leaves: It was asked to leave.
-        leaves_durably: The state with which it leaves must be in storage.
-        no_memory: It lacks memory for a snapshot.
-        behind: Its last snapshot is not complete, or a peer has not copied it yet.
-        storage_busy: One of its snapshots waits to be stored.
-        snapshot_steps: New number of steps between two snapshots, set by one rank; 0 for no change.
-        storage_steps: New number of steps between two versions in storage, likewise.
-        read: Digest of what it has read of a stream, below 2 ** 20; the sum over ranks.
-        read_squared: Its square, likewise.
-        device_bytes: Memory in use on the device of each rank; empty without devices. A rank knows
-            its own, and 0.0 for the others.
-    """
-
-    buffers: bool = False
-    freezes: bool = False
-    lacks_room: bool = False
-    stops: bool = False
-    leaves: bool = False
-    leaves_durably: bool = False
-    no_memory: bool = False
-    behind: bool = False
-    storage_busy: bool = False
+    buffers: bool = False  #: A pass changed a persistent buffer.
+    freezes: bool = False  #: Its script froze or unfroze a parameter.
+    lacks_room: bool = False  #: It lacks memory for whole gradients.
+    stops: bool = False  #: Its script asked to end the run.
+    leaves: bool = False  #: It was asked to leave.
+    leaves_durably: bool = False  #: The state with which it leaves must be in storage.
+    no_memory: bool = False  #: It lacks memory for a snapshot.
+    behind: bool = False  #: Its last snapshot is not complete, or a peer has not copied it yet.
+    storage_busy: bool = False  #: One of its snapshots waits to be stored.
+    #: New number of steps between two snapshots, set by one rank; 0 for no change.
     snapshot_steps: int = 0
-    storage_steps: int = 0
-    read: int = 0
-    read_squared: int = 0
+    storage_steps: int = 0  #: New number of steps between two versions in storage, likewise.
+    read: int = 0  #: Digest of what it has read of a stream, below 2 ** 20; the sum over ranks.
+    read_squared: int = 0  #: Its square, likewise.
+    #: Memory in use on the device of each rank; empty without devices. A rank knows its own, and
+    #: 0.0 for the others.
     device_bytes: tuple[float, ...] = ()
 
     def numbers(self) -> list[float]:

@@ -49,13 +49,9 @@ CHANGED_IN_PLACE: Final = (
 
 
 class StepBoundary(Protocol):
-    """The calls of a step to the boundary after it: ``workers.train.boundary.Boundary``.
+    """The calls of a step to the boundary after it: ``workers.train.boundary.Boundary``."""
 
-    Attributes:
-        finiteness: Decides about updates that are not finite.
-    """
-
-    finiteness: Finiteness
+    finiteness: Finiteness  #: Decides about updates that are not finite.
 
     def signals(self) -> Signals:
         """Return this rank's signals to the others."""

@@ -43,36 +43,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """A parameter or persistent buffer of the model.
+    """A parameter or persistent buffer of the model."""
 
-    Attributes:
-        dtype: Its dtype in the run.
-        is_optional: Whether it starts as built if the checkpoint lacks it: a buffer.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  #: Its dtype in the run.
     shape: tuple[int, ...]
-    is_optional: bool = False
+    is_optional: bool = False  #: Whether it starts as built if the checkpoint lacks it: a buffer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Initial:
-    """The checkpoint that a run started from.
+    """The checkpoint that a run started from."""
 
-    Attributes:
-        size_bytes: Bytes that this rank loaded.
-        missing: Parameters that the checkpoint lacks, as ``run.init_missing`` allows.
-        rows: Its number of rows for parameters of which it has fewer, as ``run.init_rows`` allows.
-        without_state: Parameters without optimizer state in it.
-        scalars: The optimizer's scalars by name; see ``TrainingState.scalars``.
-        changed: The optimizer's values that changed; see ``Optimizers.changed``.
-    """
-
-    size_bytes: int
+    size_bytes: int  #: Bytes that this rank loaded.
+    #: Parameters that the checkpoint lacks, as ``run.init_missing`` allows.
     missing: frozenset[str]
+    #: Its number of rows for parameters of which it has fewer, as ``run.init_rows`` allows.
     rows: Mapping[str, int] = field(default_factory=dict)
-    without_state: frozenset[str] = frozenset()
+    without_state: frozenset[str] = frozenset()  #: Parameters without optimizer state in it.
+    #: The optimizer's scalars by name; see ``TrainingState.scalars``.
     scalars: Mapping[str, Any] = field(default_factory=dict)
+    #: The optimizer's values that changed; see ``Optimizers.changed``.
     changed: Sequence[Mapping[str, Any]] = ()
 
 

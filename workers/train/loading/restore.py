@@ -69,20 +69,14 @@ class UnloadableSignal(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A loaded version.
+    """A loaded version."""
 
-    Attributes:
-        step: Training continues after this step; 0 if there was nothing to load.
-        extra: The small named values of the checkpoint.
-        sources: ``(kind of source, bytes)`` that were loaded.
-        found: Bad sources that this rank found and replaced by others.
-        without_state: Parameters without optimizer state: frozen, or in no loss so far.
-    """
-
-    step: int
-    extra: dict[str, Any]
-    sources: tuple[tuple[str, int], ...] = ()
+    step: int  #: Training continues after this step; 0 if there was nothing to load.
+    extra: dict[str, Any]  #: The small named values of the checkpoint.
+    sources: tuple[tuple[str, int], ...] = ()  #: ``(kind of source, bytes)`` that were loaded.
+    #: Bad sources that this rank found and replaced by others.
     found: FoundBad = field(default_factory=FoundBad)
+    #: Parameters without optimizer state: frozen, or in no loss so far.
     without_state: frozenset[str] = frozenset()
 
 

@@ -23,29 +23,22 @@ MOMENTUM = "momentum_buffer"
 
 
 class Partition(NamedTuple):
-    """A rank's part of one flat group (stage 1, 2) or sub-group (stage 3).
-
-    Attributes:
-        weight: The flat masters.
-        slots: The optimizer's tensors, flat like the masters; they may end with padding.
-        scalars: The optimizer's numbers and 0-d tensors, such as ``step``.
-        mapping: ``(start, number of elements)`` in this partition by name; None in old versions.
-        num_ranks: Ranks that share the group; 0 if unknown.
-        group: Number of the optimizer's group.
-        num_held: Elements without the padding after the last parameter; None in old versions.
-        momentum: Muon's momentum, and whether it can be flat like the masters. Otherwise it is that
-            of whole parameters, one after the other, for each one of which the partition has a
-            part.
-    """
+    """A rank's part of one flat group (stage 1, 2) or sub-group (stage 3)."""
 
     file: str
-    weight: TensorRef
+    weight: TensorRef  #: The flat masters.
+    #: The optimizer's tensors, flat like the masters; they may end with padding.
     slots: Mapping[str, TensorRef]
+    #: The optimizer's numbers and 0-d tensors, such as ``step``.
     scalars: Mapping[str, TensorRef | float]
+    #: ``(start, number of elements)`` in this partition by name; None in old versions.
     mapping: Mapping[str, tuple[int, int]] | None
-    num_ranks: int
-    group: int
+    num_ranks: int  #: Ranks that share the group; 0 if unknown.
+    group: int  #: Number of the optimizer's group.
+    #: Elements without the padding after the last parameter; None in old versions.
     num_held: int | None = None
+    #: Muon's momentum, and whether it can be flat like the masters. Otherwise it is that of
+    #: whole parameters, one after the other, for each one of which the partition has a part.
     momentum: tuple[TensorRef, bool] | None = None
 
     @property
@@ -55,17 +48,12 @@ class Partition(NamedTuple):
 
 
 class RankState(NamedTuple):
-    """The content of one of ZeRO's files.
+    """The content of one of ZeRO's files."""
 
-    Attributes:
-        partitions: Its partitions in order.
-        groups: Hyper-parameters by group, with ``params``; empty if the file has none.
-        rest: Everything else in the file.
-    """
-
-    partitions: Sequence[Partition]
+    partitions: Sequence[Partition]  #: Its partitions in order.
+    #: Hyper-parameters by group, with ``params``; empty if the file has none.
     groups: Sequence[Mapping[str, Any]]
-    rest: Mapping[str, Any]
+    rest: Mapping[str, Any]  #: Everything else in the file.
 
 
 def read_rank(tree: Mapping[str, Any], file: str, *, is_zero3: bool) -> RankState:

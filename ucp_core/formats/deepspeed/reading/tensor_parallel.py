@@ -170,27 +170,20 @@ def _parts(items: Iterable[Any], where: str) -> dict[str, Parts]:
 
 @dataclass(slots=True)
 class TensorParallelLayouts:
-    """Finds the pattern of a tensor.
+    """Finds the pattern of a tensor."""
 
-    Attributes:
-        degree: Tensor-parallel ranks.
-        info: The checkpoint's own statements.
-        rules: The user's rules; they override everything else.
-        arguments: Megatron's ``args``, if the checkpoint holds them.
-        equal: Whether all tensor-parallel ranks saved the same bytes of a tensor after training, by
-            the checksums of the model files.
-        moved: Whether all of them also had the same gradients.
-        buffers: Names of buffers; the lists of parameters omit them.
-        chosen: By name, how the pattern was found, if it was neither given nor trivial.
-    """
-
-    degree: int
-    info: Info
-    rules: Rules | None = None
+    degree: int  #: Tensor-parallel ranks.
+    info: Info  #: The checkpoint's own statements.
+    rules: Rules | None = None  #: The user's rules; they override everything else.
+    #: Megatron's ``args``, if the checkpoint holds them.
     arguments: Mapping[str, Any] | None = None
+    #: Whether all tensor-parallel ranks saved the same bytes of a tensor after training, by the
+    #: checksums of the model files.
     equal: Callable[[str], bool] = lambda _: False
+    #: Whether all of them also had the same gradients.
     moved: Callable[[str], bool] = lambda _: False
-    buffers: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()  #: Names of buffers; the lists of parameters omit them.
+    #: By name, how the pattern was found, if it was neither given nor trivial.
     chosen: dict[str, str] = field(default_factory=dict)
 
     def pattern(

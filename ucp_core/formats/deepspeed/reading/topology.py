@@ -25,32 +25,20 @@ _LEFTOVER = "left from another run: the checkpoint says that there was no such r
 
 @dataclass(slots=True)
 class Native:
-    """A native checkpoint with all files open.
-
-    Attributes:
-        stage: ZeRO's stage; 0 if the optimizer is not sharded.
-        dp: Ranks over which ZeRO shards, sequence-parallel ones included.
-        tp: Tensor parallel ranks.
-        pp: Pipeline stages.
-        model: Names of the model files by ``(dp, mp)``; up to stage 2 only dp 0 has one.
-        optim: Names of ZeRO's files by ``(dp, mp)``.
-        layers: Names of a pipeline's layer files by ``(layer, tp)``.
-        experts: Names by ``(moe layer, expert, mp)``.
-        expert_optim: Names by ``(ep, mp)``.
-        items: Files that are ignored, and why.
-    """
+    """A native checkpoint with all files open."""
 
     files: Files
-    stage: int
-    dp: int
-    tp: int
-    pp: int
+    stage: int  #: ZeRO's stage; 0 if the optimizer is not sharded.
+    dp: int  #: Ranks over which ZeRO shards, sequence-parallel ones included.
+    tp: int  #: Tensor parallel ranks.
+    pp: int  #: Pipeline stages.
+    #: Names of the model files by ``(dp, mp)``; up to stage 2 only dp 0 has one.
     model: dict[tuple[int, int], str]
-    optim: dict[tuple[int, int], str]
-    layers: dict[tuple[int, int], str]
-    experts: dict[tuple[int, int, int], str]
-    expert_optim: dict[tuple[int, int], str]
-    items: dict[str, Item]
+    optim: dict[tuple[int, int], str]  #: Names of ZeRO's files by ``(dp, mp)``.
+    layers: dict[tuple[int, int], str]  #: Names of a pipeline's layer files by ``(layer, tp)``.
+    experts: dict[tuple[int, int, int], str]  #: Names by ``(moe layer, expert, mp)``.
+    expert_optim: dict[tuple[int, int], str]  #: Names by ``(ep, mp)``.
+    items: dict[str, Item]  #: Files that are ignored, and why.
 
     @property
     def first(self) -> Mapping[str, Any]:

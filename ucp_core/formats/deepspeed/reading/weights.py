@@ -34,14 +34,11 @@ _ZERO3 = 3
 
 @dataclass(slots=True)
 class LayerFiles:
-    """The content of the files of layers.
+    """The content of the files of layers."""
 
-    Attributes:
-        params: By model-parallel rank, the parameters of its optimizer, in its order.
-        names: Names of the tensors that are not named by their layer: (layer, name in the file).
-    """
-
+    #: By model-parallel rank, the parameters of its optimizer, in its order.
     params: dict[int, list[tuple[str, TensorRef]]] = field(default_factory=dict)
+    #: Names of the tensors that are not named by their layer: (layer, name in the file).
     names: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def fqn(self, layer: int, local: str) -> str:
@@ -51,29 +48,21 @@ class LayerFiles:
 
 @dataclass(slots=True)
 class Modules:
-    """The content of the model files.
-
-    Attributes:
-        trained: Names that have masters; their copies in the model files are skipped.
-        masters: Whether there are masters at all; without them all but buffers is trained.
-        ties: Owner by alias.
-        roles: ``frozen`` or ``buffer`` by name.
-        refs: Every tensor by name and tensor-parallel rank, to prove replication.
-        order: Names of the first rank's parameters, in the model's order.
-        dtypes: Dtypes of the model's copies of trained parameters.
-        pipeline: The parameters of each stage, if there are no masters.
-    """
+    """The content of the model files."""
 
     shards: Shards
-    trained: set[str]
-    masters: bool
-    ties: dict[str, str] = field(default_factory=dict)
-    roles: dict[str, str] = field(default_factory=dict)
+    trained: set[str]  #: Names that have masters; their copies in the model files are skipped.
+    masters: bool  #: Whether there are masters at all; without them all but buffers is trained.
+    ties: dict[str, str] = field(default_factory=dict)  #: Owner by alias.
+    roles: dict[str, str] = field(default_factory=dict)  #: ``frozen`` or ``buffer`` by name.
     items: dict[str, Item] = field(default_factory=dict)
+    #: Every tensor by name and tensor-parallel rank, to prove replication.
     refs: dict[str, dict[int, TensorRef]] = field(default_factory=dict)
+    #: Names of the first rank's parameters, in the model's order.
     order: dict[int, list[tuple[str, TensorRef]]] = field(default_factory=dict)
+    #: Dtypes of the model's copies of trained parameters.
     dtypes: set[str] = field(default_factory=set)
-    pipeline: LayerFiles | None = None
+    pipeline: LayerFiles | None = None  #: The parameters of each stage, if there are no masters.
 
     def same_bytes(self, name: str) -> bool:
         """Return whether all tensor parallel ranks saved one tensor with one checksum."""

@@ -110,21 +110,15 @@ def add_without_zero(
 
 
 class _Source(NamedTuple):
-    """One saved optimizer.
-
-    Attributes:
-        rank: Owner of its shards; the weights of all stages of a pipeline belong to the first.
-        params: Parameters that it can number, in the model's order.
-        names: By group, if the file has names. Those of frozen parameters can be among them.
-        remedy: Advice if the parameters cannot be identified.
-    """
+    """One saved optimizer."""
 
     file: str
     tree: Mapping[str, Any]
-    rank: Rank
-    params: Params
+    rank: Rank  #: Owner of its shards; the weights of all stages of a pipeline belong to the first.
+    params: Params  #: Parameters that it can number, in the model's order.
+    #: By group, if the file has names. Those of frozen parameters can be among them.
     names: list[list[str]] | None
-    remedy: str = DISTRIBUTE_IT
+    remedy: str = DISTRIBUTE_IT  #: Advice if the parameters cannot be identified.
 
 
 def _sources(native: Native, modules: Modules) -> Iterator[_Source]:

@@ -32,21 +32,14 @@ EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 
 @dataclass(slots=True)
 class Stage:
-    """One model-parallel rank: the open files of its data-parallel ranks.
+    """One model-parallel rank: the open files of its data-parallel ranks."""
 
-    Attributes:
-        rank: Stage and tensor-parallel rank.
-        states: Content of the files by data-parallel rank.
-        shapes: Shapes of the parameters by group, in the order of flattening.
-        where: The file with the shapes, for errors.
-        data_before_expert: Whether expert-parallel ranks are not neighbours.
-    """
-
-    rank: Rank
-    states: Sequence[RankState]
+    rank: Rank  #: Stage and tensor-parallel rank.
+    states: Sequence[RankState]  #: Content of the files by data-parallel rank.
+    #: Shapes of the parameters by group, in the order of flattening.
     shapes: Sequence[Mapping[str, tuple[int, ...]]]
-    where: str
-    data_before_expert: bool = False
+    where: str  #: The file with the shapes, for errors.
+    data_before_expert: bool = False  #: Whether expert-parallel ranks are not neighbours.
     names: list[list[str]] = field(default_factory=list)
 
 

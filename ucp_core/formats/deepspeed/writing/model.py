@@ -51,17 +51,12 @@ _WEIGHT = "weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A group of the optimizer.
+    """A group of the optimizer."""
 
-    Attributes:
-        names: Its parameters, in the order in which DeepSpeed flattens them.
-        flat: Slots with as many elements as their parameter: name and dtype.
-        scalars: Slots that are one number for the whole group: name to dtype and bytes.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: Its parameters, in the order in which DeepSpeed flattens them.
     hyper: Mapping[str, Any]
-    flat: Mapping[str, str]
+    flat: Mapping[str, str]  #: Slots with as many elements as their parameter: name and dtype.
+    #: Slots that are one number for the whole group: name to dtype and bytes.
     scalars: Mapping[str, tuple[str, bytes]]
 
     @property
@@ -72,35 +67,23 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A training state in DeepSpeed's terms.
-
-    Attributes:
-        groups: The optimizer's groups; empty without an optimizer.
-        trained: Without an optimizer, the parameters that no role names.
-        frozen: Parameters that are not trained, and those without elements.
-        ties: Alias to owner.
-        counters: ``global_steps``, and ``skipped_steps`` and ``global_samples`` if known.
-        kept: States of ``lr_scheduler``, ``data_sampler`` and ``random_ltd``, or None.
-        scaler: The loss scaler's class and state, or None.
-        clip_grad: The limit of the gradient's norm, or None if unknown.
-        precision: The dtype that the source was trained in: ``fp32``, ``bf16`` or ``fp16``.
-        config: The source's configuration of DeepSpeed, or empty.
-        client_state: Everything else, by name.
-    """
+    """A training state in DeepSpeed's terms."""
 
     entries: Mapping[TensorKey, TensorEntry]
-    groups: tuple[Group, ...]
-    trained: tuple[str, ...]
-    frozen: tuple[str, ...]
+    groups: tuple[Group, ...]  #: The optimizer's groups; empty without an optimizer.
+    trained: tuple[str, ...]  #: Without an optimizer, the parameters that no role names.
+    frozen: tuple[str, ...]  #: Parameters that are not trained, and those without elements.
     buffers: tuple[str, ...]
-    ties: Mapping[str, str]
+    ties: Mapping[str, str]  #: Alias to owner.
+    #: ``global_steps``, and ``skipped_steps`` and ``global_samples`` if known.
     counters: Mapping[str, int]
+    #: States of ``lr_scheduler``, ``data_sampler`` and ``random_ltd``, or None.
     kept: Mapping[str, Any]
-    scaler: Mapping[str, Any] | None
-    clip_grad: float | None
-    precision: str
-    config: Mapping[str, Any]
-    client_state: Mapping[str, Any]
+    scaler: Mapping[str, Any] | None  #: The loss scaler's class and state, or None.
+    clip_grad: float | None  #: The limit of the gradient's norm, or None if unknown.
+    precision: str  #: The dtype that the source was trained in: ``fp32``, ``bf16`` or ``fp16``.
+    config: Mapping[str, Any]  #: The source's configuration of DeepSpeed, or empty.
+    client_state: Mapping[str, Any]  #: Everything else, by name.
 
     @property
     def parameters(self) -> tuple[str, ...]:

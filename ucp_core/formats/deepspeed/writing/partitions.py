@@ -20,17 +20,11 @@ PADDING = -1
 
 
 class Span(NamedTuple):
-    """Elements ``start <= i < stop`` of one flattened tensor, or this many zeros.
+    """Elements ``start <= i < stop`` of one flattened tensor, or this many zeros."""
 
-    Attributes:
-        tensor: Index of the tensor in its group, or ``PADDING``.
-        start: First element.
-        stop: One past the last element.
-    """
-
-    tensor: int
-    start: int
-    stop: int
+    tensor: int  #: Index of the tensor in its group, or ``PADDING``.
+    start: int  #: First element.
+    stop: int  #: One past the last element.
 
     @property
     def num_elements(self) -> int:
@@ -39,15 +33,10 @@ class Span(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """The part of one group that one rank holds, side by side.
+    """The part of one group that one rank holds, side by side."""
 
-    Attributes:
-        spans: In order; padding only at the end in stages 1 and 2.
-        padding: Elements of padding at the end, in stages 1 and 2.
-    """
-
-    spans: tuple[Span, ...]
-    padding: int
+    spans: tuple[Span, ...]  #: In order; padding only at the end in stages 1 and 2.
+    padding: int  #: Elements of padding at the end, in stages 1 and 2.
 
     @property
     def num_elements(self) -> int:

@@ -30,26 +30,18 @@ _BUFFERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part(TensorEntry):
-    """Rows of one matrix of a stack, as a tensor of its own.
+    """Rows of one matrix of a stack, as a tensor of its own."""
 
-    Attributes:
-        whole: The stack.
-        corner: Where the part begins in it.
-    """
-
-    whole: TensorEntry
-    corner: tuple[int, int, int]
+    whole: TensorEntry  #: The stack.
+    corner: tuple[int, int, int]  #: Where the part begins in it.
 
 
 class RankShard(NamedTuple):
-    """One model-parallel rank's shard of a tensor.
-
-    Attributes:
-        pieces: Which box of the shard is where in the whole; the rest is zero.
-    """
+    """One model-parallel rank's shard of a tensor."""
 
     entry: TensorEntry
     shape: tuple[int, ...]
+    #: Which box of the shard is where in the whole; the rest is zero.
     pieces: tuple[ShardPiece, ...] | None = None
 
     @property
