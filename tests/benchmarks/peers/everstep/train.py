@@ -28,12 +28,19 @@ def train(session: Session) -> None:
         group=f"attempt {session._assignment.attempt}",
     )  # fmt: skip
 
+    taken: set[int] = set()
+
     def loss_of(samples: Any) -> torch.Tensor:
-        log.samples(session.step + 1, samples)
-        return summed_loss(model, samples) / len(samples)
+        loss = summed_loss(model, samples) / len(samples)
+        # Behind the model, which is not run when workers only compare what they would compute. A
+        # worker may repeat a pass with weight 0 to keep step with the others: the set has it once.
+        taken.update(samples)
+        return loss
 
     for step in session.steps(NUM_SAMPLES):
+        taken.clear()
         session.train_step(loss_of)
+        log.samples(step.number, sorted(taken))
         log.committed(step.number, step.loss)
         if step.number % PROBE_EVERY == 0:
             log.weights(step.number, probe(model.named_parameters()))
