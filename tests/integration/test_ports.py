@@ -45,7 +45,7 @@ def test_few_lines_of_a_script_change_and_the_guide_shows_all(port: str) -> None
         f"in the guide, {port} should change like this:\n{text}"
     )
     num_gone = sum(line.startswith("-") for line in lines)
-    assert f"{num_new} new lines, {num_gone} gone" in guide
+    assert f"{num_new} lines added, {num_gone} removed" in guide
 
 
 @pytest.mark.parametrize(
