@@ -332,19 +332,22 @@ def stop_keeper(cluster: SimCluster) -> None:
     node = _pick_node(cluster)
     if node is not None and node.has_keeper and node.keeper_back_s <= cluster.now_s:
         node.keeper_back_s = inf
+        node.num_hangs += 1
         cluster.monitor.is_state_gone = True
-        cluster.at(cluster.rules.bounds.keeper_silent_s, _miss_keeper, cluster, node, 0)
+        silent_s = cluster.rules.bounds.keeper_silent_s
+        cluster.at(silent_s, _miss_keeper, cluster, node, node.num_hangs, 0)
 
 
-def _miss_keeper(cluster: SimCluster, node: SimNode, num_told: int) -> None:
+def _miss_keeper(cluster: SimCluster, node: SimNode, hang: int, num_told: int) -> None:
     """The controller asks keepers itself, as long as one says nothing."""
-    if node.alive and node.has_keeper and node.keeper_back_s == inf:
+    is_silent = node.alive and node.has_keeper and node.keeper_back_s == inf
+    if is_silent and node.num_hangs == hang:
         silent_s = cluster.rules.bounds.keeper_silent_s
         is_heard = cluster.controller_up and not node.cut_off and cluster.monitor.outcome is None
         require(num_told < _TOLD_MAX, "L2", f"the keeper of {node.name} is left silent")
         if is_heard:
             cluster.find(ev.KeeperSilent, node=node.name, silent_s=silent_s)
-        cluster.at(silent_s, _miss_keeper, cluster, node, num_told + is_heard)
+        cluster.at(silent_s, _miss_keeper, cluster, node, hang, num_told + is_heard)
 
 
 def cut_off_storage(cluster: SimCluster) -> None:

@@ -31,6 +31,7 @@ class SimNode:
         "keeper_back_s",
         "kind",
         "name",
+        "num_hangs",
         "num_lent",
         "rack",
         "reservations",
@@ -50,6 +51,8 @@ class SimNode:
         self.has_keeper = False
         # Its keeper died and is not back before then.
         self.keeper_back_s = 0.0
+        # How often its keeper hung.
+        self.num_hangs = 0
         self.reservations: set[int] = set()
         # What another run has of its room.
         self.num_lent = 0
