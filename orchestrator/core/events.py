@@ -251,7 +251,7 @@ class WorkerLeft:
     skipped: tuple[str, ...] = ()  #: A line for people for each source that failed.
     #: With ``PEER_LOST``: the node that its transport could not reach; "" if it named none.
     unreached: str = ""
-    told: str = ""  #: With ``YIELDED``: what told its process to end; "" if nobody did.
+    told: str = ""  #: With ``YIELDED``: what told its process to end; "" if nothing did.
 
 
 @value
@@ -310,7 +310,7 @@ class Suspected:
 
     at_s: float
     attempt: int
-    suspects: tuple[Suspicion, ...]  #: All that are suspected at present; empty once nobody is.
+    suspects: tuple[Suspicion, ...]  #: Every current suspicion; empty once there is none.
     usual_step_s: float = 0.0  #: Median duration of a step before; 0.0 if none was seen.
 
 
@@ -361,7 +361,7 @@ class LinksTimed:
     attempt: int
     nodes: tuple[str, ...]  #: Between which they did.
     slow: tuple[SlowLink, ...] = ()  #: The links, senders and receivers that are slow.
-    #: What a step would take if none were slow over what it takes, by what was seen.
+    #: Estimated time of a step without anything slow over its time now.
     step_ratio: float = 1.0
 
 

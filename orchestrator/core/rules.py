@@ -39,14 +39,14 @@ class Bounds:
     #: again from then on, up to ten times as long in all. The bound grows by as much after each
     #: one that was not ready: a slow cluster must not restart them for ever.
     start_s: float = 60.0
-    #: All members must have formed, or the attempt is fenced and nobody is blamed. The bound
+    #: All members must have formed, or the attempt is fenced without blame. The bound
     #: doubles after each attempt without progress. Hangs are found much sooner.
     form_s: float = 600.0
-    #: A fenced member must have left, or it is killed. One that is at work is waited for as much
-    #: longer as a usual step takes: it leaves when its micro-batch ends.
+    #: A fenced member must have left, or it is killed. A member that computes gets one more usual
+    #: step: it leaves when its micro-batch ends.
     fence_s: float = 2.0
-    kill_s: float = 3.0  #: A killed process must be gone, or it is no longer waited for.
-    read_s: float = 10.0  #: Storage must have answered, or it is asked again.
+    kill_s: float = 3.0  #: A killed process must be gone, or the wait for it ends.
+    read_s: float = 10.0  #: Storage must have answered, or the read is repeated.
     #: Keepers must have answered whom they reach, or the run goes on without knowing.
     probe_s: float = 3.0
     #: Members must have left as asked, or the attempt is fenced; four steps come on top.

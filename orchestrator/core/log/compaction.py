@@ -42,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """What a fold depends on besides the journal."""
+    """The inputs of a fold besides the journal."""
 
     program: str
     rules: str  #: All ``RunRules``, as text.

@@ -40,8 +40,8 @@ class Incident:
     evidence: str = ""
     attempt: int = 0  #: The attempt that it ended.
     lost_steps: int = 0  #: Completed steps that had to be redone (``orchestrator.core.log.stats``).
-    #: What the run's reservations cost while it waited, and for the steps that it redid; 0.0 if
-    #: no price is known.
+    #: Cost of the reservations while the run waited and while it redid steps; 0.0 without a
+    #: known price.
     cost_usd: float = 0.0
     layout_before: str = ""  #: Layout of that attempt, for people.
     layout_after: str = ""  #: Layout of the next one, "" if there was none.

@@ -34,7 +34,7 @@ JournalRecord: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """What a journal amounts to, up to one of its records; ``Folded()`` before the first."""
+    """The fold of a journal up to one of its records; ``Folded()`` before the first."""
 
     state: RunState = field(default_factory=RunState)  #: State of the run since it was last opened.
     stats: RunStats = field(default_factory=RunStats)

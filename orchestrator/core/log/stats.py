@@ -56,7 +56,7 @@ class RunStats:
     #: Those that were taken for refused; they stay asked for.
     refused: dict[str, int] = field(default_factory=dict)
     suspicions: dict[str, int] = field(default_factory=dict)  #: How many there were, by kind.
-    #: What the reservations of the run have cost so far, 0.0 if no price is known.
+    #: Cost of the run's reservations so far; 0.0 without a known price.
     cost_usd: float = 0.0
     #: ``(at_s, step)`` of completed steps, redone ones too; the older, the sparser.
     progress: list[tuple[float, int]] = field(default_factory=list)

@@ -25,7 +25,7 @@ _STRETCHES_KEPT: Final = 10_000
 class TimeParts:
     """The parts so far. Instants that are passed never decrease."""
 
-    #: Share of the time between two reports of steps that saves took of late.
+    #: Share of recent time between two reports of steps that saves took.
     saving_share: float = 0.0
     _parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     _since_s: float = 0.0
