@@ -115,7 +115,8 @@ class Run:
             require=self.require_token,
         )
         if self._is_restart:
-            await parts.capacity.adopt()
+            asked = parts.state.fleet.reservations.items()
+            await parts.capacity.adopt({n: (each.avoid, each.alternative) for n, each in asked})
         if parts.begun.is_resume:
             # A controller that was ended for good has left its workers behind.
             await parts.capacity.release_all()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -47,6 +48,8 @@ GPU_S_MAX = 60.0
 #: node must not delay the end of a run.
 BUSY_POLL_S = 0.02
 BUSY_S_MAX = 30.0
+#: How often to look whether Ray has room for what it does not place.
+ROOM_LOOK_S = 5.0
 #: Ray's states of a group that waits for room, for which nothing is set aside.
 WAITING = frozenset({"NO_RESOURCES", "INFEASIBLE", "FAILED_TO_COMMIT_RESOURCES"})
 
@@ -55,9 +58,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Reservation:
-    group: PlacementGroup | None
+    avoid: tuple[str, ...] = ()
+    alternative: int = 0
+    group: PlacementGroup | None = None  #: None while Ray creates it.
     node: str | None = None
     gpu_ids: tuple[int, ...] = ()
+    num_looks: int = 0  #: In so many looks in a row Ray had room for it and did not place it.
 
 
 class Capacity:
@@ -115,19 +121,21 @@ class Capacity:
         """
         if reservation in self._reservations:
             return
-        self._reservations[reservation] = _Reservation(group=None)
+        entry = self._reservations[reservation] = _Reservation(tuple(avoid), alternative)
         self._asked.set()
+        await self._ask(reservation, entry)
+
+    async def _ask(self, reservation: int, entry: _Reservation) -> None:
         creation = asyncio.ensure_future(
-            in_thread(RAY, self._create, reservation, tuple(avoid), alternative)
+            in_thread(RAY, self._create, reservation, entry.avoid, entry.alternative)
         )
         self._creations.add(creation)
         group = await asyncio.shield(creation)
         self._creations.discard(creation)
-        entry = self._reservations.get(reservation)
-        if entry is None:  # It was released while it was being created.
-            await self._give_back([reservation])
-        else:
+        if reservation in self._reservations:
             entry.group = group
+        else:  # It was released while it was being created.
+            await self._give_back([reservation])
 
     async def release(self, reservation: int) -> None:
         """Release ``reservation``.
@@ -148,6 +156,7 @@ class Capacity:
 
     async def poll_forever(self) -> None:
         """Report grants, and release strays, until cancelled."""
+        look_s = float("-inf")
         while True:
             self._asked.clear()
             if not self.pending() and time.monotonic() >= self._strays_until_s:
@@ -161,12 +170,43 @@ class Capacity:
                     self._grants[number] = asyncio.ensure_future(self._grant(number, node))
             for number in [number for number, grant in self._grants.items() if grant.done()]:
                 self._grants.pop(number).result()
+            if time.monotonic() >= look_s:
+                await self._ask_again(rows)
+                look_s = time.monotonic() + ROOM_LOOK_S
             if time.monotonic() < self._strays_until_s:
                 # A controller knows its requested reservations before they exist.
                 strays = rows.keys() - self._reservations.keys()
                 settled = [number for number in strays if not _is_being_placed(rows[number])]
                 await in_thread(RAY, self._remove, settled)
             await asyncio.sleep(POLL_S)
+
+    async def _ask_again(self, rows: Mapping[int, dict[str, Any]]) -> None:
+        """Request again what Ray does not place though it has room.
+
+        Ray 2.60 tries waiting groups by a timer on the time of day. If the clock of its head is set
+        back by an hour, it tries none for an hour, but a new one at once.
+        """
+        free = await in_thread(RAY, available_resources_per_node)
+        for number, row in rows.items():
+            entry = self._reservations.get(number)
+            if entry is None or entry.group is None or entry.node is not None:
+                continue
+            waits = row["state"] != "CREATED" and not _is_being_placed(row)
+            entry.num_looks = entry.num_looks + 1 if waits and self._has_room(entry, free) else 0
+            # Ever more rarely: the room may be on nodes with the wrong labels.
+            if entry.num_looks > 1 and entry.num_looks.bit_count() == 1:
+                log.warning("Ray has room for reservation %d: it is requested again", number)
+                entry.group = None
+                await in_thread(RAY, self._remove, [number])
+                await self._ask(number, entry)
+
+    def _has_room(self, entry: _Reservation, free: Mapping[str, Mapping[str, float]]) -> bool:
+        needs = self._alternatives[entry.alternative].resources
+        return any(
+            all(there.get(name, 0.0) >= amount for name, amount in needs.items())
+            for node, there in free.items()
+            if node not in entry.avoid
+        )
 
     async def _grant(self, number: int, node: str) -> None:
         entry = self._reservations.get(number)
@@ -182,20 +222,28 @@ class Capacity:
         at_s = self._inbox.at_s()
         self._inbox.post(ReservationGranted(at_s=at_s, reservation=number, node=node))
 
-    async def adopt(self) -> None:
-        """After a restart of the controller, find the run's groups again by their names."""
+    async def adopt(self, asked: Mapping[int, tuple[tuple[str, ...], int]]) -> None:
+        """After a restart of the controller, find the run's groups again by their names.
+
+        Args:
+            asked: With which nodes to avoid and which alternative each was requested.
+        """
         self._strays_until_s = time.monotonic() + STRAYS_S
         rows = await in_thread(RAY, self._rows)
-        await asyncio.gather(*(self._adopt(number, row) for number, row in rows.items()))
+        await asyncio.gather(
+            *(self._adopt(number, row, *asked.get(number, ())) for number, row in rows.items())
+        )
 
-    async def _adopt(self, number: int, row: dict[str, Any]) -> None:
+    async def _adopt(
+        self, number: int, row: dict[str, Any], avoid: tuple[str, ...] = (), alternative: int = 0
+    ) -> None:
         group = await in_thread(RAY, get_placement_group, row["name"])
         node = _node_of(row)
         gpu_ids = await self._held_gpus(group) if node else ()
         # If one does not report its GPUs, it counts as lost: release and request it again.
         is_there = node is not None and gpu_ids is not None
         self._reservations[number] = _Reservation(
-            group=group, node=node if is_there else None, gpu_ids=gpu_ids or ()
+            avoid, alternative, group, node if is_there else None, gpu_ids or ()
         )
 
     async def _held_gpus(self, group: PlacementGroup) -> tuple[int, ...] | None:

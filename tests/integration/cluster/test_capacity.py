@@ -47,7 +47,7 @@ def test_a_run_that_is_over_leaves_nothing_that_any_of_its_controllers_asked_for
 
     async def play() -> list[str]:
         dead, living = _capacity(), _capacity()
-        await living.adopt()
+        await living.adopt({})
         await dead.request(1, ())
         await living.request(2, ())
         asked_for = _left()
@@ -66,7 +66,7 @@ def test_what_a_dead_controller_asked_for_late_is_given_back_while_the_run_goes_
 
     async def play() -> tuple[list[str], list[tuple[int, str]]]:
         dead, living = _capacity(), _capacity()
-        await living.adopt()
+        await living.adopt({})
         polling = asyncio.create_task(living.poll_forever())
         await dead.request(1, ())
         await living.request(2, ())

@@ -151,3 +151,55 @@ def test_a_reservation_that_is_given_back_as_it_is_placed_is_granted_to_nobody(
     asyncio.run(play())
 
     assert granted == []
+
+
+def test_what_ray_has_room_for_and_does_not_place_is_requested_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the clock of its head was set back, Ray would try it when the clock has caught up."""
+    names = RunNames("r")
+    made: list[str] = []
+    removed: list[str] = []
+    room = {"avoided": {"CPU": 1.0}, "full": {"CPU": 0.5}}
+    granted: list[Event] = []
+
+    def make(*_: object, name: str, **__: object) -> str:
+        made.append(name)
+        return name
+
+    def table() -> dict[str, Any]:
+        # Only the second request, which comes once there is room, is tried.
+        state = ("CREATED", "FINISHED") if len(made) > 1 else ("PENDING", "NO_RESOURCES")
+        row = {"name": names.reservation(1), "bundles_to_node_id": {0: "free"}}
+        return {"1": {**row, "state": state[0], "stats": {"scheduling_state": state[1]}}}
+
+    capacity = Capacity(
+        Inbox(at_s=lambda: 0.0, post=granted.append),
+        names=names,
+        alternatives=[Alternative(resources={"CPU": 1.0})],
+    )
+
+    async def play() -> tuple[list[str], int]:
+        await capacity.request(1, ("avoided",))
+        polling = asyncio.create_task(capacity.poll_forever())
+        await asyncio.sleep(0.2)
+        without_room = list(made)
+        room["free"] = {"CPU": 1.0}
+        while not granted:  # noqa: ASYNC110  the fake of Ray does not notify
+            await asyncio.sleep(0.01)
+        polling.cancel()
+        return without_room, len(made)
+
+    monkeypatch.setattr(module, "POLL_S", 0.001)
+    monkeypatch.setattr(module, "ROOM_LOOK_S", 0.0)
+    monkeypatch.setattr(module, "available_resources_per_node", lambda: room)
+    monkeypatch.setattr(module, "placement_group", make)
+    monkeypatch.setattr(module, "placement_group_table", table)
+    monkeypatch.setattr(module, "get_placement_group", lambda name: name)
+    monkeypatch.setattr(module, "remove_placement_group", removed.append)
+
+    without_room, num_made = asyncio.run(asyncio.wait_for(play(), 10.0))
+
+    assert without_room == [names.reservation(1)]
+    assert (num_made, removed) == (2, [names.reservation(1)])
+    assert capacity.granted() == [(1, "free")]
