@@ -40,7 +40,7 @@ from orchestrator.run_directory import read_run
 from tests.benchmarks.bench_growth import look
 from tests.benchmarks.common import load_average
 from tests.benchmarks.soak_faults import KINDS, Order, draw
-from tests.benchmarks.soak_ledger import blamed, next_index, summed, time_parts
+from tests.benchmarks.soak_ledger import LOST, blamed, next_index, summed, table, time_parts
 from tests.benchmarks.soak_site import (
     ENDLESS,
     NUM_NODES,
@@ -94,8 +94,10 @@ class Sitting:
         deeds: list[Deed] = []
         undone: list[Undo] = []
         why = ""
+        at = "before this fault: "
         try:
             before = self._operator.training(_WHOLE)
+            at = ""
             begun_s = time.monotonic()
             self._make(order, before, deeds, undone)
             self._hold(deeds, before)
@@ -103,7 +105,7 @@ class Sitting:
                 undone.pop()()
             self._operator.training(WORKERS_MIN)
         except Exception as error:  # noqa: BLE001  what a fault does to the soak is told, too
-            why = str(error) if isinstance(error, (TimeoutError, Ended)) else repr(error)
+            why = at + (str(error) if isinstance(error, (TimeoutError, Ended)) else repr(error))
         took_s = time.monotonic() - begun_s
         for undo in reversed(undone):
             with contextlib.suppress(Exception):
@@ -205,7 +207,7 @@ class Sitting:
         wall_s = round(time.monotonic() - self._begun_s, 1)
         line = {"sitting": number, "seed": self._seed, "wall_s": wall_s}
         if is_lost:
-            return {**line, "ended": False, "why": "a fault was not survived"}
+            return {**line, "ended": False, "why": LOST}
         try:
             return {**line, "ended": True, **self._whole()}
         except Exception as error:  # noqa: BLE001  the next sitting may do better
@@ -327,7 +329,7 @@ def main() -> int:
             per_sitting=arguments.per_sitting, local=arguments.local,
         )  # fmt: skip
     result = summed(lines)
-    print(json.dumps(result, indent=1))
+    print(table(result))
     good = (result["faults"], result["sittings"], result["ended"], result["ended"])
     seen = ("survived", "ended", "exactly_once", "same_weights")
     return 0 if good == tuple(result[key] for key in seen) else 1

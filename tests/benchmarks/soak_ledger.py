@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from tests.support.history import History
 
+#: Why a sitting was not ended after a fault that its run did not survive.
+LOST: Final = "a fault was not survived"
 #: Machines of a fault that hurts all of them: no worker is healthy then.
 ALL: Final = frozenset(range(-1, 64))
 
@@ -71,6 +73,13 @@ def summed(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     kinds = Counter(kind for one in faults.values() for kind in one["kinds"])
     return {
         "survived": sum(x["survived"] for x in faults.values()),
+        "judged": _num_judged(lines),
+        "problems": [
+            problem
+            for x in sittings
+            for problem in (x.get("why", ""), x.get("samples", ""))
+            if problem and problem != LOST
+        ],
         "faults": len(faults),
         "kinds": len(kinds),
         "not_survived": [
@@ -92,3 +101,66 @@ def summed(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         },
         "at_begin_and_end": [x["resources"] for x in ended],
     }
+
+
+def _num_judged(lines: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many faults were made in sittings that ended."""
+    found, here = set[tuple[int, int]](), set[tuple[int, int]]()
+    for line in lines:
+        if "fault" in line:
+            here.add((line["seed"], line["fault"]))
+        else:
+            found |= here if line["ended"] else set()
+            here = set()
+    return len(found)
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Return what ``summed`` found as a text to read.
+
+    What grows is shown for the sitting in which it grew most.
+    """
+    faults, ended = result["faults"], result["ended"]
+    parts = ", ".join(f"{name} {100 * share:.1f} %" for name, share in result["time"].items())
+    healthy = result["healthy_blamed"]
+    rows = [
+        ("faults survived", f"{result['survived']} of {faults}, of {result['kinds']} kinds"),
+        ("sittings ended", f"{ended} of {result['sittings']}"),
+        ("faults in those", f"{result['judged']} of {faults}"),
+        ("samples exactly once", f"in {result['exactly_once']} of {ended}"),
+        ("weights as undisturbed", f"in {result['same_weights']} of {ended}"),
+        ("steps", f"{result['steps']}, and {result['steps_lost']} done again"),
+        ("healthy workers blamed", f"{len(healthy)}, in {result['verdicts']} verdicts"),
+        ("time", parts.replace("_", " ") or "no sitting ended"),
+        *((what, f"{begin:g} at begin, {end:g} at end") for what, begin, end in _grown(result)),
+    ]
+    lost = [
+        f"seed {one['seed']} fault {one['fault']} ({', '.join(one['kinds'])}; {one['when']}): "
+        f"{one['why'][:300]}; see {one['journal']}"
+        for one in result["not_survived"]
+    ]
+    told = [*(f"not survived: {one}" for one in lost), *(f"blamed: {one}" for one in healthy)]
+    told += [f"a sitting: {one[:300]}" for one in result["problems"]]
+    return "\n".join([*(f"{name:<32}{found}" for name, found in rows), *told])
+
+
+def _grown(result: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """Return of each thing that a sitting used the begin and end of the one where it grew most."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for begin, end in result["at_begin_and_end"]:
+        first, last = _flat(begin), _flat(end)
+        for what, used in first.items():
+            found.setdefault(what, []).append((used, last[what]))
+    return [
+        (what, *max(each, key=lambda pair: pair[1] / (pair[0] or 1.0)))
+        for what, each in found.items()
+    ]
+
+
+def _flat(used: Mapping[str, Any]) -> dict[str, float]:
+    """Return numbers by what they count: those of a process have its kind before them."""
+    found: dict[str, float] = {}
+    for name, number in used.items():
+        inner = _flat(number) if isinstance(number, Mapping) else {"": number}
+        found.update({f"{name} {what}".strip().replace("_", " "): n for what, n in inner.items()})
+    return found

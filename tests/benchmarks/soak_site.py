@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,8 @@ ENDLESS, PACE_S = 1_000_000, 0.2
 #: Ray notices some losses after a minute, and a machine that it gave up comes back after that.
 ACT_S_MAX = 300.0
 _BEGIN_AGAIN_S, _LOOK_S = 5.0, 0.2
+#: A second fault is made so late at most.
+_STRIKE_S_MAX = 10.0
 #: A node is taken so long after it was said.
 _NOTICE_S = 12
 _CLOCK_S = 3600
@@ -108,6 +111,9 @@ class Network:
         self.cluster.boot(machine)
         if machine == HEAD:
             self.cluster.await_ray(HEAD)
+
+    def ray_logs(self) -> list[Path]:
+        return self.cluster.ray_logs()
 
     def folder_bytes(self) -> int:
         return sum(
@@ -176,6 +182,9 @@ class Local:
         node = next(node for node, number in self._numbers.items() if number == machine)
         self.cluster.kill_node(node)
         self.cluster.add_node()
+
+    def ray_logs(self) -> list[Path]:
+        return []
 
     def folder_bytes(self) -> int:
         return 0
@@ -344,9 +353,21 @@ class Deed:
         undo: Undo = getattr(self, f"_{name}")()
         return undo
 
+    def _now(self, condition: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
+        """Return a status that meets ``condition``, or the one of before if none comes.
+
+        A recovery may have replaced a process since; a controller that is stopped says nothing.
+        """
+        with contextlib.suppress(TimeoutError):
+            return self._operator.until("what is struck", condition, _STRIKE_S_MAX)
+        return self._status
+
     def _rank(self) -> dict[str, Any]:
+        return self._ranks(self._now(self._ranks))[0]
+
+    def _ranks(self, status: Mapping[str, Any]) -> list[dict[str, Any]]:
         nodes = self._site.nodes()
-        return next(w for w in ranks(self._status) if nodes[w["node"]] == self.machine)
+        return [each for each in ranks(status) if nodes.get(each["node"]) == self.machine]
 
     def _pid(self, process: str) -> int:
         if process == "worker":
@@ -354,12 +375,17 @@ class Deed:
         if process == "controller":
             return int(self._site.pid(HEAD, self._operator.files.contact()["pid"]))
         if process == "keeper":
-            nodes = self._site.nodes()
-            views = [v for v in self._status["nodes"] if nodes.get(v["node"]) == self.machine]
-            return int(self._site.pid(self.machine, views[-1]["keeper_pid"]))
+            keepers = self._keepers(self._now(self._keepers))
+            return int(self._site.pid(self.machine, keepers[-1]))
         if process == "head":
             return int(self._site.named(HEAD, "gcs_server"))
         return int(self._site.named(self.machine, process))
+
+    def _keepers(self, status: Mapping[str, Any]) -> list[int]:
+        """Return the keepers on the machine; one that is starting has no number yet."""
+        nodes = self._site.nodes()
+        here = [view for view in status["nodes"] if nodes.get(view["node"]) == self.machine]
+        return [view["keeper_pid"] for view in here if view["keeper_pid"]]
 
     def _signal(self, process: str, number: signal.Signals) -> Undo:
         pid = self._pid(process)
@@ -400,8 +426,7 @@ class Deed:
         return _nothing
 
     def _drain(self) -> Undo:
-        nodes = self._site.nodes()
-        node = next(w["node"] for w in ranks(self._status) if nodes[w["node"]] == self.machine)
+        node = self._rank()["node"]
         reason = autoscaler_pb2.DrainNodeReason.Value(  # type: ignore[attr-defined]
             "DRAIN_NODE_REASON_PREEMPTION"
         )
@@ -495,7 +520,7 @@ def storage_and_site(folder: Path, *, local: bool) -> Iterator[tuple[Any, Proxy]
 
 
 def kept_journal(operator: Operator, to: Path) -> str:
-    """Copy what a run wrote, without its checkpoints; return where to."""
+    """Copy what a run and its Rays wrote, without checkpoints; return where to."""
     import fsspec
 
     files, root = fsspec.core.url_to_fs(operator.url)
@@ -506,5 +531,10 @@ def kept_journal(operator: Operator, to: Path) -> str:
             files.get_file(path, str(to / name))
     to.mkdir(parents=True, exist_ok=True)
     (to / "run.log").write_text(operator.log.read_text(errors="replace"))
-    (to / "status.json").write_text(json.dumps(operator.files.ask("status"), indent=1))
+    for path in operator.site.ray_logs():
+        machine = to / "ray" / path.parts[-4]
+        machine.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, machine / path.name)
+    with contextlib.suppress(OrchestratorError, UcpError):
+        (to / "status.json").write_text(json.dumps(operator.files.ask("status"), indent=1))
     return str(to)

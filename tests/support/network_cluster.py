@@ -517,6 +517,11 @@ class NetworkCluster:
         space = _space(self._machines[machine].init_pid)
         return [pid for pid in _processes() if _space(pid) == space]
 
+    def ray_logs(self) -> list[Path]:
+        """Return what all Rays wrote of themselves, those of machines that are off included."""
+        found = self._folder.glob("*/session_2*/logs/*")
+        return [path for path in found if path.name.startswith(("gcs_server", "raylet", "debug_"))]
+
     def pid(self, machine: int, number: int) -> int:
         """Return the process that a machine itself numbers ``number``."""
         for pid in self.pids(machine):

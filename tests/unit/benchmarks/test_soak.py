@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from tests.benchmarks.soak_faults import KINDS, RECOVERING, TOGETHER, draw
-from tests.benchmarks.soak_ledger import ALL, blamed, next_index, summed, time_parts
+from tests.benchmarks.soak_ledger import ALL, blamed, next_index, summed, table, time_parts
 from tests.support.history import History
 
 
@@ -95,3 +95,26 @@ def test_sittings_are_weighed_by_their_time() -> None:
     assert found["time"] == {"goodput": 0.7}
     assert (found["sittings"], found["ended"], found["exactly_once"]) == (3, 2, 1)
     assert (found["steps"], found["steps_lost"], found["same_weights"]) == (200, 6, 2)
+
+
+def test_the_table_says_what_was_not_survived_and_what_grew() -> None:
+    """A mean over sittings would hide the one that leaks."""
+    used = {"keeper": {"fds": 10.0}, "storage_mib": 2.0}
+    grown = {"keeper": {"fds": 12.0}, "storage_mib": 2.0}
+    whole = {
+        "sitting": 1, "ended": True, "wall_s": 30.0, "samples": "", "same_weights": True,
+        "steps": 100, "steps_lost": 3, "time": {"goodput": 0.8, "slower_steps": 0.2},
+        "resources": [used, used],
+    }  # fmt: skip
+    leaks = {**whole, "sitting": 2, "resources": [used, grown]}
+    lost = _fault(1, survived=False, why="no step", journal="kept/7-1", blamed=["w1: x"])
+    late = {"sitting": 3, "ended": False, "why": "no summary"}
+    text = table(summed([_fault(0), whole, lost, leaks, late])).splitlines()
+    assert "faults survived                 1 of 2, of 1 kinds" in text
+    assert "time                            goodput 80.0 %, slower steps 20.0 %" in text
+    assert "keeper fds                      10 at begin, 12 at end" in text
+    assert "not survived: seed 7 fault 1 (nan; alone): no step; see kept/7-1" in text
+    assert "sittings ended                  2 of 3" in text
+    assert "faults in those                 2 of 2" in text
+    assert text[-2:] == ["blamed: w1: x", "a sitting: no summary"]
+    assert "no sitting ended" in table(summed([]))
