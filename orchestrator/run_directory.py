@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import isfinite, nan
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from orchestrator.core import Incident, RunStats, layout_text, without_late_lines
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
@@ -25,34 +26,7 @@ from ucp_core.storage import (
     read_all_appended,
     read_appended,
 )
-from workers.protocol import CHECKPOINTS, LOGS, METRICS, RESULT, VALIDATION, VALUES
-
-__all__ = [
-    "CHECKPOINTS",
-    "COMPACTED",
-    "CONFIG",
-    "CONTACT",
-    "JOURNAL",
-    "LOGGERS",
-    "METRICS",
-    "RESULT",
-    "SETTINGS",
-    "SUMMARY",
-    "TOKEN",
-    "VALIDATION",
-    "VALUES",
-    "Curve",
-    "Point",
-    "RunOutline",
-    "RunRecord",
-    "StepRecord",
-    "appended_text",
-    "further_curves",
-    "log_tail",
-    "read_outline",
-    "read_run",
-    "thin",
-]
+from workers.protocol import LOGS, METRICS, VALIDATION, VALUES
 
 #: The run's settings, as they were resolved when it was last started or resumed.
 CONFIG = "config.yaml"
@@ -108,25 +82,6 @@ class StepRecord:
     layout: str  #: Their layout, for people.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
-    """The content of a run directory."""
-
-    url: str
-    config_text: str = ""  #: The resolved configuration as YAML.
-    journal: tuple[Mapping[str, Any], ...] = ()  #: One mapping per record, oldest first.
-    #: In order; a step that was redone is there once, as it was taken last.
-    steps: tuple[StepRecord, ...] = ()
-    incidents: tuple[Incident, ...] = ()  #: By number.
-    #: ``summary.json``; empty before the run is over.
-    summary: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Return the last part of the URL."""
-        return self.url.rstrip("/").rsplit("/", 1)[-1]
-
-
 def thin(points: Iterable[Point], count_max: int = POINTS_MAX) -> list[Point]:
     """Return at most about ``count_max`` points; a stretch of x keeps its lowest and its highest.
 
@@ -164,13 +119,7 @@ class Curve:
 
     def add(self, text: str) -> None:
         """Add whole lines."""
-        for line in text.splitlines():
-            document = _document(line)
-            if document is None or "step" not in document:
-                continue
-            step, attempt = int(document["step"]), int(document.get("attempt", 0))
-            if attempt < self._attempt:
-                continue  # a process of a fenced attempt woke up and wrote
+        for attempt, step, document in _counted(text, self._attempt):
             if attempt > self._attempt:
                 self._attempt = attempt
                 for name, known in self._by_name.items():
@@ -185,12 +134,6 @@ class Curve:
             if len(known) > 2 * POINTS_MAX:
                 self._by_name[name] = {int(n): number for n, number in thin(self.points(name))}
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Return the tokens of the last step; 0 where the script counts samples alone."""
-        tokens = int(self.last.get("tokens") or 0)
-        return 0 if tokens == self.last.get("samples") else tokens
-
     def names(self) -> list[str]:
         """Return the names of all numbers, in order."""
         return sorted(self._by_name)
@@ -201,89 +144,173 @@ class Curve:
         return [(float(step), known[step]) for step in sorted(known)]
 
 
-def further_curves(curve: Curve, values: Curve) -> dict[str, list[Point]]:
-    """Return what a run recorded beside its loss, by title; ``values`` are the script's own."""
-    found = {
-        title: [(step, number / unit) for step, number in curve.points(name)]
-        for name, (title, unit) in _OF_STEP.items()
-        if title
-    }
-    found |= {name: values.points(name) for name in values.names()[:_OWN_MAX]}
-    return {title: thin(points, _FURTHER_MAX) for title, points in found.items() if points}
+class Curves:
+    """Losses and further numbers of a run by step, from its files of lines, as they grow.
 
+    Args:
+        store: Holds the run directory.
+        path: The run directory in it.
+        begin: The byte of each file to begin at; a negative one counts from its end.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOutline:
-    """The content of a run's report."""
+    Attributes:
+        loss: Training loss, with as many points as can be seen.
+        validation: Validation loss likewise.
+        further: What else the run recorded, and the script's own numbers, by title.
+        last: The last line of a step.
+    """
 
-    url: str
-    config_text: str  #: The resolved configuration as YAML.
-    stats: RunStats  #: The folded journal.
-    curve: Curve  #: Training loss by step, thinned.
-    validation: Curve  #: Validation loss likewise.
-    values: Curve  #: The script's own numbers likewise.
-    incidents: tuple[Incident, ...]  #: By number, the open ones too.
-    summary: Mapping[str, Any]  #: ``summary.json``; empty before the run is over.
+    def __init__(self, store: Store, path: str, begin: int = 0) -> None:
+        self._curves = {
+            Tail(store, join(path, name), begin): Curve() for name in (METRICS, VALIDATION, VALUES)
+        }
+        self.loss: list[Point] = []
+        self.validation: list[Point] = []
+        self.further: dict[str, list[Point]] = {}
+        self.last: Mapping[str, Any] = {}
 
     @property
-    def name(self) -> str:
-        """Return the last part of the URL."""
-        return self.url.rstrip("/").rsplit("/", 1)[-1]
+    def tokens_per_step(self) -> int:
+        """Return the tokens of the last step; 0 where the script counts samples alone."""
+        tokens = int(self.last.get("tokens") or 0)
+        return 0 if tokens == self.last.get("samples") else tokens
+
+    def read(self) -> Self:
+        """Take in what is new. It may be in another thread: others see all of it, or nothing."""
+        for tail, curve in self._curves.items():
+            for lines in tail.new():
+                curve.add(lines)
+        training, validation, values = self._curves.values()
+        found = {
+            title: [(step, number / unit) for step, number in training.points(name)]
+            for name, (title, unit) in _OF_STEP.items()
+            if title
+        }
+        found |= {name: values.points(name) for name in values.names()[:_OWN_MAX]}
+        self.last = training.last
+        self.loss, self.validation = training.points(), validation.points()
+        self.further = {title: thin(each, _FURTHER_MAX) for title, each in found.items() if each}
+        return self
+
+
+class Tail:
+    """The lines of a file that grows, each once.
+
+    ``at_bytes`` is where the next line begins; a negative number counts from the end of the file.
+    """
+
+    def __init__(self, store: Store, path: str, at_bytes: int = 0) -> None:
+        self._store, self._path, self.at_bytes = store, path, at_bytes
+
+    def new(self) -> Iterator[str]:
+        """Yield the whole lines that are new, as texts of some megabytes."""
+        if self.at_bytes < 0:
+            folder, _, name = self._path.rpartition("/")
+            size_bytes = appended_sizes(self._store, folder).get(name, 0)
+            self.at_bytes = max(0, size_bytes + self.at_bytes)
+        is_more = True
+        while is_more:
+            try:
+                part = read_appended(self._store, self._path, self.at_bytes, _PART_BYTES)
+            except StorageError as error:
+                if not error.facts.get("missing"):
+                    raise
+                return
+            whole = part[: part.rfind(b"\n") + 1]
+            self.at_bytes += len(whole)
+            is_more = len(part) == _PART_BYTES and bool(whole)
+            if whole:
+                yield whole.decode(errors="replace")
+
+
+class RunRecord:
+    """The content of a run directory, of which each part is read when it is first asked for.
+
+    Args:
+        url: A path or an fsspec URL.
+        stats: The folded journal, where the caller has it.
+        summary: The summary, where it is not written yet.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        stats: RunStats | None = None,
+        summary: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.url = url
+        self.name = url.rstrip("/").rsplit("/", 1)[-1]
+        self._store, self._path = open_store(url)
+        if stats is not None:
+            self.stats = stats
+        if summary is not None:
+            self.summary = summary
+
+    @cached_property
+    def config_text(self) -> str:
+        """Return the resolved configuration as YAML."""
+        return _text(self._store, join(self._path, CONFIG))
+
+    @cached_property
+    def journal(self) -> tuple[Mapping[str, Any], ...]:
+        """Return one mapping per record, oldest first."""
+        return tuple(_journal(self._store, join(self._path, JOURNAL)))
+
+    @cached_property
+    def stats(self) -> RunStats:
+        """Return the folded journal, in little memory however long it is."""
+        stats = RunStats()
+        for record in _journal(self._store, join(self._path, JOURNAL)):
+            stats.add(record)
+        return stats
+
+    @cached_property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """Return steps in order; one that was redone is there once, as it was taken last."""
+        return _steps(appended_text(self._store, join(self._path, METRICS)))
+
+    @cached_property
+    def curves(self) -> Curves:
+        """Return its numbers by step, thinned."""
+        return Curves(self._store, self._path).read()
+
+    @cached_property
+    def incidents(self) -> tuple[Incident, ...]:
+        """Return what is final, by number."""
+        return tuple(_incidents(self._store, join(self._path, "incidents")))
+
+    @property
+    def all_incidents(self) -> tuple[Incident, ...]:
+        """Return the same with those that are still open."""
+        found = {one.number: one for one in (*self.stats.incidents, *self.incidents)}
+        return tuple(found[number] for number in sorted(found))
+
+    @cached_property
+    def summary(self) -> Mapping[str, Any]:
+        """Return ``summary.json``; empty before the run is over."""
+        return _object(_text(self._store, join(self._path, SUMMARY)))
+
+    def is_run(self) -> bool:
+        """Return whether a controller has led it: a script alone has only steps."""
+        folder = join(self._path, JOURNAL)
+        return bool(self.config_text or self._store.sizes(folder))
 
 
 def read_run(url: str) -> RunRecord:
-    """Return the run whose directory is at ``url`` (a path or an fsspec URL).
+    """Return the run whose directory is at ``url``.
 
     Raises:
         RunNotFoundError: There is no run at ``url``.
         JournalCorruptError: A line of the journal that is not the last of its segment is damaged.
     """
-    store, path = open_store(url)
-    record = RunRecord(
-        url=url,
-        config_text=_text(store, join(path, CONFIG)),
-        journal=tuple(_journal(store, join(path, JOURNAL))),
-        steps=_steps(appended_text(store, join(path, METRICS))),
-        incidents=tuple(_incidents(store, join(path, "incidents"))),
-        summary=_object(_text(store, join(path, SUMMARY))),
-    )
-    if not (record.config_text or record.journal or record.summary or record.steps):
-        raise _no_run(url)
-    return record
+    run = RunRecord(url)
+    if not (run.journal or run.config_text or run.summary or run.steps):
+        raise no_run(url)
+    return run
 
 
-def read_outline(url: str, *, stats: RunStats | None = None) -> RunOutline:
-    """Return the outline of the run at ``url``, in little memory however long it was.
-
-    Args:
-        stats: The folded journal, where the caller has it.
-
-    Raises:
-        RunNotFoundError: There is no run at ``url``.
-        JournalCorruptError: As ``read_run``.
-    """
-    store, path = open_store(url)
-    if not (store.exists(join(path, CONFIG)) or store.sizes(join(path, JOURNAL))):
-        raise _no_run(url)
-    if stats is None:
-        stats = RunStats()
-        for record in _journal(store, join(path, JOURNAL)):
-            stats.add(record)
-    found = {incident.number: incident for incident in stats.incidents}
-    found |= {one.number: one for one in _incidents(store, join(path, "incidents"))}
-    return RunOutline(
-        url=url,
-        config_text=_text(store, join(path, CONFIG)),
-        stats=stats,
-        curve=_curve(store, join(path, METRICS)),
-        validation=_curve(store, join(path, VALIDATION)),
-        values=_curve(store, join(path, VALUES)),
-        incidents=tuple(found[number] for number in sorted(found)),
-        summary=_object(_text(store, join(path, SUMMARY))),
-    )
-
-
-def _no_run(url: str) -> RunNotFoundError:
+def no_run(url: str) -> RunNotFoundError:
+    """Return the error that says so, and how to find one."""
     return RunNotFoundError(
         f"{url} holds no run: neither config.yaml nor a journal is there; "
         "name the folder that `everstep run` printed as its run directory",
@@ -335,17 +362,6 @@ def _journal(store: Store, directory: str) -> Iterator[dict[str, Any]]:
                 )
 
 
-def _curve(store: Store, path: str) -> Curve:
-    """Return the curve in a file of lines, which is read in parts."""
-    folder, _, name = path.rpartition("/")
-    size_bytes = appended_sizes(store, folder).get(name, 0)
-    curve, rest = Curve(), b""
-    for begin in range(0, size_bytes, _PART_BYTES):
-        lines, _, rest = (rest + read_appended(store, path, begin, _PART_BYTES)).rpartition(b"\n")
-        curve.add(lines.decode(errors="replace"))
-    return curve
-
-
 def log_tail(store: Store, path: str, *, attempt: int, rank: int, size_bytes: int = 16384) -> str:
     """Return the end of what a rank printed in an attempt; "" if it printed nothing.
 
@@ -373,20 +389,25 @@ def log_tail(store: Store, path: str, *, attempt: int, rank: int, size_bytes: in
     return ""
 
 
-def _steps(text: str) -> tuple[StepRecord, ...]:
-    by_step: dict[int, StepRecord] = {}
-    attempt = 0
+def _counted(text: str, attempt: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield attempt, step and content of the lines that count, from ``attempt`` on."""
     for line in text.splitlines():
         document = _document(line)
-        if document is not None and "step" in document:
-            record = _step(document)
-            if record.attempt < attempt:
-                continue  # a process of a fenced attempt woke up and wrote
-            if record.attempt > attempt:
-                # It begins after the commit; the steps beyond it are lost.
-                by_step = {step: found for step, found in by_step.items() if step < record.step}
-            attempt = record.attempt
-            by_step[record.step] = record
+        own = int(document.get("attempt", 0)) if document else 0
+        # A process of a fenced attempt may wake up and write.
+        if document is not None and "step" in document and own >= attempt:
+            attempt = own
+            yield attempt, int(document["step"]), document
+
+
+def _steps(text: str) -> tuple[StepRecord, ...]:
+    by_step: dict[int, StepRecord] = {}
+    newest = 0
+    for attempt, step, document in _counted(text, newest):
+        if attempt > newest:
+            # It begins after the commit; the steps beyond it are lost.
+            newest, by_step = attempt, {at: found for at, found in by_step.items() if at < step}
+        by_step[step] = _step(document)
     return tuple(by_step[step] for step in sorted(by_step))
 
 

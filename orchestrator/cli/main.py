@@ -225,7 +225,7 @@ def run(
     require_unfinished(settings)  # before Ray is even imported
     from orchestrator.detection import limits_from
     from orchestrator.driver import RunView, follow_run, launch_run, open_console, print_bounds
-    from orchestrator.shell import bounds_document
+    from orchestrator.report import bounds_document
 
     directory = settings.run.directory
     console = open_console(stderr=as_json)

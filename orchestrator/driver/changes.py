@@ -14,10 +14,10 @@ from typing import Any
 from orchestrator.config import RunConfig
 from orchestrator.driver.run import Run
 from orchestrator.errors import ConfigError
-from orchestrator.run_directory import CHECKPOINTS, CONFIG
+from orchestrator.run_directory import CONFIG
 from ucp_core.native import find_committed, newest_finite
 from ucp_core.storage import join
-from workers.protocol import STOPPED
+from workers.protocol import CHECKPOINTS, STOPPED
 from workers.settings import IGNORE
 
 #: Sections and keys that a history with committed steps depends on.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import IO, Any, Self
+from typing import IO, Any, Final, Self, TypeAlias
 
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -39,6 +39,8 @@ _LOST = r"\b(lost|has failed|failed:)(?! from)|^problem:|^failed\b"
 _DOUBTFUL = r"\b(slow|draining|dying)\b|^(suspected|notice|passed over):|refused \d+"
 #: From this duration on, times are shown in whole seconds.
 _SECONDS_SHORT = 100
+#: What a table shows of each row, by the title of the column.
+_Columns: TypeAlias = Mapping[str, Callable[[Any], str]]
 
 
 def open_console(*, stderr: bool = False) -> Console:
@@ -266,18 +268,7 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
 
 def print_node_plans(plans: Sequence[RecoveryPlan], console: Console) -> None:
     """Print what would happen if one node were lost, a line for each node."""
-    rows = [
-        (
-            plan.lost_nodes[0][:_NODE_CHARS],
-            f"step {plan.step}" if plan.step else "from step 0",
-            str(plan.lost_steps),
-            _sources_text(plan.bytes_by_source) or "-",
-            f"{plan.workers_before} -> {plan.workers_after or 'waits for capacity'}",
-        )
-        for plan in plans
-    ]
-    columns = ("lost node", "resumes after", "steps redone", "loads", "workers")
-    say(console, "\n".join(_table((columns, *rows))))
+    say(console, "\n".join(_lines(_NODE_PLAN, plans)))
 
 
 def print_layouts(plan: LayoutPlan, console: Console) -> None:
@@ -366,20 +357,7 @@ def print_runs(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
     if not runs:
         say(console, "no runs; --address or RAY_ADDRESS names a cluster elsewhere")
         return
-    columns = ("directory", "phase", "step", "workers", "since", "cluster", "note")
-    rows = [
-        (
-            run["directory"] or "-",
-            run["phase"],
-            _known(run["step"]),
-            _known(run["workers"]) + (f" + {run['standbys']} standby" if run["standbys"] else ""),
-            "-" if run["since"] is None else f"{datetime.fromtimestamp(run['since']):%b %d %H:%M}",  # noqa: DTZ006 - for people, in their time zone
-            run["address"],
-            run["note"],
-        )
-        for run in runs
-    ]
-    say(console, "\n".join(_table((columns, *rows))))
+    say(console, "\n".join(_lines(_RUN, runs)))
 
 
 def print_status(status: Mapping[str, Any], console: Console, *, verbose: bool = False) -> None:
@@ -410,12 +388,14 @@ def _head(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tables(status: Mapping[str, Any]) -> Iterator[str]:
-    for columns, rows in (
-        (("rank", "worker", "node", "pid", "state", "at", "heartbeat"), _worker_rows(status)),
-        (("node", "state", "raylet pid", "keeper pid", "reservations"), _node_rows(status)),
-    ):
+    workers = (*status["workers"], *status["standbys"])
+    for columns, rows in ((_WORKER, workers), (_NODE, status["nodes"])):
         if rows:
-            yield from ("", *_table((columns, *rows)))
+            yield from ("", *_lines(columns, rows))
+
+
+def _lines(columns: _Columns, rows: Iterable[Any]) -> Iterator[str]:
+    return _table((tuple(columns), *([text(row) for text in columns.values()] for row in rows)))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -434,59 +414,16 @@ def _headline(status: Mapping[str, Any]) -> str:
     return f"{status['phase']}: attempt {status['attempt']}{layout}, {step}{progress}{down}"
 
 
-def _worker_rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(worker.get("rank", "standby")),
-            worker["worker"],
-            worker["node"][:_NODE_CHARS],
-            _known(worker["pid"]),
-            worker["state"],
-            (
-                f"step {worker['step']}, {worker['phase']}"
-                if "rank" in worker and worker["step"] is not None
-                else "-"
-            ),
-            "-" if (age_s := worker["last_heartbeat_s"]) is None else f"{age_s:.1f} s ago",
-        )
-        for worker in (*status["workers"], *status["standbys"])
-    ]
-
-
-def _node_rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    return [
-        (
-            node["node"][:_NODE_CHARS],
-            node["state"],
-            _known(node["raylet_pid"]),
-            _known(node["keeper_pid"]),
-            " ".join(map(str, node["reservations"])) or "-",
-        )
-        for node in status["nodes"]
-    ]
-
-
 def _details(status: Mapping[str, Any], *, verbose: bool) -> Iterator[str]:
     """Yield a line for each fact beside the tables."""
-    yield from map(_incident_line, reversed(status["incidents"]))
-    yield from map(_capacity, status["capacity"])
-    if status["cost"]["usd"] is not None:
-        yield f"cost: {_cost(status['cost'])}"
-    yield from _safety(status)
-    if status["loaded"]:
-        yield f"loaded: {_sources_text(status['loaded'])}"
-    yield from map("skipped: {}".format, status["passed_over"])
-    problems = (*status["redundancy"]["problems"], *status["cadence"]["problems"])
-    yield from map("problem: {}".format, problems)
-    if status["evidence"]:
-        yield f"evidence: {status['directory']}/{status['evidence']} (everstep diagnose reads it)"
-    if status["shared"]:
-        runs, most = ", ".join(status["shared"]["runs"]), status["shared"]["limit"]
-        yield f"at most {counted(most, 'worker')}: other runs need the rest ({runs})"
-    yield from map("suspected: {}".format, _suspected(status).values())
-    yield from _why(status)
-    if verbose and status["bounds_s"]:
-        yield f"bounds of waits: {_bounds_text(status['bounds_s'])}"
+    for label, path, lines_of in _DETAILS if verbose else _DETAILS[:-1]:
+        found: Any = status
+        for name in filter(None, path.split(".")):
+            found = found[name]
+        for one in found if isinstance(found, list) else [found]:
+            text = lines_of(one)
+            lines = [text] if isinstance(text, str) else text
+            yield from (f"{label}{line}" for line in lines if line)
 
 
 def _suspected(status: Mapping[str, Any]) -> dict[str, str]:
@@ -495,28 +432,30 @@ def _suspected(status: Mapping[str, Any]) -> dict[str, str]:
     return {f"{one['kind']} {one['guilty']}": one["evidence"] for one in shown}
 
 
-def _safety(status: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where the newest steps are saved, and how often."""
-    redundancy, cadence = status["redundancy"], status["cadence"]
-    if redundancy["step"]:
-        yield f"in memory: step {redundancy['step']}, {what_survives(redundancy)[0]}"
-    yield from map("notice: {}".format, _notices(status).values())
-    stored_step = redundancy["stored_step"]
-    yield f"in storage: {f'step {stored_step}' if stored_step else 'nothing yet'}"
-    if redundancy["reason"]:
-        yield f"redundancy: {redundancy['reason']}"
-    yield f"saves: {_cadence(cadence)}"
-    yield f"intervals: {cadence['reason']}"
+def _evidence(status: Mapping[str, Any]) -> str:
+    where = f"{status['directory']}/{status['evidence']}"
+    return f"{where} (everstep diagnose reads it)" if status["evidence"] else ""
 
 
-def _why(status: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the run is not training, unless its head or an incident says so."""
-    if status["cause"] is not None and not status["incidents"]:
-        yield f"last change: {_cause_line(status['cause'])}"
-    if status["waits_for"] and status["controller"] != "alive":
-        yield f"waits for: {status['waits_for']}"
-    if status["reason"]:
-        yield f"ended: {status['reason']}"
+def _shared(shared: Mapping[str, Any] | None) -> str:
+    if shared is None:
+        return ""
+    runs = ", ".join(shared["runs"])
+    return f"at most {counted(shared['limit'], 'worker')}: other runs need the rest ({runs})"
+
+
+def _in_memory(redundancy: Mapping[str, Any]) -> str:
+    step = redundancy["step"]
+    return f"step {step}, {what_survives(redundancy)[0]}" if step else ""
+
+
+def _last_change(status: Mapping[str, Any]) -> str:
+    """Return why the run is not training, unless an incident says so."""
+    return "" if status["incidents"] or not status["cause"] else _cause_line(status["cause"])
+
+
+def _waits_for(status: Mapping[str, Any]) -> str:
+    return "" if status["controller"] == "alive" else str(status["waits_for"])
 
 
 def _incident_line(one: Mapping[str, Any]) -> str:
@@ -536,6 +475,8 @@ def _capacity(row: Mapping[str, Any]) -> str:
 
 
 def _cost(cost: Mapping[str, Any]) -> str:
+    if cost["usd"] is None:
+        return ""
     tokens = cost["usd_per_million_tokens"]
     rate = f", ${cost['usd_per_hour']:.2f} an hour" if cost["usd_per_hour"] else ""
     per_token = "" if tokens is None else f", ${tokens:.4g} per million tokens"
@@ -581,3 +522,71 @@ def _every(steps: int) -> str:
 
 def _known(number: int | None) -> str:
     return "-" if number is None else str(number)
+
+
+#: The lines of a status beside its tables: a label, a path into the status, and what makes the text
+#: for people, or several, of what is there; of each where there is a list. No text, no line.
+_DETAILS: Final[tuple[tuple[str, str, Callable[[Any], str | Iterable[str]]], ...]] = (
+    ("", "", lambda status: map(_incident_line, reversed(status["incidents"]))),
+    ("", "capacity", _capacity),
+    ("cost: ", "cost", _cost),
+    ("in memory: ", "redundancy", _in_memory),
+    ("notice: ", "", lambda status: _notices(status).values()),
+    ("in storage: ", "redundancy.stored_step", lambda n: f"step {n}" if n else "nothing yet"),
+    ("redundancy: ", "redundancy.reason", str),
+    ("saves: ", "cadence", _cadence),
+    ("intervals: ", "cadence.reason", str),
+    ("loaded: ", "loaded", _sources_text),
+    ("skipped: ", "passed_over", str),
+    ("problem: ", "redundancy.problems", str),
+    ("problem: ", "cadence.problems", str),
+    ("evidence: ", "", _evidence),
+    ("", "shared", _shared),
+    ("suspected: ", "", lambda status: _suspected(status).values()),
+    ("last change: ", "", _last_change),
+    ("waits for: ", "", _waits_for),
+    ("ended: ", "reason", str),
+    ("bounds of waits: ", "bounds_s", _bounds_text),  # the last one: only if asked for
+)
+_WORKER: Final[_Columns] = {
+    "rank": lambda row: str(row.get("rank", "standby")),
+    "worker": lambda row: row["worker"],
+    "node": lambda row: row["node"][:_NODE_CHARS],
+    "pid": lambda row: _known(row["pid"]),
+    "state": lambda row: row["state"],
+    "at": lambda row: (
+        "-" if "rank" not in row or row["step"] is None else f"step {row['step']}, {row['phase']}"
+    ),
+    "heartbeat": lambda row: (
+        "-" if (age_s := row["last_heartbeat_s"]) is None else f"{age_s:.1f} s ago"
+    ),
+}
+_NODE: Final[_Columns] = {
+    "node": lambda row: row["node"][:_NODE_CHARS],
+    "state": lambda row: row["state"],
+    "raylet pid": lambda row: _known(row["raylet_pid"]),
+    "keeper pid": lambda row: _known(row["keeper_pid"]),
+    "reservations": lambda row: " ".join(map(str, row["reservations"])) or "-",
+}
+_RUN: Final[_Columns] = {
+    "directory": lambda run: run["directory"] or "-",
+    "phase": lambda run: run["phase"],
+    "step": lambda run: _known(run["step"]),
+    "workers": lambda run: (
+        _known(run["workers"]) + (f" + {run['standbys']} standby" if run["standbys"] else "")
+    ),
+    "since": lambda run: (
+        "-" if run["since"] is None else f"{datetime.fromtimestamp(run['since']):%b %d %H:%M}"  # noqa: DTZ006 - for people, in their time zone
+    ),
+    "cluster": lambda run: run["address"],
+    "note": lambda run: run["note"],
+}
+_NODE_PLAN: Final[_Columns] = {
+    "lost node": lambda plan: plan.lost_nodes[0][:_NODE_CHARS],
+    "resumes after": lambda plan: f"step {plan.step}" if plan.step else "from step 0",
+    "steps redone": lambda plan: str(plan.lost_steps),
+    "loads": lambda plan: _sources_text(plan.bytes_by_source) or "-",
+    "workers": lambda plan: (
+        f"{plan.workers_before} -> {plan.workers_after or 'waits for capacity'}"
+    ),
+}

@@ -8,8 +8,8 @@ from shlex import quote
 from typing import Any
 
 from orchestrator.driver.run import Run
-from orchestrator.run_directory import CHECKPOINTS
 from ucp_core.numerics import counted
+from workers.protocol import CHECKPOINTS
 
 #: A shorter share of the time is not mentioned.
 _SHOWN_MIN = 0.005

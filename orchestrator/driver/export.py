@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
-from orchestrator.run_directory import CHECKPOINTS, CONFIG, METRICS
+from orchestrator.run_directory import CONFIG
 from ucp_core.errors import CheckpointNotFoundError, UcpError
 from ucp_core.formats import export, left_behind, lies_beside, warnings_of
 from ucp_core.geometry import TensorKey
@@ -24,7 +24,7 @@ from ucp_core.native import (
     open_checkpoint,
 )
 from ucp_core.storage import Store, join, open_store
-from workers.protocol import BESIDE
+from workers.protocol import BESIDE, CHECKPOINTS, METRICS
 
 #: A run may commit a step and delete an older one while this looks, but not this often in a row.
 _TRIES_MAX: Final = 10

@@ -18,7 +18,7 @@ from orchestrator.config import load
 from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, OrchestratorError
 from orchestrator.report import Scale, live_page, numbers_of
-from orchestrator.run_directory import SUMMARY, TOKEN, read_outline, thin
+from orchestrator.run_directory import SUMMARY, TOKEN, RunRecord, thin
 from ucp_core.errors import UcpError
 from ucp_core.storage import join
 
@@ -157,12 +157,12 @@ def run_cards(
 def _card(url: str, row: Mapping[str, Any]) -> dict[str, Any]:
     card = {"url": url, "name": Path(url).name or url, **row, "loss": []}
     with contextlib.suppress(UcpError, OrchestratorError):
-        run = read_outline(url)
+        run = RunRecord(url)
         goal = load(run.config_text).train.steps
         numbers = numbers_of(run.stats, Scale(goal=goal, samples=0, tokens=0))
         card |= {name: numbers[name] for name in _SHOWN}
-        card["num_incidents"] = len(run.incidents)
-        card["loss"] = thin(run.curve.points(), _POINTS_MAX)
+        card["num_incidents"] = len(run.all_incidents)
+        card["loss"] = thin(run.curves.loss, _POINTS_MAX)
     return card
 
 

@@ -14,21 +14,13 @@ from orchestrator.config import RunConfig, load
 from orchestrator.core import Folded, RunState, fold_on
 from orchestrator.errors import OrchestratorError, RunNotFoundError, TokenError
 from orchestrator.policies import StoredVersion, bad_sources
-from orchestrator.run_directory import (
-    CHECKPOINTS,
-    CONFIG,
-    CONTACT,
-    METRICS,
-    SUMMARY,
-    TOKEN,
-    appended_text,
-)
+from orchestrator.run_directory import CONFIG, CONTACT, SUMMARY, TOKEN, appended_text
 from orchestrator.shell import read_segments, wall_time
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.lineage import Lineage
 from ucp_core.native import BEST, checkpoint_name, find_committed
 from ucp_core.storage import join, open_store
-from workers.protocol import Source
+from workers.protocol import CHECKPOINTS, METRICS, Source
 
 #: A living controller answered in 1 to 20 ms.
 ANSWER_S = 2.0

@@ -10,13 +10,12 @@ from orchestrator.core import RunState, describe, starts, verify
 from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
 from orchestrator.policies import CadenceRules, bad_sources
-from orchestrator.shell import (
-    capacity_rows,
-    config_of,
-    cost_document,
-    progress_document,
-    read_segments,
-)
+from orchestrator.report import Seen, tell
+from orchestrator.shell import config_of, read_segments
+
+#: What a run that is over has none of.
+_GONE = ("members", "standbys", "nodes", "capacity", "pending_reservations")
+_NO_PIDS = {"raylet_pid": None, "keeper_pid": None}
 
 
 def read_status(url: str) -> dict[str, Any]:
@@ -37,38 +36,27 @@ def read_status(url: str) -> dict[str, Any]:
         best = run.best() if config.checkpoint.best.value else None
         return {**answer, "best": best, "controller": "alive"}
     folded = run.folded()
-    state = folded.state
-    described = describe(state)
-
-    def known(what: str, **unknown: None) -> list[dict[str, Any]]:
-        return [] if over else [{**unknown, **row} for row in described[what]]
-
+    state, described = folded.state, describe(folded.state)
+    if over:
+        described |= {**dict.fromkeys(_GONE, ()), "processes": {}}
     step, loss = run.last_step()
-    copied = ("layout", "other_layouts", "shared", "cause", "suspects", "waits_for", "reason")
-    return {
-        **{name: described[name] for name in ("attempt", *copied)},
-        "phase": _phase(described["phase"], summary or {}),
-        "directory": config.run.directory,
-        "step": step or described["step"],
-        "loss": loss,
-        "best": run.best(state.lineage),
-        "workers": known("members", phase=None, step=None, last_heartbeat_s=None),
-        "standbys": known("standbys", phase=None, step=None, last_heartbeat_s=None),
-        "nodes": known("nodes", raylet_pid=None, keeper_pid=None),
-        "pending_capacity": 0 if over else len(described["pending_reservations"]),
-        "capacity": [] if over else capacity_rows(described, config.alternative_names(), at_s=None),
-        "cost": cost_document(folded.stats, config),
-        **progress_document(folded.stats, config.train.steps, at_s=None),
-        "validation_loss": None,
-        "redundancy": _stored_redundancy(run, state),
-        "cadence": _first_cadence(config),
-        "bounds_s": {},
-        "loaded": {},
-        "passed_over": [],
-        "evidence": folded.stats.evidence,
-        "logging": {},
-        "controller": "over" if over else "down",
-    }
+    return tell(
+        described,
+        folded.stats,
+        config,
+        seen=Seen(nodes=[{**_NO_PIDS, **row} for row in described["nodes"]]),
+        phase=_phase(described["phase"], summary or {}),
+        step=step or described["step"],
+        loss=loss,
+        best=run.best(state.lineage),
+        redundancy=_stored_redundancy(run, state),
+        cadence=_first_cadence(config),
+        bounds_s={},
+        loaded={},
+        passed_over=[],
+        logging={},
+        controller="over" if over else "down",
+    ).status
 
 
 def _phase(phase: str, summary: Mapping[str, Any]) -> str:

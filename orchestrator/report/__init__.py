@@ -1,12 +1,13 @@
-"""A run as one HTML page: live while it trains, the report when it is over."""
+"""What is told of a run: one document, and its page, live while it trains and a report later."""
 
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.report.document import Scale, numbers_of, rate, run_document
+    from orchestrator.report.document import RunDocument, Scale, Seen, bounds_document, tell
     from orchestrator.report.html import live_page, report_of, write_report
+    from orchestrator.report.page import live_part, numbers_of, page_document
     from orchestrator.report.situation import what_it_does, what_survives
 
 

@@ -1,29 +1,40 @@
-"""The content of a run's page, as one JSON document. Pure.
+"""All that is told of a run: one document, of which all that people and tools read are views.
 
-The live page and the report are one page: the controller makes this document of what it holds, and
-``write_report`` of the run directory. Instants count from the run's first record.
+``tell`` makes it, of the journal and of what a living controller sees. ``/status`` is its
+``status``; the page and the report are drawn by ``orchestrator.report.page`` from it; the terminal
+and the metrics are tables of labels and paths into it. So a new fact is one key here, and one row
+in each table that shows it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from statistics import median
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from orchestrator.core import Incident, RunStats
-from orchestrator.report.advice import advice, named_nodes
-from orchestrator.run_directory import Point, thin
+from orchestrator.core import RunStats
+from orchestrator.detection import Limits, as_seconds
+from workers.keeper import SILENT_S
+from workers.protocol import LEASE_S, StepCost, WorkerReport
 
-#: Incidents that have a row; the table of kinds counts all.
-INCIDENTS_MAX = 100
+if TYPE_CHECKING:
+    from orchestrator.config import RunConfig
+
+#: Incidents that a status names, the newest ones, and what it says of each.
+_INCIDENTS_SHOWN = 3
+_OF_INCIDENT = ("number", "kind", "who", "evidence", "lost_steps", "recovery_s")
+#: What a status takes from the state of the run (``core.describe``) as it is.
+_OF_STATE = (
+    *("phase", "attempt", "step", "layout", "other_layouts", "processes", "shared", "cause"),
+    *("sent", "waits_for", "reason"),
+)
+_OF_OFFER = ("asked", "granted", "refused", "grant_s", "why")
+#: What a worker reports of itself.
+_OF_FACTS = ("data_s", "device_bytes", "device_bytes_max")
+_OF_REPORT = ("phase", "step", "last_heartbeat_s", "compute_s", *_OF_FACTS)
 #: The rate is that of the last steps within this.
 _RATE_S = 60.0
-_RATES_MAX = 120
-#: Steps are reported once a second: a mean of less time than this counts one too many or too few.
-_MEAN_S = 4.0
 
 
 class Scale(NamedTuple):
@@ -44,73 +55,142 @@ class Scale(NamedTuple):
         return self.tokens or self.samples or 1
 
 
-def run_document(
-    *,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a living controller sees of its workers and nodes; without one it is empty."""
+
+    at_s: float = math.nan  #: Now, on the run's clock.
+    reports: Mapping[str, WorkerReport] = field(default_factory=dict)  #: Last of every worker.
+    seen_at_s: Mapping[str, float] = field(default_factory=dict)  #: When each of those came.
+    #: The last that a worker told of its own work.
+    costs: Mapping[str, StepCost] = field(default_factory=dict)
+    nodes: Sequence[Mapping[str, Any]] = ()  #: A row of each node.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDocument:
+    """All that is told of a run."""
+
+    stats: RunStats  #: Its folded journal.
+    scale: Scale
+    #: ``usd``, ``usd_per_hour`` and ``usd_per_million_tokens``; null where not known.
+    cost: Mapping[str, float | None]
+    #: The document of ``/status``: what the run does now. Empty in a report.
+    status: dict[str, Any] = field(default_factory=dict)
+
+
+def tell(
+    described: Mapping[str, Any],
     stats: RunStats,
-    incidents: Sequence[Incident],
-    scale: Scale,
-    cost: Mapping[str, float | None],
-    loss: Sequence[Point],
-    validation: Sequence[Point],
-    why_refused: str = "",
+    config: RunConfig,
+    *,
+    seen: Seen,
     **more: Any,
-) -> dict[str, Any]:
+) -> RunDocument:
     """Return the document of a run.
 
+    In its status, what is not known is null. In ``capacity`` each alternative that was asked for
+    has a row: ``waits_s`` counts from the first request that is open, or from the last grant,
+    ``grant_s`` is how long a machine takes to come, and times are 0 while no request is open.
+    ``incidents`` are the newest, the last one last. Their ``found_s`` are the seconds since.
+
     Args:
-        stats: Its folded journal.
-        incidents: Oldest first.
-        scale: The size of its steps.
-        cost: ``usd``, ``usd_per_hour`` and ``usd_per_million_tokens``; null where not known.
-        loss: Training loss by step.
-        validation: Validation loss by step.
-        why_refused: Why the last request for capacity was refused.
-        more: Further keys; ``name`` and ``url`` are needed.
+        described: ``core.describe``.
+        stats: The folded journal.
+        config: The settings.
+        seen: What its controller sees.
+        more: Further keys of the status.
     """
-    began_s = stats.began_s
-    rows = [_incident(one, stats, before) for one, before in _newest(incidents, stats)]
-    return {
-        **numbers_of(stats, scale),
-        "cost": {**cost, "incidents_usd": sum(incident.cost_usd for incident in incidents)},
-        "loss": thin(loss),
-        "validation": thin(validation),
-        "progress": progress(stats),
-        "sizes": [(_since(at_s, began_s), num) for at_s, num in stats.sizes],
-        "throughput": throughput(stats, scale.per_step),
-        "incidents": rows,
-        "num_incidents": len(incidents),
-        "kinds": kinds(incidents),
-        "named": [one._asdict() for one in named_nodes(incidents)],
-        "suspected": [(_since(at_s, began_s), text) for at_s, text in stats.suspected],
-        "advice": advice(
-            stats, incidents, goal=scale.goal, why_refused=why_refused, validation=validation
-        ),
+    at_s, is_seen = seen.at_s, math.isfinite(seen.at_s)
+    is_priced = any(each.usd_per_hour for each in config.alternatives())
+    cost = {
+        "usd": round(stats.cost_usd, 6) if is_priced else None,
+        "usd_per_hour": stats.usd_per_hour if is_priced else None,
+        "usd_per_million_tokens": stats.usd_per_million_tokens(config.tokens_per_step),
+    }
+
+    def ago(instant_s: float | None, digits: int = 1) -> float | None:
+        return None if instant_s is None else finite([round(at_s - instant_s, digits)])
+
+    def open_for(instant_s: float | None) -> float | None:
+        return 0.0 if instant_s is None and is_seen else ago(instant_s, 3)
+
+    names = config.alternative_names()
+    status = {
+        **{name: described[name] for name in _OF_STATE},
+        **_seen(described, seen),
+        "pending_capacity": len(described["pending_reservations"]),
+        "capacity": [
+            {
+                **{name: row[name] for name in _OF_OFFER},
+                "alternative": names[row["alternative"]],
+                "waits_s": open_for(row["since_s"]),
+                "refused_for_s": open_for(row["refused_s"]),
+            }
+            for row in described["capacity"]
+        ],
+        "suspects": [{**one, "for_s": ago(one["since_s"])} for one in described["suspects"]],
+        "at_s": finite([round(at_s, 3)]),
+        "cost": cost,
+        "goal": config.train.steps,
+        "steps_per_s": round(rate(stats), 4) or None,
+        "phase_for_s": ago(stats.phase_since_s),
+        "busy": stats.busy(at_s) if is_seen else "",
+        "incidents": [
+            {**{name: getattr(one, name) for name in _OF_INCIDENT}, "found_s": ago(one.t_detect_s)}
+            for one in stats.incidents[-_INCIDENTS_SHOWN:]
+        ],
+        "directory": config.run.directory,
+        "loaded": stats.loaded,
+        "passed_over": list(stats.passed_over),
+        "evidence": stats.evidence,
         **more,
     }
+    scale = Scale(config.train.steps, config.train.global_batch, config.tokens_per_step)
+    return RunDocument(stats=stats, scale=scale, cost=cost, status=status)
 
 
-def numbers_of(stats: RunStats, scale: Scale) -> dict[str, Any]:
-    """Return how far a run is, how fast, and where its time went."""
-    steps_per_s, left = rate(stats), scale.goal - stats.step
-    is_far = steps_per_s > 0.0 and left > 0 and not stats.outcome
-    told = (
-        *("phase", "outcome", "reason", "step", "attempt", "num_workers", "layout", "lost_steps"),
-        *("wall_s", "startup_s", "goodput", "goodput_since_start"),
-    )
+def _seen(described: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
+    """Return what workers and nodes reported."""
+    rows = (seen.reports.get(row["worker"]) for row in described["members"])
+    members = [row for row in rows if row is not None and row.attempt == described["attempt"]]
+    tokens = [
+        one.facts.tokens for one in seen.reports.values() if one.attempt == described["attempt"]
+    ]
+    has_all = len(tokens) == described["num_members"]
+    reservations = {row["node"]: row["reservations"] for row in described["nodes"]}
     return {
-        **{name: getattr(stats, name) for name in told},
-        "goal": scale.goal,
-        "steps_per_s": steps_per_s,
-        "unit": scale.unit,
-        "units_per_s": steps_per_s * scale.per_step,
-        "eta_s": left / steps_per_s if is_far else None,
-        "parts_s": stats.parts_s,
+        "loss": finite(each.loss for each in members),
+        "grad_norm": finite(each.facts.grad_norm for each in members),
+        "lr": finite(each.facts.lr for each in members),
+        "validation_loss": finite(each.facts.validation_loss for each in members),
+        # Those of some members would look like a slow run.
+        "step_tokens": (finite([sum(tokens)]) or None) if has_all else None,
+        "workers": [_worker(row, seen) for row in described["members"]],
+        "standbys": [_worker(row, seen) for row in described["standbys"]],
+        "nodes": [{**row, "reservations": reservations.get(row["node"], [])} for row in seen.nodes],
     }
 
 
-def progress(stats: RunStats) -> list[Point]:
-    """Return completed steps over the time since the first record."""
-    return [(_since(at_s, stats.began_s), step) for at_s, step in stats.progress]
+def _worker(row: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
+    """Return a row of ``core.describe`` with what the worker itself reported last."""
+    report, cost = seen.reports.get(row["worker"]), seen.costs.get(row["worker"])
+    if report is None:
+        return {**row, **dict.fromkeys(_OF_REPORT)}
+    told = {name: finite([getattr(report.facts, name)]) for name in _OF_FACTS}
+    return {
+        **row,
+        "phase": str(report.phase),
+        "step": report.step,
+        "last_heartbeat_s": round(report.beat_age_s + seen.at_s - seen.seen_at_s[row["worker"]], 3),
+        "compute_s": None if cost is None else cost.compute_s,
+        **told,
+    }
+
+
+def finite(values: Iterable[float]) -> float | None:
+    """Return the first of the values that JSON has, None if it has none of them."""
+    return next((value for value in values if math.isfinite(value)), None)
 
 
 def rate(stats: RunStats) -> float:
@@ -131,87 +211,23 @@ def rate(stats: RunStats) -> float:
     return (now_step - first_step) / (now_s - first_s) if now_s > first_s else 0.0
 
 
-def throughput(stats: RunStats, per_step: float) -> list[Point]:
-    """Return what was done in a second over time: steps, or samples or tokens of them.
+def bounds_document(
+    config: RunConfig, limits: Limits, *, lease_s: float = LEASE_S
+) -> dict[str, float]:
+    """Return the bound of every wait in seconds, shortest first.
 
-    A point is the mean of the time since the point before.
+    Args:
+        config: Configuration of the run: the bounds of the controller, of its guard and of the
+            collectives.
+        limits: The bounds that find hangs, as they follow from the steps so far.
+        lease_s: How long trainers go on without a controller.
     """
-    done: list[tuple[float, int]] = [(stats.began_s + stats.startup_s, 0), *stats.progress]
-    bucket_s = max(stats.wall_s / _RATES_MAX, _MEAN_S)
-    points: list[Point] = []
-    since_s, sum_steps = done[0][0], 0
-    for (_, before), (at_s, step) in pairwise(done):
-        sum_steps += max(step - before, 0)
-        if at_s - since_s >= bucket_s and at_s > since_s:
-            mean = sum_steps * per_step / (at_s - since_s)
-            points.append((_since(at_s, stats.began_s), round(mean, 4)))
-            since_s, sum_steps = at_s, 0
-    return points
-
-
-def kinds(incidents: Sequence[Incident]) -> list[dict[str, Any]]:
-    """Return all incidents of each kind in numbers, the most frequent first.
-
-    Durations are None if none is known.
-    """
-    rows = []
-    for kind, count in Counter(incident.kind for incident in incidents).most_common():
-        mine = [incident for incident in incidents if incident.kind == kind]
-        durations_s = [one.recovery_s for one in mine if one.recovery_s is not None]
-        rows.append(
-            {
-                "kind": kind,
-                "count": count,
-                "lost_steps": sum(incident.lost_steps for incident in mine),
-                "cost_usd": sum(incident.cost_usd for incident in mine),
-                "median_s": median(durations_s) if durations_s else None,
-                "longest_s": max(durations_s, default=None),
-            }
-        )
-    return rows
-
-
-def _newest(incidents: Sequence[Incident], stats: RunStats) -> list[tuple[Incident, int]]:
-    """Return the newest incidents, newest first, each with the step before it."""
-    instants = [at_s for at_s, _ in stats.progress]
-    found = []
-    for incident in incidents[-INCIDENTS_MAX:]:
-        index = bisect_right(instants, incident.begin_s or 0.0)
-        found.append((incident, stats.progress[index - 1][1] if index else 0))
-    return found[::-1]
-
-
-def _incident(incident: Incident, stats: RunStats, step: int) -> dict[str, Any]:
-    def since(at_s: float | None) -> float | None:
-        return None if at_s is None else _since(at_s, stats.began_s)
-
-    return {
-        "number": incident.number,
-        "kind": incident.kind,
-        "who": incident.who,
-        "is_planned": incident.is_planned,
-        "is_start": incident.is_start,
-        "evidence": incident.evidence,
-        "attempt": incident.attempt,
-        "step": step,
-        "begin_s": since(incident.begin_s),
-        "end_s": since(incident.end_s),
-        "detect_s": incident.detect_s,
-        "recovery_s": incident.recovery_s,
-        "phases_s": incident.phases_s,
-        "lost_steps": incident.lost_steps,
-        "cost_usd": incident.cost_usd,
-        "layout_before": incident.layout_before,
-        "layout_after": incident.layout_after,
-        "other_layouts": incident.other_layouts,
-        "sources": incident.sources,
-        "skipped": incident.skipped[:4],
-        "num_skipped": len(incident.skipped),
-        "rule": incident.rule,
-        "places": incident.places,
-        "folder": incident.folder,
+    bounds_s = {
+        **as_seconds(limits),
+        **config.rules().bounds.as_seconds(),
+        "collective": config.parallel.collective_timeout_s,
+        "controller_stopped": config.controller_stopped_s,
+        "machine_silent": SILENT_S,
+        "lease": lease_s,
     }
-
-
-def _since(at_s: float, began_s: float) -> float:
-    return round(at_s - began_s, 3)
+    return {name: round(bounds_s[name], 3) for name in sorted(bounds_s, key=bounds_s.__getitem__)}

@@ -1,6 +1,6 @@
 """One page of HTML for a run, live or over; it needs nothing from outside.
 
-``page.html`` draws the document of ``orchestrator.report.document``. The controller serves it as it
+``page.html`` draws the document of ``orchestrator.report.page``. The controller serves it as it
 is, and it asks for the document; a report has the document inside.
 """
 
@@ -9,23 +9,16 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from orchestrator.config import load
 from orchestrator.core import RunStats
 from orchestrator.errors import ConfigError
-from orchestrator.report.document import Scale, progress, run_document
-from orchestrator.run_directory import (
-    Curve,
-    RunOutline,
-    further_curves,
-    log_tail,
-    read_outline,
-    thin,
-)
+from orchestrator.report.document import RunDocument, Scale
+from orchestrator.report.page import page_document, progress
+from orchestrator.run_directory import RunRecord, log_tail, no_run, thin
 from ucp_core.storage import Store, join, open_store
 from workers.protocol import CHECKPOINTS
 
@@ -52,10 +45,8 @@ _FACTS = {
     "start-up, s": "startup_s",
     "wall time, s": "wall_s",
 }
-_CURVES: dict[str, Callable[[RunOutline], Curve]] = {
-    "final_loss": lambda run: run.curve,
-    "validation_loss": lambda run: run.validation,
-}
+#: The curve that ends with a number, for a run without a summary.
+_CURVES = {"final_loss": "loss", "validation_loss": "validation"}
 _ROUNDED = frozenset({"goodput", "goodput_since_start", "startup_s", "wall_s"})
 
 
@@ -102,10 +93,11 @@ def report_of(
     Raises:
         RunNotFoundError: There is no run at one of the two.
     """
-    run = read_outline(run_dir_url, stats=stats)
-    if summary is not None:
-        run = replace(run, summary=summary)
-    other = read_outline(compare) if compare is not None else None
+    run = RunRecord(run_dir_url, stats=stats, summary=summary)
+    other = None if compare is None else RunRecord(compare)
+    for one in filter(None, (run, other)):
+        if not one.is_run():
+            raise no_run(one.url)
     store, path = open_store(run_dir_url)
     more = {"logs": _logs(store, path, run), "safe": _safe(store, path)}
     document = report_document(run, other, **more)
@@ -119,30 +111,24 @@ def live_page() -> str:
     return files("orchestrator.report").joinpath("page.html").read_text(encoding="utf-8")
 
 
-def report_document(
-    run: RunOutline, other: RunOutline | None = None, **more: Any
-) -> dict[str, Any]:
+def report_document(run: RunRecord, other: RunRecord | None = None, **more: Any) -> dict[str, Any]:
     """Return the document of the page for ``run``, compared with ``other`` where given."""
     stats = run.stats
     runs = (run,) if other is None else (run, other)
-    document = run_document(
+    document = page_document(
+        RunDocument(
+            stats=stats,
+            scale=Scale(goal=_goal(run), samples=run.curves.last.get("samples") or 0, tokens=0),
+            cost={
+                "usd": stats.cost_usd or None,
+                "usd_per_hour": stats.usd_per_hour or None,
+                "usd_per_million_tokens": run.summary.get("usd_per_million_tokens"),
+            },
+        ),
+        run.curves,
+        incidents=run.all_incidents,
         name=run.name,
         url=run.url,
-        stats=stats,
-        incidents=run.incidents,
-        scale=Scale(
-            goal=_goal(run),
-            samples=run.curve.last.get("samples") or 0,
-            tokens=run.curve.tokens_per_step,
-        ),
-        cost={
-            "usd": stats.cost_usd or None,
-            "usd_per_hour": stats.usd_per_hour or None,
-            "usd_per_million_tokens": run.summary.get("usd_per_million_tokens"),
-        },
-        loss=run.curve.points(),
-        validation=run.validation.points(),
-        curves=further_curves(run.curve, run.values),
         begun=_date(run),
         facts=[[label, *(_fact(each, name) for each in runs)] for label, name in _FACTS.items()],
         config=run.config_text,
@@ -153,14 +139,14 @@ def report_document(
         document["other"] = {
             "name": other.name,
             "url": other.url,
-            "loss": thin(other.curve.points()),
+            "loss": thin(other.curves.loss),
             "progress": progress(other.stats),
             "validation_loss": other.summary.get("validation_loss"),
         }
     return document
 
 
-def compare_ends(run: RunOutline, other: RunOutline) -> Comparison:
+def compare_ends(run: RunRecord, other: RunRecord) -> Comparison:
     """Return whether both runs ended with equal weights, else how near they came."""
     both = (run, other)
     digests = [str(one.summary.get("weights_digest") or "") for one in both]
@@ -189,25 +175,25 @@ def _number(document: Mapping[str, Any], *names: str) -> float | None:
     return next(map(float, known), None)
 
 
-def _goal(run: RunOutline) -> int:
+def _goal(run: RunRecord) -> int:
     """Return the last step; 0 if the settings are of a version with other keys."""
     with contextlib.suppress(ConfigError):
         return load(run.config_text).train.steps
     return 0
 
 
-def _date(run: RunOutline) -> str:
+def _date(run: RunRecord) -> str:
     """Return when the run began, in UTC; "" if the journal does not say."""
     if not run.stats.began_at:
         return ""
     return f"{dt.datetime.fromtimestamp(run.stats.began_at, dt.UTC):%Y-%m-%d %H:%M} UTC"
 
 
-def _logs(store: Store, path: str, run: RunOutline) -> dict[str, str]:
+def _logs(store: Store, path: str, run: RunRecord) -> dict[str, str]:
     """Return the last lines of rank 0, and of the dead by ``attempt/rank``."""
     wanted = [
         (incident.attempt, rank)
-        for incident in run.incidents[-_LOGS_MAX:]
+        for incident in run.all_incidents[-_LOGS_MAX:]
         if not incident.is_planned
         for rank, _, _ in incident.places[:_PLACES_MAX]
     ]
@@ -226,12 +212,12 @@ def _safe(store: Store, path: str) -> list[list[str]]:
     return [["in storage", ", ".join(names[-_NAMES_MAX:])]] if names else []
 
 
-def _fact(run: RunOutline, name: str) -> str:
+def _fact(run: RunRecord, name: str) -> str:
     """Return a number of a run's summary for people."""
     found = run.summary.get(name)
     if found is None and name in _CURVES:
         # A run that was stopped has no result, but has lines of its last steps.
-        points = _CURVES[name](run).points()
+        points = getattr(run.curves, _CURVES[name])
         found = points[-1][1] if points else None
     if isinstance(found, float):
         return f"{found:.6g}" if name in _ROUNDED else f"{found:.9f}"

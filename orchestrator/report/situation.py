@@ -14,15 +14,15 @@ def what_it_does(status: Mapping[str, Any]) -> str:
     """Return what the run does now.
 
     Args:
-        status: ``core.describe``, or the document of ``/status``.
+        status: The document of ``/status``.
     """
-    phase, num = status["phase"], len(_members(status))
+    phase, num = status["phase"], len(status["workers"])
     if phase == "training":
         return f"Trains on {counted(num, 'worker')}{_in_layout(status)}.{_asks(status)}"
     if phase == "waiting":
         return f"Waits for {status['waits_for'] or 'workers'}.{_fleet(status)}{_asks(status)}"
     if phase == "forming":
-        formed = sum(row["state"] == "training" for row in _members(status))
+        formed = sum(row["state"] == "training" for row in status["workers"])
         return f"Attempt {status['attempt']} forms: {formed} of {counted(num, 'worker')} are ready."
     why = _cause(status)
     if phase == "yielding":
@@ -52,10 +52,6 @@ def what_survives(redundancy: Mapping[str, Any]) -> tuple[str, bool]:
     return f"survives the loss of {nodes}" + (f" ({mechanism})" if mechanism else ""), True
 
 
-def _members(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return status.get("members") or status.get("workers") or []
-
-
 def _in_layout(status: Mapping[str, Any]) -> str:
     return f" ({status['layout']})" if status["layout"] not in ("", "1 worker") else ""
 
@@ -71,7 +67,7 @@ def _asks(status: Mapping[str, Any]) -> str:
 
 
 def _fleet(status: Mapping[str, Any]) -> str:
-    rows = [*_members(status), *status["standbys"]]
+    rows = [*status["workers"], *status["standbys"]]
     states = Counter(row["state"] for row in rows)
     lost = [row["node"][:8] for row in status["nodes"] if row["state"] == "lost"]
     processes = ", ".join(f"{num} {state}" for state, num in states.items())

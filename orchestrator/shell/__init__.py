@@ -17,13 +17,7 @@ if TYPE_CHECKING:
         require_loopback,
     )
     from orchestrator.shell.names import CONTROLLER, NAMESPACE_PREFIX, RunNames, run_id
-    from orchestrator.shell.serve import (
-        bounds_document,
-        capacity_rows,
-        cost_document,
-        progress_document,
-        withdraw,
-    )
+    from orchestrator.shell.serve import withdraw
     from orchestrator.shell.storage import config_of, read_segments
 
 

@@ -24,6 +24,7 @@ from orchestrator import core
 from orchestrator.config import RunConfig
 from orchestrator.core import actions as act
 from orchestrator.errors import TokenError
+from orchestrator.report import RunDocument, Seen, bounds_document, tell
 from orchestrator.shell.actions import Actions
 from orchestrator.shell.capacity import AutoscalerWatch, probe_links
 from orchestrator.shell.clock import wall_time
@@ -37,13 +38,8 @@ from orchestrator.shell.serve import (
     NUM_TOLD,
     Live,
     RunCollector,
-    Sources,
     StatusPage,
     announce,
-    bounds_document,
-    cost_document,
-    progress_document,
-    status_document,
     withdraw,
 )
 from orchestrator.shell.threads import JOURNAL, RAY, STORAGE, LoopWatch, Tasks, in_thread
@@ -96,19 +92,23 @@ class Run:
     async def serve(self) -> None:
         """Be in charge until the run is over and everything is given back."""
         parts, config = self._parts, self._config
-        live = self._live()
+        live = Live(
+            config=config,
+            store=parts.store,
+            path=parts.path,
+            told=self._tell,
+            reports=parts.observer.reports,
+            at_s=self._inbox.at_s,
+        )
         page = StatusPage(
             host=LOOPBACK if config.is_page_local else ray.util.get_node_ip_address(),
             port=config.cluster.metrics_port,
-            status=self._status,
+            status=lambda: self._tell().status,
             losses=self._losses,
             metrics=RunCollector(
                 run=config.run.name,
                 run_id=parts.names.run_id,
-                status=partial(self._status, NUM_TOLD),
-                stats=parts.outputs.stats,
-                samples_per_step=config.train.global_batch,
-                tokens_per_step=config.tokens_per_step,
+                told=partial(self._tell, NUM_TOLD),
             ),
             live=live,
             act=self.perform,
@@ -215,23 +215,6 @@ class Run:
         if parts.protection.look(parts.state, at_s):
             self._inbox.post(core.MemoryProtected(at_s=at_s, attempt=parts.state.attempt.number))
 
-    def _live(self) -> Live:
-        parts = self._parts
-        return Live(
-            config=self._config,
-            store=parts.store,
-            path=parts.path,
-            sources=Sources(
-                stats=parts.outputs.stats,
-                reports=parts.observer.reports,
-                costs=parts.observer.costs,
-                views=parts.nodes.views,
-                at_s=self._inbox.at_s,
-                described=lambda: core.describe(parts.state),
-                redundancy=self._redundancy,
-            ),
-        )
-
     async def perform(self, name: str, token: str, what: Mapping[str, Any]) -> str:
         """Perform an action that its page asks for. Raises ``TokenError`` and ``ActionError``."""
         self.require_token(token)
@@ -257,7 +240,7 @@ class Run:
 
     async def status(self) -> dict[str, Any]:
         """Return the status document."""
-        return self._status()
+        return self._tell().status
 
     async def share(self) -> dict[str, Any]:
         """Return the run's ``Share`` as plain values."""
@@ -357,26 +340,23 @@ class Run:
         )
         self._spawn(self._reads.find_and_enter(action))
 
-    def _status(self, num_told: int | None = None) -> dict[str, Any]:
-        parts, stats = self._parts, self._parts.outputs.stats
-        return status_document(
-            described=core.describe(parts.state, num_told),
-            reports=parts.observer.reports,
-            seen_at_s=parts.observer.seen_at_s,
-            costs=parts.observer.costs,
-            nodes=parts.nodes.views,
-            at_s=self._inbox.at_s(),
-            alternatives=self._config.alternative_names(),
-            cost=cost_document(stats, self._config),
-            **progress_document(stats, self._config.train.steps, at_s=self._inbox.at_s()),
-            directory=self._config.run.directory,
+    def _tell(self, num_told: int | None = None) -> RunDocument:
+        parts, at_s = self._parts, self._inbox.at_s()
+        return tell(
+            core.describe(parts.state, num_told),
+            parts.outputs.stats,
+            self._config,
+            seen=Seen(
+                at_s=at_s,
+                reports=parts.observer.reports,
+                seen_at_s=parts.observer.seen_at_s,
+                costs=parts.observer.costs,
+                nodes=[view.told(at_s) for view in parts.nodes.views.values()],
+            ),
             url=self._url,
             step_s=parts.observer.step_s,
             redundancy=self._redundancy(),
             cadence=parts.cadence.document(parts.state),
-            loaded=stats.loaded,
-            passed_over=list(stats.passed_over),
-            evidence=stats.evidence,
             bounds_s=bounds_document(
                 self._config, parts.observer.limits, lease_s=parts.nodes.longest_lease_s()
             ),

@@ -10,7 +10,6 @@ import ray
 
 from orchestrator.config import RunConfig
 from orchestrator.core import Event, Phase
-from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell import storage
 from orchestrator.shell.capacity import (
     DRAINED,
@@ -31,6 +30,7 @@ from orchestrator.shell.observer import Observer
 from orchestrator.shell.others import Others
 from ucp_core.storage import Owner, held, join, open_store
 from workers import keeper, process
+from workers.protocol import CHECKPOINTS
 
 
 class Parts:

@@ -28,16 +28,9 @@ from typing import Any, Final
 
 from orchestrator import core
 from orchestrator.config import RunConfig, load
+from orchestrator.report import RunDocument, Seen, tell
 from orchestrator.shell.capacity import NodeView
-from orchestrator.shell.serve import (
-    NUM_TOLD,
-    Live,
-    RunCollector,
-    Sources,
-    cost_document,
-    progress_document,
-    status_document,
-)
+from orchestrator.shell.serve import NUM_TOLD, Live, RunCollector
 from orchestrator.shell.storage import JournalFile, read_segments
 from tests.benchmarks.common import percentile
 from tests.benchmarks.fleet_shell import NUM_RANKS, Costs, FleetShell
@@ -237,45 +230,31 @@ class Fleet:
         keepers = [{"node": n, "held_bytes": 1 << 36, "budget_bytes": 1 << 37} for n in views]
         redundancy = {**_REDUNDANCY, "keepers": keepers}
 
-        def status() -> dict[str, Any]:
-            return status_document(
-                described=core.describe(shell.state, NUM_TOLD),
-                reports=reports,
-                seen_at_s=dict.fromkeys(reports, shell.now_s),
-                costs={},
-                nodes=views,
-                at_s=shell.now_s,
-                alternatives=self.config.alternative_names(),
-                cost=cost_document(shell.stats, self.config),
-                **progress_document(shell.stats, self.config.train.steps, at_s=shell.now_s),
-                directory="runs/fleet",
+        def told(num_told: int | None = None) -> RunDocument:
+            return tell(
+                core.describe(shell.state, num_told),
+                shell.stats,
+                self.config,
+                seen=Seen(
+                    at_s=shell.now_s,
+                    reports=reports,
+                    seen_at_s=dict.fromkeys(reports, shell.now_s),
+                    nodes=[view.told(shell.now_s) for view in views.values()],
+                ),
                 url="http://head:8080",
                 step_s={"p50": 10.0, "p99": 11.0},
                 redundancy=redundancy,
                 cadence=_CADENCE,
             )
 
-        collector = RunCollector(
-            run="fleet",
-            run_id="fleet-1",
-            status=status,
-            stats=shell.stats,
-            samples_per_step=1,
-            tokens_per_step=0,
-        )
+        collector = RunCollector(run="fleet", run_id="fleet-1", told=lambda: told(NUM_TOLD))
         live = Live(
             config=self.config,
             store=LocalStore(),
             path=str(self.folder),
-            sources=Sources(
-                stats=shell.stats,
-                reports=reports,
-                costs={},
-                views=views,
-                at_s=lambda: shell.now_s,
-                described=lambda: core.describe(shell.state),
-                redundancy=lambda: redundancy,
-            ),
+            told=told,
+            reports=reports,
+            at_s=lambda: shell.now_s,
         )
         loop_s, make = _timed(collector.prepare)
         text_s, text = _timed(make)

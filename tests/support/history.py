@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config import RunConfig
-from orchestrator.run_directory import METRICS, read_run
+from orchestrator.run_directory import read_run
 from ucp_core.storage import join, open_store, read_appended
+from workers.protocol import METRICS
 
 #: Once so many snapshots were skipped the next is taken, though peers lack the one before.
 _SKIPPED_MIN = 8

@@ -10,9 +10,10 @@ from typing import Any
 from orchestrator.config import load
 from orchestrator.core import RunState, RunStats, describe
 from orchestrator.errors import TokenError
+from orchestrator.report import RunDocument, Scale, Seen, tell
 from orchestrator.shell.capacity import NodeView
-from orchestrator.shell.serve import Live, RunCollector, Sources
-from ucp_core.storage import LocalStore
+from orchestrator.shell.serve import Live, RunCollector
+from ucp_core.storage import LocalStore, Store
 from workers.protocol import StepCost, WorkerReport
 
 TOKEN = "a run's token"  # noqa: S105  of a test
@@ -25,14 +26,20 @@ def live_page(
     reports: Mapping[str, WorkerReport] | None = None,
     nodes: int = 0,
     described: Mapping[str, Any] | None = None,
+    store: Store | None = None,
 ) -> Live:
     """Return the page of a run in ``directory``."""
     text = f"run: {{directory: {directory}, name: shown}}\nworkers: {{max: 4}}\n"
     state = {**describe(RunState()), **(described or {})}
-    views = {
-        name: NodeView(node=name, raylet_address=("127.0.0.1", 1))
-        for name in (f"{number:02d}" * 28 for number in range(nodes))
-    }
+    names = [f"{number:02d}" * 28 for number in range(nodes)]
+    config, told = load(f"{text}train: {{steps: 60}}\n"), reports or {}
+    seen = Seen(
+        at_s=100.0,
+        reports=told,
+        seen_at_s=dict.fromkeys(told, 100.0),
+        costs={worker: StepCost(7, 0.3, 0.0) for worker in told},
+        nodes=[NodeView(node=name, raylet_address=("127.0.0.1", 1)).told(100.0) for name in names],
+    )
     redundancy = {
         "step": 0,
         "stored_step": 0,
@@ -42,18 +49,12 @@ def live_page(
         "keepers": [],
     }
     return Live(
-        config=load(f"{text}train: {{steps: 60}}\n"),
-        store=LocalStore(),
+        config=config,
+        store=store or LocalStore(),
         path=str(directory),
-        sources=Sources(
-            stats=stats or RunStats(),
-            reports=reports or {},
-            costs={worker: StepCost(7, 0.3, 0.0) for worker in reports or {}},
-            views=views,
-            at_s=lambda: 100.0,
-            described=lambda: state,
-            redundancy=lambda: redundancy,
-        ),
+        told=lambda: tell(state, stats or RunStats(), config, seen=seen, redundancy=redundancy),
+        reports=told,
+        at_s=lambda: 100.0,
     )
 
 
@@ -71,13 +72,13 @@ def refuse_others(token: str) -> None:
 
 def collector(status: Callable[[], dict[str, Any]] = dict) -> RunCollector:
     """Return the metrics of a run with that status."""
-    return RunCollector(
-        run="shown",
-        run_id="shown-1",
-        status=status,
-        stats=RunStats(),
-        samples_per_step=1,
-        tokens_per_step=0,
+    return RunCollector(run="shown", run_id="shown-1", told=lambda: told_of(status(), RunStats()))
+
+
+def told_of(status: dict[str, Any], stats: RunStats, samples: int = 1) -> RunDocument:
+    """Return what is told of a run with that status and those numbers."""
+    return RunDocument(
+        stats=stats, scale=Scale(0, samples, 0), cost=status.get("cost", {}), status=status
     )
 
 

@@ -44,6 +44,18 @@ class NodeView:
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def told(self, at_s: float) -> dict[str, Any]:
+        """Return its row of the run's status at ``at_s``."""
+        return {
+            "node": self.node,
+            # Not 0, which `kill` takes for its own process group.
+            "raylet_pid": self.raylet_pid or None,
+            "keeper_pid": self.keeper_pid or None,
+            "state": self.state,
+            "notice": self.notice,
+            "taken_in_s": round(self.taken_s - at_s) if math.isfinite(self.taken_s) else None,
+        }
+
 
 def view_of(row: Mapping[str, Any], rack_label: str) -> NodeView:
     """Return a node from a row of Ray's node table; ``rack_label`` as for ``Nodes``."""

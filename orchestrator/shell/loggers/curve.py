@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from orchestrator.run_directory import METRICS, VALIDATION, VALUES
+from workers.protocol import METRICS, VALIDATION, VALUES
 
 #: Keys of a step's line, and their names for people.
 _OF_STEP: Final = {

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Final
 
 from orchestrator.config import RunConfig
-from orchestrator.run_directory import LOGGERS
+from orchestrator.run_directory import LOGGERS, Tail
 from orchestrator.shell.loggers.curve import FILES, Curve, Point
 from orchestrator.shell.loggers.services import SERVICES, Service, first_ids
 from ucp_core.errors import StorageError, SupersededError
-from ucp_core.storage import RECENT_S, Owner, Store, join, read_appended
+from ucp_core.storage import RECENT_S, Owner, Store, join
 from workers.repeated import Repeated
 
 #: The files are looked at this often.
@@ -46,8 +46,7 @@ class Loggers:
 
     def __init__(self, config: RunConfig, *, store: Store, path: str, owner: Owner) -> None:
         self._store, self._path, self._owner = store, path, owner
-        #: How much of each file was read.
-        self._read_bytes = dict.fromkeys(FILES, 0)
+        self._tails = {name: Tail(store, join(path, name)) for name in FILES}
         self._curve = Curve()
         self._channels = {
             name: _Channel(name, run_id, partial(SERVICES[name], config))
@@ -107,34 +106,23 @@ class Loggers:
         resumed = [one.resume(*known.get(name, ("", -1))) for name, one in self._channels.items()]
         if all(resumed):
             self._curve = Curve.from_json(noted["curve"])
-            self._read_bytes |= noted["read"]
+            for name, at_bytes in noted["read"].items():
+                self._tails[name].at_bytes = at_bytes
         else:
             # Before a service knows of it: a controller that dies now must not begin a second run.
             self._note()
 
     def _round(self, *, is_final: bool) -> None:
         self._owner.require(within_s=RECENT_S)
-        for name in FILES:
-            self._curve.add(name, self._new_lines(name))
+        for name, tail in self._tails.items():
+            for text in tail.new():
+                self._curve.add(name, text.splitlines())
         points = self._curve.take(is_final=is_final)
         before = self._noted()
         for channel in self._channels.values():
             channel.write(points, is_last=self._ends.is_set())
         if self._noted() != before and not any(one.backlog for one in self._channels.values()):
             self._note()
-
-    def _new_lines(self, name: str) -> list[str]:
-        """Return the whole lines that a file has got since the last call."""
-        begin = self._read_bytes[name]
-        try:
-            data = read_appended(self._store, join(self._path, name), begin)
-        except StorageError as error:
-            if not error.facts.get("missing"):
-                raise
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read_bytes[name] = begin + len(whole)
-        return whole.decode(errors="replace").splitlines()
 
     def _noted(self) -> dict[str, tuple[str, int]]:
         return {name: (one.run_id, one.written) for name, one in self._channels.items()}
@@ -143,7 +131,7 @@ class Loggers:
         document = {
             "services": self._noted(),
             "curve": self._curve.to_json(),
-            "read": self._read_bytes,
+            "read": {name: tail.at_bytes for name, tail in self._tails.items()},
         }
         data = json.dumps(document, indent=1).encode()
         self._store.write_atomic(join(self._path, LOGGERS), data, fsync=False)

@@ -6,16 +6,9 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.shell.serve.discovery import announce, targets_path, withdraw
-    from orchestrator.shell.serve.live import Live, Sources
+    from orchestrator.shell.serve.live import Live
     from orchestrator.shell.serve.metrics import NUM_TOLD, RunCollector
     from orchestrator.shell.serve.page import StatusPage
-    from orchestrator.shell.serve.status import (
-        bounds_document,
-        capacity_rows,
-        cost_document,
-        progress_document,
-        status_document,
-    )
 
 
 __getattr__ = lazy_door(__name__)

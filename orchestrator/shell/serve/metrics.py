@@ -1,4 +1,4 @@
-"""All Prometheus metrics of a run, read from its status document and its numbers at each scrape.
+"""All Prometheus metrics of a run: a table of paths into what is told of it, read at each scrape.
 
 So a restarted controller shows the same totals as before: they come from the journal.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from orchestrator.core import RunStats
+from orchestrator.core import Incident, RunStats
+from orchestrator.report import RunDocument
 from orchestrator.shell.clock import wall_time
 
 #: So many incidents have series of their own, the newest ones.
@@ -26,8 +27,138 @@ _NODE = 12
 NUM_TOLD = 1000
 #: The values of ``RunStats.phase``.
 _PHASES = "waiting", "forming", "training", "yielding", "recovering", "over"
+#: Of what the path leads to: a number; or numbers by label; or rows, with a key behind the colon.
+_TABLE = """\
+gauge run_info | pages:is | url directory | 1; says where its page is.
+gauge phase | phases | phase | 1 for the phase that the run is in.
+counter phase_seconds | stats.phases_s | phase | Time spent in each phase.
+gauge attempt | stats.attempt | | Number of the newest attempt.
+gauge step | step | | Last completed step that need not be redone.
+gauge goal_steps | goal | | The last step of the run.
+counter steps | steps_done | | Steps that were completed, those that were redone included.
+counter lost_steps | stats.lost_steps | | Completed steps that were redone.
+gauge goodput_ratio | stats.goodput | | Share of the time spent in steps that counted.
+gauge goodput_since_start_ratio | stats.goodput_since_start | | The same of the time without \
+starts, and without stops by a person.
+gauge time_seconds | stats.parts_s | part | Where the time went; adds up to all.
+gauge workers | stats.num_workers | | Workers in the newest attempt.
+gauge layout_info | layouts | layout | 1 for the layout of the workers.
+gauge step_samples | scale.samples | | Samples of one step.
+gauge step_tokens | tokens | | Tokens of one step, where known.
+gauge loss | loss | | Loss of the last completed step.
+gauge validation_loss | validation_loss | | Loss of the last evaluation.
+gauge grad_norm | grad_norm | | Norm of the gradient before clipping.
+gauge learning_rate | lr | | Learning rate of the last completed step.
+gauge step_duration_seconds | step_s | percentile | Percentiles of the last steps, saves included.
+counter incidents | kinds | kind | Interruptions and planned changes.
+counter incidents_by_rule | rules | rule verdict | Incidents that detection found.
+counter incident_seconds | recovering_s | kind phase | Time of each phase of a recovery.
+counter loaded_bytes | sources | source | Bytes that recoveries loaded, by source.
+counter verdicts | verdicts | who | Failures in which somebody was named, or nobody.
+counter incident_cost_usd | spent_usd | kind | What waiting for recoveries, and steps done twice, \
+cost.
+gauge incident_detected_timestamp_seconds | newest:found_s | number kind who nodes why | When the \
+newest incidents were found.
+gauge incident_recovery_seconds | newest:recovery_s | number | Time to the first new step.
+gauge incident_lost_steps | newest:lost_steps | number | Steps redone after it.
+gauge incident_spent_usd | newest:cost_usd | number | Cost of waiting for it, and of redone steps.
+gauge suspected_seconds | suspected:for_s | kind rank node worker | How long a rank or link has \
+been suspected.
+gauge suspected_times | suspected:times | kind rank node worker | How many times as long as it \
+should it takes.
+counter suspicions | stats.suspicions | kind | Suspicions so far.
+gauge worker_processes | processes | state | Processes of workers by state.
+gauge workers_without_series | num_untold | | Members without series of their own: those of the \
+last ranks of many.
+gauge nodes | states | state | Nodes by state.
+gauge node_noticed | noticed:is | node | 1 if somebody says that it goes.
+gauge reservations_pending | pending_capacity | | Places for workers that were asked for and not \
+granted yet.
+gauge worker_step | workers:step | rank node worker | Last step that the worker completed.
+gauge worker_heartbeat_age_seconds | workers:last_heartbeat_s | rank node worker | Age of its \
+heartbeat.
+gauge worker_compute_seconds | workers:compute_s | rank node worker | Its fastest micro-batch of \
+the last step, forward and backward.
+gauge worker_data_seconds | workers:data_s | rank node worker | Its wait for the data of the last \
+step.
+gauge worker_device_bytes | workers:device_bytes | rank node worker | Memory in use on its device.
+gauge worker_device_bytes_max | workers:device_bytes_max | rank node worker | Memory of its device.
+gauge reservations_asked | capacity:asked | alternative | Places for workers that the run has or \
+asks for.
+gauge reservations_granted | capacity:granted | alternative | Those that it has.
+gauge reservations_refused | capacity:refused | alternative | Those that were not granted in time; \
+still asked for.
+gauge reservations_wait_seconds | capacity:waits_s | alternative | How long the open requests wait \
+for a grant.
+gauge reservations_refused_for_seconds | capacity:refused_for_s | alternative | How long they are \
+refused.
+gauge reservations_grant_seconds | capacity:grant_s | alternative | How long a machine took to come.
+counter reservation_requests | requests | alternative | Requests for places for workers.
+counter reservation_grants | grants | alternative | Requests that were granted.
+counter reservation_refusals | refusals | alternative | Requests that were not granted in time.
+counter cost_usd | cost.usd | | What the places for workers cost.
+gauge cost_usd_per_hour | cost.usd_per_hour | | What they cost in an hour.
+gauge snapshot_step | redundancy.step | | Newest step complete in memory.
+gauge stored_step | redundancy.stored_step | | Newest step known to be in storage.
+gauge node_losses_survived | redundancy.node_losses_survived | | Nodes that may be lost without \
+losing the snapshot.
+gauge redundancy_reduced_for_seconds | redundancy.reduced_for_s | | How long fewer nodes may be \
+lost than asked for; 0 if all is well.
+counter redundancy_reduced_seconds | redundancy.reduced_s | | Time in which fewer nodes might be \
+lost than asked for.
+gauge keeper_problems | num_problems | | Problems that reduce the protection by snapshots.
+gauge keeper_held_bytes | keepers:held_bytes | node | Memory that snapshots take on a node.
+gauge keeper_budget_bytes | keepers:budget_bytes | node | Memory that they may take there.
+gauge step_seconds | cadence.step_s | | Median step, without saves.
+gauge save_cost_ratio | cadence.cost_share | | Share of step time for which saves stall training.
+gauge save_cost_budget_ratio | cadence.cost_share_max | | The largest share allowed.
+gauge save_stall_seconds | stalls_s | what | Median stall of training.
+gauge save_every_steps | every | what | Steps between two saves.
+"""
 
-_Samples = Iterable[tuple[tuple[str, ...], float | None]]
+
+class _Row(NamedTuple):
+    """A metric: its family and name, and where its samples are."""
+
+    family: str
+    name: str
+    path: str  #: Names, with dots between them.
+    key: str  #: In each of the rows at ``path``; "" if there are none.
+    labels: tuple[str, ...]
+    text: str
+
+    @classmethod
+    def of(cls, line: str) -> _Row:
+        names, where, labels, text = (part.strip() for part in line.split("|"))
+        family, name = names.split()
+        path, _, key = where.partition(":")
+        return cls(family, name, path, key, tuple(labels.split()), text)
+
+    def metric(self, run: tuple[str, str], told: Mapping[str, Any]) -> Metric:
+        family = CounterMetricFamily if self.family == "counter" else GaugeMetricFamily
+        metric = family(f"everstep_{self.name}", self.text, labels=("run", "run_id", *self.labels))
+        for values, number in self._samples(told):
+            if number is not None:
+                metric.add_metric((*run, *values), float(number))
+        return metric
+
+    def _samples(self, told: Mapping[str, Any]) -> Iterable[tuple[tuple[str, ...], float | None]]:
+        found: Any = told
+        for name in self.path.split("."):
+            found = found[name] if isinstance(found, Mapping) else getattr(found, name)
+        if self.key:
+            return (
+                (tuple(_label(row, name) for name in self.labels), row[self.key]) for row in found
+            )
+        if not self.labels:
+            return [((), found)]
+        return [(key if isinstance(key, tuple) else (key,), found[key]) for key in found]
+
+
+_ROWS: Final = tuple(map(_Row.of, _TABLE.splitlines()))
+#: What reads the run's numbers, which change, and what reads rows that are made at each scrape.
+_OF_RUN = tuple(row for row in _ROWS if row.path != "workers")
+_OF_WORKERS = tuple(row for row in _ROWS if row.path == "workers")
 
 
 class RunCollector(Collector):
@@ -36,28 +167,14 @@ class RunCollector(Collector):
     Args:
         run: The name of the run, which others may have as well.
         run_id: The run, and no other one.
-        status: Returns the document of ``/status``, with rows for ``NUM_TOLD`` members at most.
-        samples_per_step: The global batch.
-        tokens_per_step: Tokens of it; 0 if only the workers can tell.
+        told: Returns what is told of the run, with rows for ``NUM_TOLD`` members at most.
     """
 
-    def __init__(
-        self,
-        *,
-        run: str,
-        run_id: str,
-        status: Callable[[], Mapping[str, Any]],
-        stats: RunStats,
-        samples_per_step: int,
-        tokens_per_step: int,
-    ) -> None:
+    def __init__(self, *, run: str, run_id: str, told: Callable[[], RunDocument]) -> None:
         self._run = run, run_id
-        self._status = status
-        self._stats = stats
+        self._told = told
         #: The wall time at which the run's clock was 0; read once, or incidents would move.
         self._epoch_s: float | None = None
-        self._samples_per_step = samples_per_step
-        self._tokens_per_step = tokens_per_step
 
     def describe(self) -> list[Metric]:
         """Return nothing: names are checked when they are scraped, not before the run is up."""
@@ -65,345 +182,92 @@ class RunCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is now."""
-        status = self._status()
-        yield from self._of_run(status)
-        yield from self._of_workers(status)
+        told = self._content()
+        return (row.metric(self._run, told) for row in _ROWS)
 
     def prepare(self) -> Callable[[], bytes]:
         """Return what makes the text, in any thread, of how the run is now."""
-        status = self._status()
-        of_run = list(self._of_run(status))
-        return lambda: _text([*of_run, *self._of_workers(status)])
+        told = self._content()
+        metrics = [row.metric(self._run, told) for row in _OF_RUN]
+        return lambda: _text([*metrics, *(row.metric(self._run, told) for row in _OF_WORKERS)])
 
-    def _of_run(self, status: Mapping[str, Any]) -> Iterator[Metric]:
-        """Yield what reads the run's numbers, which change."""
-        yield from self._progress(status)
-        yield from self._training(status)
-        yield from self._incidents()
-        yield from self._newest_incidents(status)
-        yield from self._suspicions(status)
-        yield from self._fleet(status)
-        yield from self._capacity(status)
-        yield from self._saves(status)
-
-    def _gauge(self, name: str, text: str, samples: _Samples, *labels: str) -> Metric:
-        return self._filled(GaugeMetricFamily, name, text, samples, labels)
-
-    def _counter(self, name: str, text: str, samples: _Samples, *labels: str) -> Metric:
-        return self._filled(CounterMetricFamily, name, text, samples, labels)
-
-    def _filled(
-        self,
-        family: type[GaugeMetricFamily | CounterMetricFamily],
-        name: str,
-        text: str,
-        samples: _Samples,
-        labels: tuple[str, ...],
-    ) -> Metric:
-        metric = family(f"everstep_{name}", text, labels=("run", "run_id", *labels))
-        for values, number in samples:
-            if number is not None:
-                metric.add_metric((*self._run, *values), float(number))
-        return metric
-
-    def _progress(self, status: Mapping[str, Any]) -> Iterator[Metric]:
-        stats = self._stats
-        where = [((status["url"], status["directory"]), 1.0)] if status["url"] else []
-        yield self._gauge("run_info", "1; says where its page is.", where, "url", "directory")
-        phases = [((name,), float(name == stats.phase)) for name in _PHASES]
-        yield self._gauge("phase", "1 for the phase that the run is in.", phases, "phase")
-        yield self._counter(
-            "phase_seconds", "Time spent in each phase.", _by_key(stats.phases_s), "phase"
-        )
-        yield self._gauge("attempt", "Number of the newest attempt.", _one(stats.attempt))
-        yield self._gauge(
-            "step", "Last completed step that need not be redone.", _one(status["step"])
-        )
-        yield self._gauge("goal_steps", "The last step of the run.", _one(status["goal"]))
-        yield self._counter(
-            "steps",
-            "Steps that were completed, those that were redone included.",
-            _one(stats.step + stats.lost_steps),
-        )
-        yield self._counter(
-            "lost_steps", "Completed steps that were redone.", _one(stats.lost_steps)
-        )
-        yield self._gauge(
-            "goodput_ratio", "Share of the time spent in steps that counted.", _one(stats.goodput)
-        )
-        yield self._gauge(
-            "goodput_since_start_ratio",
-            "The same of the time without starts, and without stops by a person.",
-            _one(stats.goodput_since_start),
-        )
-        yield self._gauge(
-            "time_seconds", "Where the time went; adds up to all.", _by_key(stats.parts_s), "part"
-        )
-        yield self._gauge("workers", "Workers in the newest attempt.", _one(stats.num_workers))
-        layout = [((status["layout"],), 1.0)] if status["layout"] else []
-        yield self._gauge("layout_info", "1 for the layout of the workers.", layout, "layout")
-
-    def _training(self, status: Mapping[str, Any]) -> Iterator[Metric]:
-        tokens = self._tokens_per_step or status["step_tokens"]
-        for name, text, value in (
-            ("step_samples", "Samples of one step.", self._samples_per_step),
-            ("step_tokens", "Tokens of one step, where known.", tokens),
-            ("loss", "Loss of the last completed step.", status["loss"]),
-            ("validation_loss", "Loss of the last evaluation.", status["validation_loss"]),
-            ("grad_norm", "Norm of the gradient before clipping.", status["grad_norm"]),
-            ("learning_rate", "Learning rate of the last completed step.", status["lr"]),
-        ):
-            yield self._gauge(name, text, _one(value))
-        yield self._gauge(
-            "step_duration_seconds",
-            "Percentiles of the last steps, saves included.",
-            _by_key(status["step_s"]),
-            "percentile",
-        )
-
-    def _newest_incidents(self, status: Mapping[str, Any]) -> Iterator[Metric]:
-        """Yield what a table of incidents says, and marks on curves need."""
+    def _content(self) -> dict[str, Any]:
+        """Return what the paths of the table lead through."""
+        document = self._told()
+        stats, scale, status = document.stats, document.scale, document.status
         if self._epoch_s is None:
             self._epoch_s = wall_time() - status["at_s"]
-        epoch_s, newest = self._epoch_s, self._stats.incidents[-_NUM_INCIDENTS:]
-        numbers = [(str(one.number),) for one in newest]
-        has_price = status["cost"]["usd"] is not None
-        found = [
-            (
-                (
-                    str(one.number),
-                    one.kind,
-                    one.who,
-                    ", ".join(dict.fromkeys(node[:_NODE] for *_, node in one.places)),
-                    one.evidence[:_TEXT_MAX],
-                ),
-                None if one.t_detect_s is None else round(epoch_s + one.t_detect_s),
-            )
-            for one in newest
-        ]
-        yield self._gauge(
-            "incident_detected_timestamp_seconds",
-            "When the newest incidents were found.",
-            found,
-            *("number", "kind", "who", "nodes", "why"),
-        )
-        for name, text, values in (
-            (
-                "incident_recovery_seconds",
-                "Time to the first new step.",
-                [one.recovery_s for one in newest],
-            ),
-            ("incident_lost_steps", "Steps redone after it.", [one.lost_steps for one in newest]),
-            (
-                "incident_spent_usd",
-                "Cost of waiting for it, and of redone steps.",
-                [one.cost_usd if has_price else None for one in newest],
-            ),
-        ):
-            yield self._gauge(name, text, zip(numbers, values, strict=True), "number")
-
-    def _incidents(self) -> Iterator[Metric]:
-        incidents = self._stats.incidents
-        yield self._counter(
-            "incidents",
-            "Interruptions and planned changes.",
-            _by_key(Counter(incident.kind for incident in incidents)),
-            "kind",
-        )
-        found = Counter((each.rule, each.verdict) for each in incidents if each.rule)
-        yield self._counter(
-            "incidents_by_rule",
-            "Incidents that detection found.",
-            found.items(),
-            "rule",
-            "verdict",
-        )
-        seconds: Counter[tuple[str, str]] = Counter()
-        loaded: Counter[str] = Counter()
-        verdicts: Counter[str] = Counter()
-        for incident in incidents:
-            for phase, duration_s in incident.phases_s.items():
-                seconds[incident.kind, phase] += duration_s  # type: ignore[assignment]
-            loaded.update(incident.sources)
-            if not incident.is_planned:
-                verdicts["named" if incident.guilty else "undecided"] += 1
-        yield self._counter(
-            "incident_seconds",
-            "Time of each phase of a recovery.",
-            seconds.items(),
-            "kind",
-            "phase",
-        )
-        yield self._counter(
-            "loaded_bytes", "Bytes that recoveries loaded, by source.", _by_key(loaded), "source"
-        )
-        yield self._counter(
-            "verdicts", "Failures in which somebody was named, or nobody.", _by_key(verdicts), "who"
-        )
-
-    def _suspicions(self, status: Mapping[str, Any]) -> Iterator[Metric]:
-        rows = status["suspects"]
-        keys = [(row["kind"], *_suspected(row["guilty"]), row["worker"]) for row in rows]
-        of_rank = "kind", "rank", "node", "worker"
-        for name, text, key in (
-            ("suspected_seconds", "How long a rank or link has been suspected.", "for_s"),
-            ("suspected_times", "How many times as long as it should it takes.", "times"),
-        ):
-            samples = zip(keys, (row[key] for row in rows), strict=True)
-            yield self._gauge(name, text, samples, *of_rank)
-        yield self._counter(
-            "suspicions", "Suspicions so far.", _by_key(self._stats.suspicions), "kind"
-        )
-
-    def _fleet(self, status: Mapping[str, Any]) -> Iterator[Metric]:
-        yield self._gauge(
-            "worker_processes",
-            "Processes of workers by state.",
-            _by_key(status["processes"]),
-            "state",
-        )
-        yield self._gauge(
-            "workers_without_series",
-            "Members without series of their own: those of the last ranks of many.",
-            _one(max(0, self._stats.num_workers - NUM_TOLD)),
-        )
-        yield self._gauge(
-            "nodes",
-            "Nodes by state.",
-            _by_key(Counter(row["state"] for row in status["nodes"])),
-            "state",
-        )
+        redundancy, cadence = status["redundancy"], status["cadence"]
+        # Alternatives that were never asked for have no row.
+        names = {str(n): row["alternative"] for n, row in enumerate(status["capacity"])}
         noticed = [
-            ((row["node"][:_NODE],), row["state"] == "draining")
+            {"node": row["node"], "is": row["state"] == "draining"}
             for row in status["nodes"]
             if row["state"] != "lost"
         ]
         # Those that go come first: of many not all have series.
-        noticed.sort(key=lambda sample: not sample[1])
-        told = noticed[:NUM_TOLD]
-        yield self._gauge("node_noticed", "1 if somebody says that it goes.", told, "node")
-        yield self._gauge(
-            "reservations_pending",
-            "Places for workers that were asked for and not granted yet.",
-            _one(status["pending_capacity"]),
-        )
+        noticed.sort(key=lambda row: not row["is"])
+        saves = "snapshot", "checkpoint"
+        return {
+            **status,
+            **_of_incidents(stats, self._epoch_s, is_priced=status["cost"]["usd"] is not None),
+            "stats": stats,
+            "scale": scale,
+            "pages": [{**status, "is": 1}] if status["url"] else [],
+            "phases": {name: name == stats.phase for name in _PHASES},
+            "steps_done": stats.step + stats.lost_steps,
+            "layouts": {status["layout"]: 1} if status["layout"] else {},
+            "tokens": scale.tokens or status["step_tokens"],
+            "suspected": [{**row, **_suspected(row["guilty"])} for row in status["suspects"]],
+            "num_untold": max(0, stats.num_workers - NUM_TOLD),
+            "states": Counter(row["state"] for row in status["nodes"]),
+            "noticed": noticed[:NUM_TOLD],
+            "requests": {names.get(n, n): num for n, num in stats.asked.items()},
+            "grants": {names.get(n, n): num for n, num in stats.granted.items()},
+            "refusals": {names.get(n, n): num for n, num in stats.refused.items()},
+            "num_problems": len(redundancy["problems"]),
+            "keepers": redundancy["keepers"][:NUM_TOLD],
+            "stalls_s": {name: cadence[f"{name}_stall_s"] for name in saves},
+            "every": {name: cadence[f"{name}_steps"] for name in saves},
+        }
 
-    def _of_workers(self, status: Mapping[str, Any]) -> Iterator[Metric]:
-        """Yield six series for each worker, from the document alone."""
-        members = status["workers"]
-        of_member = "rank", "node", "worker"
-        keys = [(str(row["rank"]), row["node"][:_NODE], row["worker"]) for row in members]
-        for name, text, key in (
-            ("worker_step", "Last step that the worker completed.", "step"),
-            ("worker_heartbeat_age_seconds", "Age of its heartbeat.", "last_heartbeat_s"),
-            (
-                "worker_compute_seconds",
-                "Its fastest micro-batch of the last step, forward and backward.",
-                "compute_s",
-            ),
-            ("worker_data_seconds", "Its wait for the data of the last step.", "data_s"),
-            ("worker_device_bytes", "Memory in use on its device.", "device_bytes"),
-            ("worker_device_bytes_max", "Memory of its device.", "device_bytes_max"),
-        ):
-            samples = zip(keys, (row[key] for row in members), strict=True)
-            yield self._gauge(name, text, samples, *of_member)
 
-    def _capacity(self, status: Mapping[str, Any]) -> Iterator[Metric]:
-        rows = status["capacity"]
-        for name, text, key in (
-            ("reservations_asked", "Places for workers that the run has or asks for.", "asked"),
-            ("reservations_granted", "Those that it has.", "granted"),
-            (
-                "reservations_refused",
-                "Those that were not granted in time; still asked for.",
-                "refused",
-            ),
-            (
-                "reservations_wait_seconds",
-                "How long the open requests wait for a grant.",
-                "waits_s",
-            ),
-            ("reservations_refused_for_seconds", "How long they are refused.", "refused_for_s"),
-            ("reservations_grant_seconds", "How long a machine took to come.", "grant_s"),
-        ):
-            samples = [((row["alternative"],), row[key]) for row in rows]
-            yield self._gauge(name, text, samples, "alternative")
-        for name, text, totals in (
-            ("reservation_requests", "Requests for places for workers.", self._stats.asked),
-            ("reservation_grants", "Requests that were granted.", self._stats.granted),
-            (
-                "reservation_refusals",
-                "Requests that were not granted in time.",
-                self._stats.refused,
-            ),
-        ):
-            # Those that were never asked for have no row.
-            named = {str(number): row["alternative"] for number, row in enumerate(rows)}
-            samples = [((named.get(number, number),), n) for number, n in totals.items()]
-            yield self._counter(name, text, samples, "alternative")
-        cost = status["cost"]
-        yield self._counter("cost_usd", "What the places for workers cost.", _one(cost["usd"]))
-        yield self._gauge(
-            "cost_usd_per_hour", "What they cost in an hour.", _one(cost["usd_per_hour"])
-        )
-        if cost["usd"] is not None:
-            by_kind: Counter[str] = Counter()
-            for incident in self._stats.incidents:
-                by_kind[incident.kind] += incident.cost_usd  # type: ignore[assignment]
-            yield self._counter(
-                "incident_cost_usd",
-                "What waiting for recoveries, and steps done twice, cost.",
-                _by_key(by_kind),
-                "kind",
-            )
+def _of_incidents(stats: RunStats, epoch_s: float, *, is_priced: bool) -> dict[str, Any]:
+    """Return incidents in numbers, and what a table of them says and marks on curves need."""
+    sources: Counter[str] = Counter()
+    verdicts: Counter[str] = Counter()
+    recovering_s: dict[tuple[str, str], float] = {}
+    spent_usd: dict[str, float] = {}
+    for one in stats.incidents:
+        for phase, took_s in one.phases_s.items():
+            recovering_s[one.kind, phase] = recovering_s.get((one.kind, phase), 0.0) + took_s
+        spent_usd[one.kind] = spent_usd.get(one.kind, 0.0) + one.cost_usd
+        sources.update(one.sources)
+        if not one.is_planned:
+            verdicts["named" if one.guilty else "undecided"] += 1
 
-    def _saves(self, status: Mapping[str, Any]) -> Iterator[Metric]:
-        redundancy, cadence = status["redundancy"], status["cadence"]
-        for name, text, value in (
-            ("snapshot_step", "Newest step complete in memory.", redundancy["step"]),
-            ("stored_step", "Newest step known to be in storage.", redundancy["stored_step"]),
-            (
-                "node_losses_survived",
-                "Nodes that may be lost without losing the snapshot.",
-                redundancy["node_losses_survived"],
-            ),
-            (
-                "redundancy_reduced_for_seconds",
-                "How long fewer nodes may be lost than asked for; 0 if all is well.",
-                redundancy["reduced_for_s"],
-            ),
-            (
-                "keeper_problems",
-                "Problems that reduce the protection by snapshots.",
-                len(redundancy["problems"]),
-            ),
-            ("step_seconds", "Median step, without saves.", cadence["step_s"]),
-            (
-                "save_cost_ratio",
-                "Share of step time for which saves stall training.",
-                cadence["cost_share"],
-            ),
-            ("save_cost_budget_ratio", "The largest share allowed.", cadence["cost_share_max"]),
-        ):
-            yield self._gauge(name, text, _one(value))
-        for name, text, key in (
-            ("keeper_held_bytes", "Memory that snapshots take on a node.", "held_bytes"),
-            ("keeper_budget_bytes", "Memory that they may take there.", "budget_bytes"),
-        ):
-            rows = redundancy["keepers"][:NUM_TOLD]
-            samples = [((row["node"][:_NODE],), row[key]) for row in rows]
-            yield self._gauge(name, text, samples, "node")
-        yield self._counter(
-            "redundancy_reduced_seconds",
-            "Time in which fewer nodes might be lost than asked for.",
-            _one(redundancy["reduced_s"]),
-        )
-        stalls_s = {name: cadence[f"{name}_stall_s"] for name in ("snapshot", "checkpoint")}
-        every = {name: cadence[f"{name}_steps"] for name in ("snapshot", "checkpoint")}
-        yield self._gauge(
-            "save_stall_seconds", "Median stall of training.", _by_key(stalls_s), "what"
-        )
-        yield self._gauge("save_every_steps", "Steps between two saves.", _by_key(every), "what")
+    def row(one: Incident) -> dict[str, Any]:
+        return {
+            "number": one.number,
+            "kind": one.kind,
+            "who": one.who,
+            "nodes": ", ".join(dict.fromkeys(node[:_NODE] for *_, node in one.places)),
+            "why": one.evidence[:_TEXT_MAX],
+            "found_s": None if one.t_detect_s is None else round(epoch_s + one.t_detect_s),
+            "recovery_s": one.recovery_s,
+            "lost_steps": one.lost_steps,
+            "cost_usd": one.cost_usd if is_priced else None,
+        }
+
+    return {
+        "kinds": Counter(one.kind for one in stats.incidents),
+        "rules": Counter((one.rule, one.verdict) for one in stats.incidents if one.rule),
+        "recovering_s": recovering_s,
+        "sources": sources,
+        "verdicts": verdicts,
+        "spent_usd": spent_usd if is_priced else {},
+        "newest": list(map(row, stats.incidents[-_NUM_INCIDENTS:])),
+    }
 
 
 class _Made(Collector):
@@ -423,16 +287,13 @@ def _text(metrics: Iterable[Metric]) -> bytes:
     return generate_latest(registry)
 
 
-def _one(value: float | None) -> _Samples:
-    return [((), value)]
+def _label(row: Mapping[str, Any], name: str) -> str:
+    text = str(row[name])
+    return ",".join(node[:_NODE] for node in text.split(",")) if name == "node" else text
 
 
-def _by_key(values: Mapping[str, float | None]) -> _Samples:
-    return [((key,), value) for key, value in values.items()]
-
-
-def _suspected(guilty: Mapping[str, Any]) -> tuple[str, str]:
+def _suspected(guilty: Mapping[str, Any]) -> dict[str, str]:
     """Return the ranks, or links between ranks, and the nodes of a suspicion as labels."""
     links = (f"{sender} to {receiver}" for sender, receiver in guilty["links"])
     ranks = ",".join([*map(str, guilty["ranks"]), *links])
-    return ranks, ",".join(node[:12] for node in guilty["nodes"])
+    return {"rank": ranks, "node": ",".join(guilty["nodes"])}

@@ -152,7 +152,7 @@ class StatusPage:
         # The clock is no part of the document: it alone would make every answer a new one.
         headers = {
             "ETag": self._live.tag,
-            "Everstep-At": f"{self._live.at_s:.1f}",
+            "Everstep-At": f"{self._live.at_s():.1f}",
             "Cache-Control": "no-cache",
         }
         if request.headers.get("If-None-Match") == self._live.tag:

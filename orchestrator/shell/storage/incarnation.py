@@ -17,13 +17,14 @@ from datetime import UTC, datetime
 
 from orchestrator import core
 from orchestrator.config import RunConfig, load
-from orchestrator.run_directory import CHECKPOINTS, CONFIG, RESULT, SETTINGS, SUMMARY
+from orchestrator.run_directory import CONFIG, SETTINGS, SUMMARY
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.storage.compaction import read_journal
 from orchestrator.shell.storage.journal import read_chunks, segment_sizes
 from orchestrator.shell.storage.sender import send_rest
 from ucp_core.native import find_committed, last_attempt, newest_finite, unloadable
 from ucp_core.storage import Store, claim, join
+from workers.protocol import CHECKPOINTS, RESULT
 
 #: If lines are sent in the background, this many attempts may be lost with the head. The next
 #: claimant skips their numbers: trainers of the last one may still write files with such names.

@@ -14,10 +14,11 @@ import ray
 from orchestrator.core import RunStats, incident_folder
 from orchestrator.errors import OrchestratorError
 from orchestrator.report import write_report
-from orchestrator.run_directory import CONTACT, RESULT, SUMMARY
+from orchestrator.run_directory import CONTACT, SUMMARY
 from orchestrator.shell.storage.sender import Sender
 from ucp_core.errors import UcpError
 from ucp_core.storage import Store, join
+from workers.protocol import RESULT
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,10 @@ import json
 from math import isnan
 from pathlib import Path
 
-from orchestrator.run_directory import read_run
+import pytest
+
+from orchestrator.run_directory import Tail, read_run
+from ucp_core.storage import LocalStore
 
 
 def _line(step: int, attempt: int, loss: float) -> str:
@@ -53,3 +56,24 @@ def test_a_run_that_diverged_is_read(tmp_path: Path) -> None:
     assert first.loss == 3.0
     assert isnan(second.loss)
     assert isnan(second.grad_norm)
+
+
+@pytest.mark.parametrize("part_bytes", [90, 1 << 20])
+def test_a_long_file_is_read_in_parts_and_each_line_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    """A part may end within a line, and a month's file does not fit into memory."""
+    monkeypatch.setattr("orchestrator.run_directory._PART_BYTES", part_bytes)
+    path = tmp_path / "rank0.jsonl"
+    tail = Tail(LocalStore(), str(path))
+    assert list(tail.new()) == []
+    lines = [_line(step, 1, 1.0) for step in range(1, 8)]
+    path.write_text("".join(lines)[:-4])
+    parts = list(tail.new())
+
+    assert "".join(parts) == "".join(lines[:-1])
+    assert (len(parts) > 1) == (part_bytes == 90)
+    path.write_text("".join(lines))
+    assert list(tail.new()) == lines[-1:]
+    near_end = Tail(LocalStore(), str(path), -len(lines[-1]) - 5)
+    assert "".join(near_end.new())[5:] == lines[-1]

@@ -12,7 +12,7 @@ from orchestrator.detection import Limits, limits_from
 from orchestrator.driver import RunView, open_console, print_bounds, print_node_plans, print_plan
 from orchestrator.policies import RecoveryPlan
 from orchestrator.policies.whatif import PartSource
-from orchestrator.shell import bounds_document
+from orchestrator.report import bounds_document
 from tests.support.statuses import status_document
 
 PLAN = RecoveryPlan(

@@ -16,16 +16,17 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
-from orchestrator.core import Phase, RunState, describe
+from orchestrator.config import load
+from orchestrator.core import Phase, RunState, RunStats, describe
 from orchestrator.core import events as ev
 from orchestrator.driver import plan_each_node, plan_losses, read_status
 from orchestrator.errors import CapacityError
 from orchestrator.policies import RecoveryPlan
-from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
+from orchestrator.report import Seen, tell
+from orchestrator.run_directory import CONFIG, CONTACT, SUMMARY
 from orchestrator.shell.capacity import NodeView
 from orchestrator.shell.memory.redundancy_status import loss_document
 from orchestrator.shell.serve.page import StatusPage
-from orchestrator.shell.serve.status import status_document
 from tests.support.checkpoints import save, small_state
 from tests.support.histories import ATTEMPT, calm
 from tests.support.journals import NUM_WORKERS, Journaled, config_at
@@ -33,6 +34,7 @@ from tests.support.keeper_handles import held
 from tests.support.live_pages import collector, live_page, require
 from ucp_core.storage import join
 from workers.protocol import (
+    CHECKPOINTS,
     HeldPart,
     Inventory,
     Source,
@@ -56,6 +58,13 @@ def _run_in(directory: Path) -> Journaled:
     (directory / CONFIG).write_text(config.to_yaml())
     (directory / CONTACT).write_text(json.dumps(_NOBODY))
     return run
+
+
+def _status(described: dict[str, Any] | None = None, **seen: Any) -> dict[str, Any]:
+    """Return the status of a run that a living controller has seen so."""
+    state = {**describe(RunState()), **(described or {})}
+    config = load("run: {directory: runs/x}\nworkers: {max: 2}\n")
+    return tell(state, RunStats(), config, seen=Seen(at_s=0.0, **seen)).status
 
 
 def test_what_is_not_known_of_a_process_is_no_number(tmp_path: Path) -> None:
@@ -87,15 +96,8 @@ def test_a_run_that_was_stopped_is_not_called_finished(tmp_path: Path) -> None:
 
 def test_a_node_whose_keeper_has_not_said_who_it_is_has_no_process_yet() -> None:
     """The controller that answers knows no more than its keepers have told."""
-    document = status_document(
-        described=describe(RunState()),
-        reports={},
-        seen_at_s={},
-        costs={},
-        nodes={"a": NodeView(node="a", raylet_address=("127.0.0.1", 1))},
-        at_s=0.0,
-        alternatives=["any"],
-    )
+    view = NodeView(node="a", raylet_address=("127.0.0.1", 1))
+    document = _status(nodes=[view.told(0.0)])
 
     assert [(row["raylet_pid"], row["keeper_pid"]) for row in document["nodes"]] == [(None, None)]
 
@@ -144,20 +146,9 @@ def test_tokens_of_a_step_are_known_once_all_members_have_told_theirs() -> None:
             f"w{rank}": replace(calm(f"w{rank}", rank), facts=StepFacts(tokens=each, lr=0.1))
             for rank, each in enumerate(told)
         }
-        document = status_document(
-            described={
-                **describe(RunState()),
-                "attempt": ATTEMPT,
-                "members": rows,
-                "num_members": len(rows),
-            },
-            reports=reports,
-            seen_at_s=dict.fromkeys(reports, 0.0),
-            costs={},
-            nodes={},
-            at_s=0.0,
-            alternatives=["any"],
-        )
+        described = {"attempt": ATTEMPT, "members": rows, "num_members": len(rows)}
+        seen_at_s = dict.fromkeys(reports, 0.0)
+        document = _status(described, reports=reports, seen_at_s=seen_at_s)
         assert document["lr"] == 0.1
         found: float | None = document["step_tokens"]
         return found
@@ -189,15 +180,8 @@ def test_a_living_controller_tells_no_loss_that_json_cannot_hold(loss: float) ->
         groups=(),
     )
     row = {"rank": 0, "worker": "w0001", "node": "n", "pid": 1, "state": "training"}
-    document = status_document(
-        described={**describe(RunState()), "attempt": 1, "members": [row]},
-        reports={"w0001": report},
-        seen_at_s={"w0001": 0.0},
-        costs={},
-        nodes={},
-        at_s=0.0,
-        alternatives=["any"],
-    )
+    described = {"attempt": 1, "members": [row]}
+    document = _status(described, reports={"w0001": report}, seen_at_s={"w0001": 0.0})
 
     assert json.dumps(document, allow_nan=False)
 

@@ -13,7 +13,7 @@ import pytest
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
 from orchestrator.report import live_page, write_report
 from orchestrator.report.html import compare_ends, report_document
-from orchestrator.run_directory import log_tail, read_outline, read_run, thin
+from orchestrator.run_directory import RunRecord, log_tail, read_run, thin
 from tests.support.run_directories import Fault, write_run
 from ucp_core.storage import LocalStore
 
@@ -139,7 +139,7 @@ def _page(path: Path) -> str:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    return report_document(read_outline(str(path)))
+    return report_document(RunRecord(str(path)))
 
 
 def _change(path: Path, **values: Any) -> None:
@@ -158,24 +158,24 @@ def test_a_run_with_equal_digests_is_said_to_have_the_same_weights(tmp_path: Pat
 
 def test_equal_losses_do_not_hide_different_weights(tmp_path: Path) -> None:
     """Losses that print alike are no proof: the digest decides."""
-    same = read_outline(str(write_run(tmp_path / "a")))
-    other = read_outline(str(write_run(tmp_path / "b", digest="00" * 32)))
+    same = RunRecord(str(write_run(tmp_path / "a")))
+    other = RunRecord(str(write_run(tmp_path / "b", digest="00" * 32)))
 
     assert compare_ends(same, other).verdict == "close"
 
 
 def test_an_unfinished_run_gets_no_verdict(tmp_path: Path) -> None:
     """Two missing digests are equal as values."""
-    a = read_outline(str(write_run(tmp_path / "a", finished=False)))
-    b = read_outline(str(write_run(tmp_path / "b", finished=False)))
+    a = RunRecord(str(write_run(tmp_path / "a", finished=False)))
+    b = RunRecord(str(write_run(tmp_path / "b", finished=False)))
 
     assert compare_ends(a, b).verdict == "unknown"
 
 
 def test_runs_of_different_length_are_not_compared(tmp_path: Path) -> None:
     """A run that stopped early can have any loss, also a lower one."""
-    a = read_outline(str(write_run(tmp_path / "a", steps=30)))
-    b = read_outline(str(write_run(tmp_path / "b", steps=60)))
+    a = RunRecord(str(write_run(tmp_path / "a", steps=30)))
+    b = RunRecord(str(write_run(tmp_path / "b", steps=60)))
 
     assert compare_ends(a, b).verdict == "different"
 

@@ -46,11 +46,11 @@ LACKS = [{"asked": 4, "granted": 2, "why": "no room"}]
     ("status", "said"),
     [
         (
-            {"phase": "training", "members": [_worker("training")] * 2, "layout": "tp=2"},
+            {"phase": "training", "workers": [_worker("training")] * 2, "layout": "tp=2"},
             "Trains on 2 workers (tp=2).",
         ),
         (
-            {"phase": "training", "members": [_worker("training")], "capacity": LACKS},
+            {"phase": "training", "workers": [_worker("training")], "capacity": LACKS},
             "Trains on 1 worker. Asks for 2 more places: no room.",
         ),
         (
@@ -65,7 +65,7 @@ LACKS = [{"asked": 4, "granted": 2, "why": "no room"}]
             {
                 "phase": "forming",
                 "attempt": 3,
-                "members": [_worker("training"), _worker("forming")],
+                "workers": [_worker("training"), _worker("forming")],
             },
             "Attempt 3 forms: 1 of 2 workers are ready.",
         ),
@@ -78,4 +78,4 @@ LACKS = [{"asked": 4, "granted": 2, "why": "no room"}]
 )
 def test_every_phase_says_what_it_waits_for(status: dict[str, Any], said: str) -> None:
     """Only "waiting" was printed seven times, and nobody knew for what."""
-    assert what_it_does({**describe(RunState()), **status}) == said
+    assert what_it_does({**describe(RunState()), "workers": [], **status}) == said

@@ -6,8 +6,8 @@ import json
 from math import isnan
 from typing import Any
 
-from orchestrator.run_directory import METRICS, VALIDATION, VALUES
 from orchestrator.shell.loggers import Curve
+from workers.protocol import METRICS, VALIDATION, VALUES
 
 
 def line(step: int, attempt: int = 1, **more: Any) -> str:

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from orchestrator.core import RunStats
 from orchestrator.core.log.incident import Incident
 from orchestrator.shell.serve import NUM_TOLD, RunCollector
+from tests.support.live_pages import told_of
 
 README = Path(__file__).parents[5] / "dashboards" / "README.md"
 RULES = README.with_name("rules.yml")
@@ -150,12 +151,7 @@ def _registry(*run_ids: str) -> CollectorRegistry:
     for run_id in run_ids or ("small-1",):
         registry.register(
             RunCollector(
-                run="small",
-                run_id=run_id,
-                status=lambda: STATUS,
-                stats=stats,
-                samples_per_step=16,
-                tokens_per_step=0,
+                run="small", run_id=run_id, told=lambda: told_of(STATUS, stats, samples=16)
             )
         )
     return registry
@@ -310,10 +306,7 @@ def test_a_scrape_does_not_grow_with_a_large_run() -> None:
 
 def collector_of(status: dict[str, Any], stats: RunStats) -> RunCollector:
     """Return the metrics of a run with that status and those numbers."""
-    return RunCollector(
-        run="small", run_id="small-1", status=lambda: status, stats=stats,
-        samples_per_step=1, tokens_per_step=0,
-    )  # fmt: skip
+    return RunCollector(run="small", run_id="small-1", told=lambda: told_of(status, stats))
 
 
 def test_names_and_types_are_as_prometheus_asks() -> None:

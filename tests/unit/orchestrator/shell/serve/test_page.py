@@ -18,7 +18,6 @@ from orchestrator.core.events import Suspected
 from orchestrator.diagnosis import Guilty, Kind, Suspicion
 from orchestrator.report import write_report
 from orchestrator.shell.serve import Live, StatusPage
-from orchestrator.shell.serve.curves import Curves
 from tests.support.histories import calm
 from tests.support.live_pages import (
     TOKEN,
@@ -280,8 +279,8 @@ def test_busy_machines_are_one_line_on_the_page_as_well(tmp_path: Path) -> None:
         event = Suspected(at_s=one.since_s, attempt=1, suspects=(one,))
         for record in transition_records(event, (), attempt=1):
             stats.add(record)
-    rank = {"kind": "slow_compute", "worker": "w3", "evidence": "rank 3 is slow"}
-    slow_link = {"kind": "slow_link", "worker": "", "evidence": "a link is slow"}
+    rank = {"kind": "slow_compute", "worker": "w3", "evidence": "rank 3 is slow", "since_s": 99.0}
+    slow_link = {"kind": "slow_link", "worker": "", "evidence": "a link is slow", "since_s": 99.0}
     live = live_page(tmp_path, stats=stats, described={"suspects": [rank, slow_link]})
 
     busy, link = json.loads(asyncio.run(live.document()))["live"]["suspects"]
@@ -301,17 +300,18 @@ def test_curves_read_what_is_new_and_take_back_what_is_redone(tmp_path: Path) ->
                 line = {"step": step, "attempt": attempt, "loss": 10.0 * attempt + step}
                 file.write(json.dumps({**line, "tokens": 8, "samples": 8}) + "\n")
 
-    curves = Curves(LocalStore(), str(tmp_path))
+    live = live_page(tmp_path)
+    curves = live.curves
     write(1, 1, 2, 3)
     with path.open("a") as file:
         file.write('{"step": 4, "attempt"')
-    asyncio.run(curves.look())
+    asyncio.run(live.look())
     assert [step for step, _ in curves.loss] == [1.0, 2.0, 3.0]
     with path.open("a") as file:
         file.write(': 1, "loss": 14.0}\n')
     write(2, 3, 4)
-    curves._looked_s = 0.0
-    asyncio.run(curves.look())
+    live._looked_s = 0.0
+    asyncio.run(live.look())
 
     assert curves.loss == [(1.0, 11.0), (2.0, 12.0), (3.0, 23.0), (4.0, 24.0)]
     assert curves.tokens_per_step == 0
@@ -335,14 +335,15 @@ def test_while_storage_stalls_the_page_is_there_without_its_newest_points(tmp_pa
     path.parent.mkdir()
     path.write_text('{"step": 1, "attempt": 1, "loss": 2.0}\n')
     store = _Stalled()
-    curves = Curves(store, str(tmp_path))
+    live = live_page(tmp_path, store=store)
+    curves = live.curves
 
     async def look() -> tuple[list[Any], list[Any]]:
-        await curves.look()
+        await live.look()
         before = list(curves.loss)
         store.goes_on.set()
         while not curves.loss:
-            await curves.look()
+            await live.look()
         return before, curves.loss
 
     assert asyncio.run(look()) == ([], [(1.0, 2.0)])
