@@ -21,12 +21,14 @@ from tests.support.spot_traces import Change, Costs
 RESTART = Costs(loss=60.0, growth=15.0, join=8.0)
 
 
+@pytest.mark.parametrize("name", HOURS)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_planner_makes_nearly_as_many_samples_as_an_oracle(model: str) -> None:
-    """Eleven hours, 77 losses; without its own steps it would be below with the smaller model."""
-    found = measure(model, "all", MEASURED)
+def test_the_planner_makes_nearly_as_many_samples_as_an_oracle(model: str, name: str) -> None:
+    """Eleven hours have 77 losses, and two of the single hours have a third of the nodes."""
+    found = measure(model, name, MEASURED)
     assert float(found["planner"]) >= 0.95
-    assert float(found["planner"]) >= float(found["unlearned"]) >= float(found["degrees"])
+    if name == "all":
+        assert float(found["planner"]) >= float(found["unlearned"]) >= float(found["degrees"])
 
 
 @pytest.mark.parametrize("costs", [MEASURED, RESTART], ids=["measured", "restart"])
