@@ -30,6 +30,10 @@ class StateError(WorkerError):
     """Saved state does not fit the model, or no saved state could be read."""
 
 
+class CheckpointError(WorkerError):
+    """A script's own checkpoint cannot be saved or loaded; says on which rank."""
+
+
 class MisfitError(StateError):
     """A checkpoint is sound and of another model or optimizer than the one that is to resume it."""
 

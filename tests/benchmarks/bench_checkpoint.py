@@ -1,6 +1,7 @@
 """Saving and loading, beside raw writes and reads and beside torch's distributed checkpoint.
 
     python -m tests.benchmarks checkpoint --megabytes 12 256 --rounds 7 --json
+    python -m tests.benchmarks checkpoint --torchrun --megabytes 1000 --rounds 5
 
 One process, warm page cache, fresh files. With ``--fsync`` every way forces its files to the disk,
 otherwise none does. The ways take turns in every round, each first in another round, and each
@@ -10,6 +11,8 @@ of a page costs a virtual machine several times the write.
 Loads use as many threads as a program gets by default; ``load_1`` uses one, like the raw read.
 ``shrink`` saves with 4 ranks and loads as rank 0 of 3. Speeds and ratios are of the best round,
 because other work on the machine only adds; medians stand beside them.
+
+``--torchrun`` measures what a plain script under torchrun sees: ``torchrun_checkpoint``.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -196,18 +201,37 @@ def measure(megabytes: int, rounds: int, root: Path, *, fsync: bool) -> dict[str
     }
 
 
+def under_torchrun(options: argparse.Namespace) -> int:
+    """Measure by ``torchrun_checkpoint``; return the exit status."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+    words = [f"--rounds={options.rounds}", *(["--json"] if options.json else [])]
+    words += [f"--directory={options.directory}"] if options.directory else []
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    for megabytes in options.megabytes or (1000,):
+        module = ["-m", "tests.benchmarks.torchrun_checkpoint", f"--megabytes={megabytes}"]
+        command = [sys.executable, "-m", *launcher, *module, *words]
+        status = subprocess.run(command, env=environment, check=False).returncode
+        if status:
+            return status
+    return 0
+
+
 def main() -> None:
     """Print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[12, 256])
+    parser.add_argument("--megabytes", type=int, nargs="+", help="default: 12 256, or 1000")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--fsync", action="store_true", help="all ways write to the disk")
     parser.add_argument("--directory", help="where to write; default: the system's temporary one")
+    parser.add_argument("--torchrun", action="store_true", help="in a script under torchrun")
+    parser.add_argument("--ranks", type=int, default=NUM_RANKS, help="with --torchrun")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.torchrun:
+        sys.exit(under_torchrun(options))
     torch.set_num_threads(1)
     results = {}
-    for megabytes in options.megabytes:
+    for megabytes in options.megabytes or (12, 256):
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
             results[str(megabytes)] = measure(
                 megabytes, options.rounds, Path(folder) / "bench", fsync=options.fsync

@@ -19,6 +19,7 @@ from ucp_core.geometry.statemap import (
     StateMap,
     TensorEntry,
     TensorKey,
+    copies_differ,
     prove_entry,
     sweep_dim,
 )
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         TableTensors,
         columns_of,
         merged,
+        without_repeats,
     )
     from ucp_core.geometry.fragment_table import Numbers as Numbers
 

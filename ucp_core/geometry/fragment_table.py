@@ -16,10 +16,17 @@ import numpy as np
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, TensorEntry, TensorKey, prove_entry
+from ucp_core.geometry.statemap import (
+    DTYPE_BYTES,
+    Fragment,
+    TensorEntry,
+    TensorKey,
+    copies_differ,
+    prove_entry,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -313,6 +320,36 @@ def merged(tables: Sequence[Table]) -> Table:
         places[order],
         tuple(chain.from_iterable(table.files for table in tables)),
         np.concatenate([table.blocks for table in tables]),
+    )
+
+
+def without_repeats(table: Table, may_differ: Collection[str]) -> Table:
+    """Return a merged table that has each box once: from the table that came first.
+
+    Args:
+        may_differ: Names of tensors of which the first values count.
+
+    Raises:
+        CheckpointCorruptError: Two tables have other values of a box of another tensor.
+    """
+    tensor, bounds = table.tensor_of, table.bounds
+    is_new = np.diff(tensor, prepend=-1) != 0
+    is_new[1:] |= (bounds[1:] != bounds[:-1]).any(axis=(1, 2))
+    if is_new.all():
+        return table
+    first = np.maximum.accumulate(np.where(is_new, np.arange(len(is_new)), 0))
+    for row in np.flatnonzero(table.places[:, CRC] != table.places[first, CRC]).tolist():
+        key = table.tensors.every[tensor[row]].key
+        if key.fqn not in may_differ:
+            one, other = table.fragments(np.array([first[row], row]))
+            raise copies_differ(key, one.box, one.file, other.file)
+    return Table(
+        table.tensors,
+        np.searchsorted(tensor[is_new], np.arange(len(table.tensors.every) + 1)),
+        bounds[is_new],
+        table.places[is_new],
+        table.files,
+        table.blocks,
     )
 
 

@@ -238,6 +238,19 @@ def _overlap(ndim: int, boxes: tuple[Box, ...]) -> tuple[int, int] | None:
     return None
 
 
+def copies_differ(key: TensorKey, box: Box, one: str, other: str) -> CheckpointCorruptError:
+    """Return the error for two files that hold other values of the same elements."""
+    return CheckpointCorruptError(
+        f"{key}: box {box} has other values in {one} than in {other}: ranks that hold the same "
+        "weight must hold the same values. Copies that drifted apart: broadcast them from one rank "
+        "before you save. Parts of one tensor, such as a rank's experts: make them a DTensor",
+        fqn=key.fqn,
+        slot=key.slot,
+        box=box,
+        files=[one, other],
+    )
+
+
 def sweep_dim(boxes: Sequence[Box], ndim: int) -> int:
     """Return the dim along which the fewest boxes overlap at any place.
 

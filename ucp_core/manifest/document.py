@@ -19,18 +19,20 @@ from ucp_core.errors import (
     UcpError,
     UnsupportedVersionError,
 )
-from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey, copies_differ
 from ucp_core.manifest.validation import FORMATS, load_json, validate
 from ucp_core.numerics import combine_blocks, crc32
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 VERSION = 1
 #: Larger documents are read as columns, with numpy. It takes 0.1 s to import, so ``ucp inspect``
 #: opens smaller manifests without it; programs that read the records of ranks have it loaded.
 _MANIFEST_COLUMNS_BYTES_MIN = 256 << 10
 _RECORD_COLUMNS_BYTES_MIN = 8 << 10
+#: Members of objects that stand for one value which JSON lacks (``workers.state.registered``).
+_ONE_VALUE = frozenset({"as", "base64", "float", "items", "tuple"})
 #: Most entries of a document that cannot be read as columns; they take 10 s and 250 MB.
 _ENTRIES_MAX = 1 << 20
 
@@ -90,6 +92,8 @@ class Manifest:
     source: Mapping[str, Any] = field(default_factory=dict)  #: The writer; free, JSON.
     world_size: int = 0  #: Ranks that saved; 0 in a universal manifest.
     rank: int = -1  #: The rank of a record; -1 in a manifest.
+    #: In a record: other ranks may have saved the same boxes, and values of their own in ``extra``.
+    uncoordinated: bool = False
     ties: Mapping[str, str] = field(default_factory=dict)  #: Alias to the fqn that has an entry.
     #: ``frozen``, ``buffer`` or ``extra`` by fqn; trained parameters have none.
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -148,6 +152,7 @@ def _manifest(document: dict[str, Any], entries: Mapping[TensorKey, TensorEntry]
         source=document["source"],
         world_size=0 if kind is Kind.UNIVERSAL else document["world_size"],
         rank=document["rank"] if kind is Kind.RANK_RECORD else -1,
+        uncoordinated=kind is Kind.RANK_RECORD and document.get("uncoordinated") is True,
         ties={a: fqn for fqn, t in document["tensors"].items() for a in t.get("ties", ())},
         roles={fqn: t["role"] for fqn, t in document["tensors"].items() if "role" in t},
         items={
@@ -246,6 +251,8 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
         document["world_size"] = manifest.world_size
     if manifest.kind is Kind.RANK_RECORD:
         document["rank"] = manifest.rank
+        if manifest.uncoordinated:
+            document["uncoordinated"] = True
     if manifest.items:
         document["items"] = {name: item._asdict() for name, item in sorted(manifest.items.items())}
     return document
@@ -355,15 +362,23 @@ def merge(records: Sequence[Manifest]) -> Manifest:
     ``params`` of a group are the union over all ranks, because a pipeline stage knows only its
     own. The block size is the largest of any rank.
 
+    Of records that are ``uncoordinated``, a box that several ranks saved counts once, and ``extra``
+    has the values of all ranks. Where ranks have other values under one name, or of one buffer,
+    that of the lowest rank counts.
+
     Raises:
-        CheckpointCorruptError: Two ranks disagree on the dtype or shape of a tensor, or the
-            largest block size is no multiple of another rank's.
+        CheckpointCorruptError: Two ranks disagree on the dtype, the shape or the elements of a
+            tensor, or the largest block size is no multiple of another rank's.
         UncoveredRegionError: The ranks together do not hold every element exactly once.
     """
     records = sorted(records, key=lambda record: record.rank)
     first = records[0]
     block_bytes = max(record.state_map.block_bytes for record in records)
-    state_map = StateMap(entries=_merged_entries(records, block_bytes), block_bytes=block_bytes)
+    roles = {fqn: role for record in records for fqn, role in record.roles.items()}
+    is_joined = any(record.uncoordinated for record in records)
+    buffers = {fqn for fqn, role in roles.items() if role == "buffer"} if is_joined else None
+    entries = _merged_entries(records, block_bytes, buffers)
+    state_map = StateMap(entries=entries, block_bytes=block_bytes)
     state_map.prove_coverage()
     return Manifest(
         kind=Kind.DISTRIBUTED,
@@ -372,24 +387,43 @@ def merge(records: Sequence[Manifest]) -> Manifest:
         state_map=state_map,
         files={name: entry for record in records for name, entry in record.files.items()},
         param_groups=_merged_groups(records),
-        extra=first.extra,
+        extra=_joined([record.extra for record in records]) if is_joined else first.extra,
         source=first.source,
         world_size=first.world_size,
         ties={alias: fqn for record in records for alias, fqn in record.ties.items()},
-        roles={fqn: role for record in records for fqn, role in record.roles.items()},
+        roles=roles,
         items={name: item for record in records for name, item in record.items.items()},
     )
 
 
+def _joined(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return objects as one; where they differ, the first one counts."""
+    found: dict[str, Any] = {}
+    for one in values:
+        for name, value in one.items():
+            known = found.setdefault(name, value)
+            if isinstance(known, dict) and isinstance(value, dict) and known != value:
+                is_one = not _ONE_VALUE.isdisjoint({*known, *value})
+                found[name] = known if is_one else _joined([known, value])
+    return found
+
+
 def _merged_entries(
-    records: Sequence[Manifest], block_bytes: int
+    records: Sequence[Manifest], block_bytes: int, repeated: Collection[str] | None
 ) -> Mapping[TensorKey, TensorEntry]:
+    """Return the tensors with the fragments of all records.
+
+    Args:
+        repeated: Of boxes that several ranks saved, keep that of the lowest; the names of tensors
+            whose values may differ. None if each box is saved once.
+    """
     maps = [record.state_map for record in records]
     tables = [getattr(state_map.entries, "table", None) for state_map in maps]
     if all(tables) and all(state_map.block_bytes == block_bytes for state_map in maps):
-        from ucp_core.geometry import TableEntries, merged
+        from ucp_core.geometry import TableEntries, merged, without_repeats
 
-        return TableEntries(merged(list(filter(None, tables))))
+        table = merged(list(filter(None, tables)))
+        return TableEntries(table if repeated is None else without_repeats(table, repeated))
     fragments: dict[TensorKey, list[Fragment]] = defaultdict(list)
     seen: dict[TensorKey, TensorEntry] = {}
     for record in records:
@@ -408,10 +442,24 @@ def _merged_entries(
             key=key,
             dtype=entry.dtype,
             shape=entry.shape,
-            fragments=tuple(sorted(fragments[key])),
+            fragments=tuple(_once(key, sorted(fragments[key]), repeated)),
         )
         for key, entry in sorted(seen.items())
     }
+
+
+def _once(
+    key: TensorKey, fragments: Sequence[Fragment], repeated: Collection[str] | None
+) -> Sequence[Fragment]:
+    """Return the fragments, sorted by box and rank, without repeated boxes."""
+    if repeated is None:
+        return fragments
+    found: dict[Box, Fragment] = {}
+    for fragment in fragments:
+        first = found.setdefault(fragment.box, fragment)
+        if first.crc32 != fragment.crc32 and key.fqn not in repeated:
+            raise copies_differ(key, first.box, first.file, fragment.file)
+    return [*found.values()]
 
 
 def _with_blocks(

@@ -111,6 +111,10 @@ class RankSaver:
         source: The writer, JSON.
         block_bytes: Size of the blocks that have checksums.
         require_owner: See ``try_commit``.
+        uncoordinated: The ranks do not know what the others save; see ``merge``. Then ``extra``
+            counts on every rank.
+        roles: By name: "frozen" or "buffer".
+        ties: Other names of tensors.
 
     Attributes:
         order: Indices into ``tensors`` of those that are written, in order of the file.
@@ -118,7 +122,7 @@ class RankSaver:
         record_bytes_max: Bound of the record without ``extra``, ``param_groups`` and ``source``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a fact that the record states
         self,
         tensors: Sequence[LocalTensor],
         *,
@@ -128,11 +132,15 @@ class RankSaver:
         source: Mapping[str, Any],
         block_bytes: int,
         require_owner: Callable[[], None] = lambda: None,
+        uncoordinated: bool = False,
+        roles: Mapping[str, str] = MappingProxyType({}),
+        ties: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._block_bytes = block_bytes
         self._require_owner = require_owner
         self._attempt, self._rank, self._world_size = attempt, rank, world_size
         self._source = source
+        self._uncoordinated = uncoordinated
         self._name = rank_name(attempt, rank)
         written = [
             index
@@ -144,7 +152,11 @@ class RankSaver:
         written.sort(key=placed.__getitem__)
         self.order = tuple(written)
         self._form = _TensorsForm(
-            [tensors[index] for index in written], f"{self._name}.bin", block_bytes=block_bytes
+            [tensors[index] for index in written],
+            f"{self._name}.bin",
+            block_bytes=block_bytes,
+            roles=roles,
+            ties=ties,
         )
         self.sizes_bytes = tuple(self._form.sizes_bytes)
         self.record_bytes_max = self._form.text_bytes_max + _HEAD_BYTES_MAX
@@ -190,7 +202,8 @@ class RankSaver:
             state_map=StateMap(entries={}, block_bytes=self._block_bytes),
             files={file: FileEntry(num_bytes=size_bytes, crc32=whole)},
             param_groups=param_groups,
-            extra=extra if self._rank == 0 else {},
+            extra=extra if self._rank == 0 or self._uncoordinated else {},
+            uncoordinated=self._uncoordinated,
             source=self._source,
             world_size=self._world_size,
             rank=self._rank,
@@ -241,13 +254,23 @@ class _TensorsForm:
     Args:
         tensors: In order of the file; the boxes of one tensor are sorted.
         block_bytes: Size of the blocks that have checksums.
+        roles: Roles of tensors, by name; others are ignored, as in ``ties``.
+        ties: Other names of tensors.
 
     Attributes:
         sizes_bytes: Sizes of the tensors' data, in the same order.
         text_bytes_max: Bound of the filled text.
     """
 
-    def __init__(self, tensors: Sequence[LocalTensor], file: str, *, block_bytes: int) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[LocalTensor],
+        file: str,
+        *,
+        block_bytes: int,
+        roles: Mapping[str, str],
+        ties: Mapping[str, str],
+    ) -> None:
         sizes = [t.box.num_elements * DTYPE_BYTES[t.dtype] for t in tensors]
         self.sizes_bytes = sizes
         places: dict[TensorKey, list[tuple[Fragment, int]]] = {}
@@ -269,8 +292,16 @@ class _TensorsForm:
         # The order of the document: by name and slot, then by box.
         self._order = [index for _, found in sorted(places.items()) for _, index in found]
         state_map = StateMap(entries=entries, block_bytes=block_bytes)
+        names = {tensor.fqn for tensor in tensors}
         blank = Manifest(
-            kind=Kind.RANK_RECORD, step=0, attempt=0, state_map=state_map, files={}, rank=0
+            kind=Kind.RANK_RECORD,
+            step=0,
+            attempt=0,
+            state_map=state_map,
+            files={},
+            rank=0,
+            roles={fqn: role for fqn, role in roles.items() if fqn in names},
+            ties={alias: fqn for alias, fqn in ties.items() if fqn in names},
         )
         text = json.dumps(to_json(blank)["tensors"], separators=(",", ":"))
         self._text, num_places = _HOLES.subn(

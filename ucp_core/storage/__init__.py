@@ -27,7 +27,7 @@ from ucp_core.storage.local import (
     within,
 )
 from ucp_core.storage.memory import MemoryStore
-from ucp_core.storage.ownership import RECENT_S, Owner, claim, next_claim
+from ucp_core.storage.ownership import RECENT_S, Owner, claim, claims, next_claim
 from ucp_core.storage.passing import retried
 from ucp_core.storage.undoing import tidied, undone
 from ucp_core.storage.url import open_store

@@ -30,8 +30,17 @@ RECENT_S = 5.0
 
 def next_claim(store: Store, directory: str) -> int:
     """Return the number of the next claim on ``directory``."""
+    return max(_numbers(store, directory), default=0) + 1
+
+
+def claims(store: Store, directory: str) -> dict[int, dict[str, Any]]:
+    """Return the records of all claims on ``directory``, by number; see ``claim``."""
+    return {number: _read(store, directory, number) for number in _numbers(store, directory)}
+
+
+def _numbers(store: Store, directory: str) -> list[int]:
     names = (name.removesuffix(".json") for name in store.list(join(directory, CLAIMS)))
-    return max((int(name) for name in names if name.isdecimal()), default=0) + 1
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def claim(

@@ -38,12 +38,13 @@ class Cut:
 def cuts_of(tensor: DTensor) -> list[Cut]:
     """Return how the axes of its mesh cut ``tensor``, in the order in which they do."""
     mesh: Any = tensor.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
     place = mesh.get_coordinate()
     cuts: list[Cut] = []
     for number, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard | StridedShard):
             cut = Cut(
-                axis=mesh.mesh_dim_names[number],
+                axis=names[number],
                 dim=placement.dim,
                 num_parts=mesh.size(number),
                 part=place[number],

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from workers.state.buffers import PersistentBuffers
     from workers.state.entries import (
         DTYPES,
+        HoldsState,
         HostBuffer,
         StateEntry,
         TrainingState,
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
         refuse_unfit,
         take_whole_vectors,
     )
-    from workers.state.registered import Registered, Stateful, decode
+    from workers.state.plain_torch import PlainState, make_optimizer_state
+    from workers.state.registered import Registered, Stateful, decode, encode
     from workers.state.replica_shares import ReplicaShare, replicas_of
     from workers.state.twins import refuse_unsavable
     from workers.state.whole_shapes import saying_whole_shapes

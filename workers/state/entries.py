@@ -398,6 +398,19 @@ class HostBuffer:
             for entry, (start, stop) in zip(entries, places, strict=True)
         ]
 
+    def staged(self, entries: Sequence[StateEntry]) -> dict[int, Tensor]:
+        """Return a view of the block, by id, for every entry without contiguous host memory."""
+        elsewhere = [one for one in entries if one.tensor.is_cuda or not one.tensor.is_contiguous()]
+        return dict(zip(map(id, elsewhere), self.views(elsewhere), strict=True))
+
+    def on_host(self, entries: Sequence[StateEntry]) -> list[LocalTensor]:
+        """Return ``entries`` where they are; a copy of those without contiguous host memory."""
+        staged = self.staged(entries)
+        for entry in entries:
+            if id(entry) in staged:
+                staged[id(entry)].copy_(entry.tensor)
+        return [entry.local_tensor(staged.get(id(entry), entry.tensor)) for entry in entries]
+
     def capture(self, entries: Sequence[StateEntry]) -> list[LocalTensor]:
         """Return a copy of ``entries``."""
         mine = [entry for entry in entries if entry.tensor.numel()]

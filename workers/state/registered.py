@@ -89,7 +89,7 @@ class Registered:
                 "session.optimizer returned; make the scheduler with that one",
                 name=name,
             )
-        encode(stateful.state_dict(), name)
+        encode(stateful.state_dict(), f"session.register: {name}")
         if saved is not None:
             try:
                 stateful.load_state_dict(decode(saved["state"]))
@@ -128,13 +128,14 @@ class Registered:
         return {name: one.state_dict() for name, one in self._objects.items()}
 
     def _value(self, name: str, one: Stateful) -> dict[str, Any]:
+        where = f"session.register: {name}"
         groups: list[Any] = []
         if _is_scheduler(one):
             groups = [
-                encode({key: value for key, value in group.items() if _is_plain(key, value)}, name)
+                encode({key: value for key, value in group.items() if _is_plain(key, value)}, where)
                 for group in one.optimizer.param_groups
             ]
-        return {"state": encode(one.state_dict(), name), "groups": groups}
+        return {"state": encode(one.state_dict(), where), "groups": groups}
 
 
 def _is_scheduler(one: Any) -> TypeGuard[LRScheduler]:
@@ -188,8 +189,8 @@ def encode(value: Any, path: str) -> Any:
 def _encode_array(value: Tensor | NDArray[Any], path: str) -> dict[str, Any]:
     if isinstance(value, DTensor):
         raise TaskError(
-            f"session.register: {path} is a sharded tensor, which depends on the number of "
-            "workers; keep it in the model",
+            f"{path} is a sharded tensor, which depends on the number of workers; keep it in the "
+            "model",
             path=path,
         )
     if isinstance(value, Tensor):
@@ -207,7 +208,7 @@ def _encode_array(value: Tensor | NDArray[Any], path: str) -> dict[str, Any]:
 
 def _refusal(path: str, what: str) -> TaskError:
     return TaskError(
-        f"session.register: {path} {what}; state_dict() may hold numbers, texts, tensors, arrays, "
+        f"{path} {what}; state_dict() may hold numbers, texts, tensors, arrays, "
         "and lists, tuples and dictionaries of them; another class would come back as one of these",
         path=path,
     )

@@ -11,12 +11,17 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ucp_core.native import Checkpoint
 from workers.data import drawn, seeded
-from workers.errors import TaskError
 from workers.parallel import own_names
 from workers.state import HostBuffer, StateEntry, set_scalars
 from workers.train.context import WorkerContext
 from workers.train.executor import ShardedModel, all_agree
-from workers.train.loading.init_from import Initial, Needed, load_initial
+from workers.train.loading.init_from import (
+    Initial,
+    Needed,
+    Start,
+    load_initial,
+    refuse_uncounted,
+)
 from workers.train.loading.restore import Target
 
 Initialise = Callable[[str, tuple[int, ...]], Tensor]
@@ -26,7 +31,14 @@ def start_from(
     sharded: ShardedModel, context: WorkerContext, buffer: HostBuffer, *, tell: bool
 ) -> Initial:
     """Load the checkpoint that the settings name; see ``load_initial``."""
-    start = context.settings.start
+    run = context.settings.start
+    start = Start(
+        init_from=run.init_from,
+        init_state=run.init_state,
+        init_rename=run.init_rename,
+        init_missing=run.init_missing,
+        init_rows=run.init_rows,
+    )
     kept = {entry.fqn: entry.tensor.dtype for entry in sharded.state.entries()}
     needed = {
         name: Needed(dtype=kept.get(name, torch.float32), shape=shape, is_optional=0 in shape)
@@ -54,7 +66,8 @@ def start_from(
         tell=tell,
     )
     if start.init_state == "all":
-        _refuse_uncounted(sharded, initial, start.init_from)
+        names = sharded.state.scalars().keys()
+        refuse_uncounted(start, initial, sharded.parameters, sharded.optimizers, names)
     set_optimizer(
         sharded,
         initial.without_state,
@@ -63,23 +76,6 @@ def start_from(
         unstarted=start.init_state == "weights",
     )
     return initial
-
-
-def _refuse_uncounted(sharded: ShardedModel, initial: Initial, source: str) -> None:
-    """Refuse moments without their step: the optimizer would treat them as a first step's."""
-    names = sharded.state.scalars().keys()
-    for fqn, parameter in sharded.parameters.items():
-        state = sharded.optimizers.state.get(parameter, {})
-        for name in names & state.keys() if fqn not in initial.without_state else ():
-            held = initial.scalars.get(name)
-            if held is None or (isinstance(held, Mapping) and fqn not in held):
-                raise TaskError(
-                    f"run.init_from: {source} has optimizer state of {fqn} without its {name}, "
-                    "which would begin at its first value: use another checkpoint, or set "
-                    "run.init_state: weights",
-                    path=source,
-                    fqn=fqn,
-                )
 
 
 def fill(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -25,8 +26,7 @@ from ucp_core.numerics import WIDER
 from workers.errors import TaskError
 from workers.models import as_in_module
 from workers.parallel import own_names
-from workers.settings import RunSettings
-from workers.state import CHANGED, DTYPES, StateEntry
+from workers.state import CHANGED, DTYPES, HoldsState, StateEntry
 from workers.train.loading.restore import WEIGHT, without_optimizer_state
 
 #: A kind of source, in addition to those of ``restore``.
@@ -39,6 +39,22 @@ _TOLD: Final = 5
 _WITH_ROWS: Final = (1, 2)
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What to load from where, and how messages name that; see ``RunSettings``."""
+
+    init_from: str
+    init_state: str = "weights"
+    init_rename: Mapping[str, str] = field(default_factory=dict)
+    init_missing: Sequence[str] = ()
+    init_rows: Sequence[str] = ()
+    said: str = "run.init_from: "  #: Begins each message.
+    key: str = "run.init_"  #: Begins the name of each option.
+    weights_alone: str = "set run.init_state: weights"  #: How to load no optimizer state.
+    only_finite: bool = True  #: Whether to refuse values that are not finite.
+    opened: Checkpoint | None = None  #: The checkpoint, if the caller has opened it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +80,13 @@ class Initial:
     scalars: Mapping[str, Any] = field(default_factory=dict)
     #: The optimizer's values that changed; see ``Optimizers.changed``.
     changed: Sequence[Mapping[str, Any]] = ()
+    param_groups: Sequence[
+        Mapping[str, Any]
+    ] = ()  #: The optimizer's groups, with the model's names.
 
 
 def load_initial(
-    run: RunSettings,
+    run: Start,
     needed: Mapping[str, Needed],
     entries: Callable[[], Sequence[StateEntry]],
     *,
@@ -102,7 +121,7 @@ def load_initial(
         bare = frozenset(needed)
     elif bare.issuperset(needed.keys() - missing) or not any(key.slot != WEIGHT for key in held):
         raise TaskError(
-            f"run.init_from: {run.init_from} has no optimizer state; set run.init_state: weights",
+            f"{run.said}{run.init_from} has no optimizer state; {run.weights_alone}",
             path=run.init_from,
         )
     doubles = {
@@ -118,12 +137,13 @@ def load_initial(
     need = [part for entry in need if (part := _common_rows(entry, rows)) is not None]
     try:
         size_bytes = load(checkpoint, need)
-        _refuse_not_finite(run, [one for one in need if not needed[one.fqn].is_optional])
+        finite = need if run.only_finite else ()
+        _refuse_not_finite(run, [one for one in finite if not needed[one.fqn].is_optional])
         if not everywhere(_are_equal(checkpoint, need, doubles, load)):
             raise _untied(run, doubles)
         scalars = _scalars(checkpoint, needed.keys() - bare) if run.init_state == "all" else {}
     except UcpError as error:
-        raise TaskError(f"run.init_from: {error}", path=run.init_from) from error
+        raise TaskError(f"{run.said}{error}", path=run.init_from) from error
     return Initial(
         size_bytes=size_bytes,
         missing=missing,
@@ -131,26 +151,27 @@ def load_initial(
         without_state=bare | missing,
         scalars=scalars,
         changed=checkpoint.extra.get(CHANGED, ()) if run.init_state == "all" else (),
+        param_groups=checkpoint.param_groups,
     )
 
 
 def _opened(
-    run: RunSettings, needed: Collection[str], model: nn.Module, aliases: Mapping[str, str]
+    run: Start, needed: Collection[str], model: nn.Module, aliases: Mapping[str, str]
 ) -> Checkpoint:
     """Return the checkpoint with the model's names."""
     try:
-        checkpoint = ucp_core.open(run.init_from)
+        checkpoint = run.opened or ucp_core.open(run.init_from)
         checkpoint = _renamed(checkpoint, run.init_rename)
         if run.init_state == "weights":
             manifest = as_in_module(checkpoint.manifest, model, needed)
             checkpoint = replace(checkpoint, manifest=manifest)
         return _tied(checkpoint, needed, aliases)
     except UcpError as error:
-        raise TaskError(f"run.init_from: {error}", path=run.init_from) from error
+        raise TaskError(f"{run.said}{error}", path=run.init_from) from error
 
 
 def _other_rows(
-    run: RunSettings,
+    run: Start,
     held: Mapping[TensorKey, TensorEntry],
     needed: Mapping[str, Needed],
     *,
@@ -170,7 +191,7 @@ def _other_rows(
     return rows
 
 
-def _refuse_not_finite(run: RunSettings, loaded: Sequence[StateEntry]) -> None:
+def _refuse_not_finite(run: Start, loaded: Sequence[StateEntry]) -> None:
     """Refuse weights and moments that no step can repair; a buffer may hold an infinite mask."""
     for entry in loaded:
         values = entry.tensor
@@ -179,7 +200,7 @@ def _refuse_not_finite(run: RunSettings, loaded: Sequence[StateEntry]) -> None:
             if torch.stack(torch.aminmax(values)).isfinite().all():
                 continue
             raise TaskError(
-                f"run.init_from: {run.init_from}: {entry.fqn} ({entry.slot}) has values that are "
+                f"{run.said}{run.init_from}: {entry.fqn} ({entry.slot}) has values that are "
                 "not finite: use another checkpoint",
                 path=run.init_from,
                 fqn=entry.fqn,
@@ -222,14 +243,14 @@ def _are_equal(
     return all(torch.equal(entry.tensor, other.tensor) for entry, other in pairs)
 
 
-def _untied(run: RunSettings, doubles: Mapping[str, str]) -> TaskError:
+def _untied(run: Start, doubles: Mapping[str, str]) -> TaskError:
     named = ", ".join(f"{alias} and {owner}" for alias, owner in doubles.items())
     alias = next(iter(doubles))
     return TaskError(
-        f"run.init_from: {run.init_from}: {named} differ in it, and are one parameter of the "
+        f"{run.said}{run.init_from}: {named} differ in it, and are one parameter of the "
         "model. Build a model that does not tie them (tie_word_embeddings: false in the "
-        "configuration of a Hugging Face model), or leave one of them out with run.init_rename "
-        f'({{"{alias}": "unused.{alias}"}})',
+        "configuration of a Hugging Face model), or leave one of them out with "
+        f'{run.key}rename ({{"{alias}": "unused.{alias}"}})',
         path=run.init_from,
         doubles=tuple(doubles),
     )
@@ -285,7 +306,7 @@ def _new_name(name: str, patterns: Mapping[str, str]) -> str:
 
 
 def _refuse_misfits(
-    run: RunSettings,
+    run: Start,
     checkpoint: Checkpoint,
     needed: Mapping[str, Needed],
     missing: frozenset[str],
@@ -315,17 +336,17 @@ def _refuse_misfits(
         and not _fits(entry, one)
         and name not in rows
     }
-    found += _told_misfits(misfits, needed)
+    found += _told_misfits(misfits, needed, f"{run.key}rows")
     if found:
         experts = (
-            "; files with one tensor per expert need run.init_state: weights"
+            f"; for files with one tensor per expert, {run.weights_alone}"
             if run.init_state == "all" and refused and unexpected
             else ""
         )
         raise TaskError(
-            f"run.init_from: {run.init_from} does not fit the model: {', '.join(found)}. Map names "
-            'with run.init_rename ({"theirs.*": "ours.*"}), or list in run.init_missing what may '
-            f"begin with new values{experts}",
+            f"{run.said}{run.init_from} does not fit the model: {', '.join(found)}. Map names "
+            f'with {run.key}rename ({{"theirs.*": "ours.*"}}), or list in {run.key}missing what '
+            f"may begin with new values{experts}",
             path=run.init_from,
             missing=tuple(refused),
             unexpected=tuple(unexpected),
@@ -333,9 +354,9 @@ def _refuse_misfits(
 
 
 def _told_misfits(
-    misfits: Mapping[str, TensorEntry], needed: Mapping[str, Needed]
+    misfits: Mapping[str, TensorEntry], needed: Mapping[str, Needed], rows: str
 ) -> Iterator[str]:
-    """Yield the tensors that do not fit, for people."""
+    """Yield the tensors that do not fit, for people; ``rows`` is the option for other rows."""
     wrong = [
         f"{name} is {entry.dtype}{list(entry.shape)} in it and {DTYPES[needed[name].dtype]}"
         f"{list(needed[name].shape)} in the model"
@@ -348,7 +369,7 @@ def _told_misfits(
     # A vocabulary of another size. Other changes of a model also show in columns.
     if wrong and all(_differs_in_rows(entry, needed[name]) for name, entry in misfits.items()):
         yield (
-            f"which run.init_rows: {json.dumps([*misfits])} allows: it loads the rows that both "
+            f"which {rows}: {json.dumps([*misfits])} allows: it loads the rows that both "
             "have, and others begin with new values or are left out"
         )
 
@@ -363,6 +384,35 @@ def _differs_in_rows(entry: TensorEntry, needed: Needed) -> bool:
     shape = needed.shape[:1] + entry.shape[1:]
     is_matrix = len(shape) in _WITH_ROWS and not needed.is_optional
     return is_matrix and entry.shape != shape and _fits(replace(entry, shape=shape), needed)
+
+
+def refuse_uncounted(
+    run: Start,
+    initial: Initial,
+    parameters: Mapping[str, Any],
+    optimizer: HoldsState,
+    names: AbstractSet[str],
+) -> None:
+    """Refuse moments without their step: the optimizer would treat them as a first step's.
+
+    Args:
+        names: The optimizer's numbers.
+    """
+    for fqn, parameter in parameters.items():
+        state = optimizer.state.get(parameter, {})
+        for name in names & state.keys() if fqn not in initial.without_state else ():
+            held = initial.scalars.get(name)
+            # Moments of a parameter without a dim are numbers, too.
+            if getattr(state[name], "ndim", 0):
+                continue
+            if held is None or (isinstance(held, Mapping) and fqn not in held):
+                raise TaskError(
+                    f"{run.said}{run.init_from} has optimizer state of {fqn} without its {name}, "
+                    f"which would begin at its first value: use another checkpoint, or "
+                    f"{run.weights_alone}",
+                    path=run.init_from,
+                    fqn=fqn,
+                )
 
 
 def _scalars(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, Any]:

@@ -305,12 +305,8 @@ class Target:
         names: Collection[str] | None = None,
     ) -> None:
         # Bytes are read into contiguous memory of the host.
-        self._elsewhere = [
-            entry for entry in need if entry.tensor.is_cuda or not entry.tensor.is_contiguous()
-        ]
-        self._staged = dict(
-            zip(map(id, self._elsewhere), buffer.views(self._elsewhere), strict=True)
-        )
+        self._staged = buffer.staged(need)
+        self._elsewhere = [entry for entry in need if id(entry) in self._staged]
         self._tensors = [
             entry.local_tensor(self._staged.get(id(entry), entry.tensor)) for entry in need
         ]

@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_names_of_single_experts_need_weights_alone(tmp_path: Path) -> None:
     """They are joined only then, which is not what a list of unknown names says."""
     path = huggingface(tmp_path / "hub", experts__0__weight=SHARED, head__weight=WEIGHT)
-    hint = "one tensor per expert need run.init_state: weights"
+    hint = "one tensor per expert, set run.init_state: weights"
 
     with pytest.raises(TaskError, match=hint):
         train(tmp_path / "run", lambda *_: None, init_from=path, init_state="all")

@@ -1,0 +1,556 @@
+"""Checkpoints for a script that stays as it is: plain torch, without Ray and without a session.
+
+    from everstep import checkpoint
+
+    step = 0
+    if checkpoint.newest("ckpt"):
+        step = checkpoint.load("ckpt", model=model, optimizer=optimizer).step
+    ...
+        if step % 100 == 0:
+            checkpoint.async_save("ckpt", step, model=model, optimizer=optimizer)
+
+It takes a model and optimizers as torch has them: FSDP2 and every other DTensor, tensor and
+pipeline parallelism, DDP, or one process. Every rank calls it, and none waits for another: each
+writes its part, and the last one commits all of them at once. A job that is killed in a save leaves
+the version before it. Any number of ranks under any layout loads it, and so do ``ucp`` and
+``run.init_from``.
+
+- Names are those of ``torch.distributed.checkpoint.state_dict``.
+- Ranks that hold the same elements of a DTensor, or the same model in
+  ``DistributedDataParallel``, each save a share of it. A plain tensor is written by each rank that
+  has it; the commit keeps that of the lowest rank, and refuses weights that differ. So pass the
+  model that DDP returned, not what is in it.
+- ``extra`` has small values by name: numbers, texts, tensors, collections of these, and objects
+  with ``state_dict`` and ``load_state_dict``. If ranks have other values under one name, also in a
+  dictionary, that of the lowest rank counts. So give what differs names that differ.
+- A later job that saves to the same folder takes it over: an earlier one that still runs cannot
+  commit any more, and what it committed behind the step that the later one loaded, with its
+  optimizer, no longer counts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import ucp_core
+from everstep.torch_names import default_store
+from ucp_core.errors import CheckpointNotFoundError, UcpError
+from ucp_core.manifest import Kind
+from ucp_core.native import (
+    WITHOUT_ELEMENTS,
+    Checkpoint,
+    Found,
+    LocalTensor,
+    RankSaver,
+    checkpoint_name,
+    collect_garbage,
+    find_committed,
+    last_attempt,
+)
+from ucp_core.numerics import BLOCK_BYTES
+from ucp_core.storage import Owner, Store, claim, claims, join, next_claim, open_store
+from workers.errors import CheckpointError, WorkerError
+from workers.state import HostBuffer, PlainState, Stateful, decode, encode, make_optimizer_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucp_core.lineage import Lineage
+    from workers.train import Start
+
+__all__ = ["CheckpointError", "Loaded", "async_save", "load", "newest", "save", "wait"]
+
+#: Under which name ``extra`` of a checkpoint has the values of the script.
+_OWN: Final = "script"
+#: Limit for these values: each rank writes them, as text.
+_OWN_BYTES_MAX: Final = 16 << 20
+#: More threads of one process read no faster.
+_THREADS_MAX: Final = 4
+
+Model = nn.Module | Sequence[nn.Module]
+Optimizer = optim.Optimizer | Sequence[optim.Optimizer] | None
+Path = str | os.PathLike[str]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What ``load`` found beside model and optimizer."""
+
+    step: int  #: The step after which it was saved; 0 if the checkpoint does not say.
+    path: str  #: The checkpoint.
+    extra: dict[str, Any]  #: The script's own values.
+
+
+@dataclass(slots=True, kw_only=True)
+class _Folder:
+    """A folder of checkpoints that this job saves to."""
+
+    store: Store
+    path: str
+    owner: Owner  #: Its claim, whose number is that of the attempt.
+    lineage: Lineage
+    saved: set[int] = field(default_factory=set)  #: Steps that this process saved, or saves.
+
+
+class _Process:
+    """What this process saves; one save at a time."""
+
+    buffer = HostBuffer()
+    writer = ThreadPoolExecutor(1, "everstep-checkpoint")
+    under_way: Future[None] | None = None
+    folders: dict[str, _Folder] = {}  # noqa: RUF012  one for the process
+    #: By folder: the step from which training continues, and how often it was claimed and loaded.
+    resumed: dict[str, int] = {}  # noqa: RUF012
+    claimed, loaded = Counter[str](), Counter[str]()
+
+
+def save(
+    path: Path,
+    step: int,
+    *,
+    model: Model,
+    optimizer: Optimizer = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 0,
+    alone: bool = False,
+) -> None:
+    """Write the state after ``step`` to the folder or URL ``path``; every rank calls it.
+
+    Returns when this rank's part is written. The checkpoint counts once all parts are. Saving a
+    step again does nothing, unless the first save failed or ``load`` went back.
+
+    Args:
+        path: Gets one folder for each step.
+        step: Names the version; the newest has the highest.
+        model: The model, or the parts of it on this rank, such as pipeline stages.
+        optimizer: What updates it, or several; with several parts one for each.
+        extra: Small values by name; see above.
+        keep: Number of checkpoints to keep; 0 keeps all.
+        alone: Save from this process only, which holds the whole state.
+
+    Raises:
+        CheckpointError: Something cannot be saved, or this write or the last one failed.
+    """
+    wait()
+    with _said(f"cannot save step {step} to {os.fspath(path)}"):
+        rank, world_size = _place(is_alone=alone)
+        host = _Process.buffer.on_host
+        write = _captured(path, step, rank, world_size, _pairs(model, optimizer), extra, keep, host)
+        write()
+
+
+def async_save(
+    path: Path,
+    step: int,
+    *,
+    model: Model,
+    optimizer: Optimizer = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 0,
+    alone: bool = False,
+) -> None:
+    """Copy the state to memory, and write it while training continues; otherwise as ``save``.
+
+    It waits until the last save is written. If a write fails, the next call of this module raises
+    the error. The process ends only when its last save is written.
+    """
+    wait()
+    with _said(f"cannot save step {step} to {os.fspath(path)}"):
+        rank, world_size = _place(is_alone=alone)
+        copy = _Process.buffer.capture
+        write = _captured(path, step, rank, world_size, _pairs(model, optimizer), extra, keep, copy)
+    said = f"has not saved step {step} to {os.fspath(path)}"
+    _Process.under_way = _Process.writer.submit(_in_background, said, write)
+
+
+def wait() -> None:
+    """Return when the last ``async_save`` is written.
+
+    Raises:
+        CheckpointError: It failed.
+    """
+    under_way, _Process.under_way = _Process.under_way, None
+    if under_way is not None:
+        under_way.result()
+
+
+def newest(path: Path) -> str | None:
+    """Return the newest checkpoint in a folder or URL; None if none is committed there.
+
+    One that is damaged is skipped with a warning. ``load(path)`` opens the same one on all ranks.
+
+    Raises:
+        CheckpointError: The last ``async_save`` failed.
+        StorageError: The storage refused to show the checkpoints.
+    """
+    wait()
+    found = _find(*open_store(os.fspath(path)))
+    return None if found is None else join(os.fspath(path), checkpoint_name(found.step))
+
+
+def load(
+    path: Path,
+    *,
+    model: Model,
+    optimizer: Optimizer = None,
+    extra: Mapping[str, Any] | None = None,
+    rename: Mapping[str, str] | None = None,
+    missing: Sequence[str] = (),
+    rows: Sequence[str] = (),
+) -> Loaded:
+    """Fill model and optimizer in place; every rank calls it, and reads its part.
+
+    Args:
+        path: A folder that ``save`` filled, for its newest checkpoint, or one checkpoint: of
+            everstep, DeepSpeed, Megatron, torch DCP or Hugging Face.
+        model: As in ``save``, under any layout. Weights may be narrower floats in the checkpoint.
+        optimizer: As in ``save``. Its state is made anew, and gradients are dropped. None loads
+            weights only.
+        extra: Objects with ``load_state_dict`` get the state that was saved under their names.
+        rename: The model's names by the checkpoint's: ``{"transformer.*": "model.*"}``.
+        missing: Names, with ``*``, of parameters that may keep their values.
+        rows: Names, with ``*``, of parameters that may have another number of rows.
+
+    Raises:
+        CheckpointError: It cannot be opened, does not fit, or bytes of it are damaged. The model
+            may be filled in part then.
+    """
+    from workers.train import Start
+
+    wait()
+    with _said(f"cannot load {os.fspath(path)}"):
+        checkpoint, folder = _opened(os.fspath(path))
+        start = Start(
+            init_from=checkpoint.given or checkpoint.directory,
+            init_rename=rename or {},
+            init_missing=missing,
+            init_rows=rows,
+            said="",
+            key="",
+            weights_alone="load it without optimizer",
+            only_finite=checkpoint.manifest.kind is Kind.FOREIGN,
+            opened=checkpoint,
+        )
+        for one, optimizers in _pairs(model, optimizer):
+            _fill(start, checkpoint, one, optimizers)
+        values = decode(checkpoint.extra.get(_OWN, {}))
+        for name, stateful in (extra or {}).items():
+            if isinstance(stateful, Stateful):
+                if name not in values:
+                    raise CheckpointError(f"{checkpoint.directory} has no {name} in its extra")
+                stateful.load_state_dict(values[name])
+    if optimizer is not None:
+        # Training continues from there: versions behind it are of the past.
+        _Process.resumed[folder] = checkpoint.step
+        if _Process.folders.pop(folder, None) is not None:
+            _Process.claimed[folder] += 1
+    return Loaded(step=checkpoint.step, path=checkpoint.directory, extra=values)
+
+
+def _captured(
+    path: Path,
+    step: int,
+    rank: int,
+    world_size: int,
+    pairs: _Pairs,
+    extra: Mapping[str, Any] | None,
+    keep: int,
+    on_host: Callable[..., Sequence[LocalTensor]],
+) -> Callable[[], None]:
+    """Return what writes this rank's part of the state that is there now."""
+    folder = _claimed(os.fspath(path))
+    if step in folder.saved:
+        return lambda: None
+    states = [PlainState(*each, rank, is_alone=world_size == 1) for each in pairs]
+    names = Counter(chain.from_iterable(state.shards for state in states))
+    if max(names.values(), default=0) > 1:
+        raise CheckpointError(f"two parts of the model have a {names.most_common(1)[0][0]}")
+    tensors = on_host(list(chain.from_iterable(state.training.saved() for state in states)))
+    groups = list(chain.from_iterable(state.training.param_groups() for state in states))
+    write = partial(
+        _write,
+        folder,
+        tensors,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        keep=keep,
+        extra=_small_values(states, extra or {}),
+        param_groups=groups,
+        roles=dict(chain.from_iterable(state.roles.items() for state in states)),
+        ties=dict(chain.from_iterable(state.ties.items() for state in states)),
+    )
+    folder.saved.add(step)
+    return write
+
+
+def _write(
+    folder: _Folder,
+    tensors: Sequence[LocalTensor],
+    *,
+    step: int,
+    rank: int,
+    world_size: int,
+    keep: int,
+    extra: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    **relations: Mapping[str, str],
+) -> None:
+    """Write a rank's part, and commit if it is the last one."""
+    try:
+        saver = RankSaver(
+            tensors,
+            attempt=folder.owner.claim,
+            rank=rank,
+            world_size=world_size,
+            source={"writer": "everstep.checkpoint"},
+            block_bytes=BLOCK_BYTES,
+            require_owner=folder.owner.require,
+            uncoordinated=world_size > 1,
+            **relations,
+        )
+        saver.save(
+            folder.store,
+            join(folder.path, checkpoint_name(step)),
+            step=step,
+            data=[tensors[index].data for index in saver.order],
+            extra=extra,
+            param_groups=param_groups,
+            fsync=False,
+        )
+        if keep and rank == 0:
+            collect_garbage(
+                folder.store,
+                folder.path,
+                keep=keep,
+                lineage=folder.lineage,
+                require_owner=folder.owner.require,
+            )
+    except BaseException:
+        folder.saved.discard(step)
+        raise
+
+
+def _in_background(said: str, write: Callable[[], None]) -> None:
+    try:
+        with _said(said):
+            write()
+    except CheckpointError as error:
+        # The process may end before its next call.
+        log.error("%s", error)  # noqa: TRY400  the message says all
+        raise
+
+
+def _small_values(states: Sequence[PlainState], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything but tensors and groups, as JSON."""
+    values = {
+        name: encode(one.state_dict() if isinstance(one, Stateful) else one, f"extra[{name!r}]")
+        for name, one in own.items()
+    }
+    sizes = {name: len(json.dumps(value)) for name, value in values.items()}
+    if sum(sizes.values()) > _OWN_BYTES_MAX:
+        raise CheckpointError(
+            f"extra has more than {_OWN_BYTES_MAX >> 20} MiB, most of it in "
+            f"{max(sizes, key=sizes.__getitem__)!r}: put large tensors into the model"
+        )
+    numbers: dict[str, Any] = {}
+    empty: dict[str, Any] = {}
+    for state in states:
+        empty |= state.without_elements()
+        for slot, by_name in state.scalars().items():
+            numbers[slot] = numbers.get(slot, {}) | by_name
+    return {_OWN: values, "optimizer": numbers, WITHOUT_ELEMENTS: empty}
+
+
+def _claimed(path: str) -> _Folder:
+    """Return the folder, which this job takes over with its first save there."""
+    store, folder = open_store(path)
+    if folder in _Process.folders:
+        return _Process.folders[folder]
+
+    def propose() -> str:
+        number = next_claim(store, folder)
+        if number == 1:
+            # Checkpoints may be there without claims: those of a run, or copies.
+            number += last_attempt(store, folder, store.list(folder))
+        return f"{number} {_Process.resumed.get(folder, 0)} {secrets.token_hex(8)}"
+
+    agreed = _agreed(f"claim {_Process.claimed[folder]} {folder}", propose)
+    number, resume = map(int, agreed.split()[:2])
+    found = _find(store, folder)
+    if found is not None and found.step > resume:
+        log.warning(
+            "%s has step %s, which no longer counts: this job saves there, and continues from "
+            "step %s",
+            path,
+            found.step,
+            resume,
+        )
+    lineage = (*_lineage(store, folder), (number, resume))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    record = {"token": agreed.split()[2], "host": socket.gethostname(), "since": now}
+    claim(store, folder, number, record | {"resume": resume})
+    owner = Owner(store, folder, number)
+    made = _Folder(store=store, path=folder, owner=owner, lineage=lineage)
+    return _Process.folders.setdefault(folder, made)
+
+
+def _lineage(store: Store, folder: str) -> Lineage:
+    """Return attempt and resume step of every job that saved to a folder."""
+    records = claims(store, folder).items()
+    return [(number, one["resume"]) for number, one in records if type(one.get("resume")) is int]
+
+
+def _find(store: Store, folder: str) -> Found | None:
+    """Return the newest checkpoint in a folder; warn of those that are damaged."""
+    found = find_committed(store, folder, lineage=_lineage(store, folder))
+    reasons = dict(found.skipped) if found is not None else {}
+    for name in map(checkpoint_name, found.damaged if found is not None else ()):
+        log.warning("skipped the damaged checkpoint %s: %s", join(folder, name), reasons[name])
+    return found
+
+
+def _opened(path: str) -> tuple[Checkpoint, str]:
+    """Return the checkpoint that a path means, the same on all ranks, and the folder it is in."""
+    store, folder = open_store(path)
+    found = _find(store, folder)
+    if found is None:
+        if claims(store, folder):
+            raise CheckpointNotFoundError(f"nothing is committed in {path}", path=path)
+        return ucp_core.open(path), folder.rpartition("/")[0]
+    name = f"{checkpoint_name(found.step)} {found.attempt}"
+    # An earlier job may commit between the looks of two ranks.
+    _Process.loaded[folder] += 1
+    agreed = _agreed(f"load {_Process.loaded[folder]} {folder}", lambda: name)
+    if agreed == name:
+        return found.checkpoint, folder
+    log.warning("%s: this rank found %s and loads %s, as another one", path, name, agreed)
+    checkpoint = ucp_core.open(join(path, agreed.split()[0]))
+    if f"{checkpoint_name(checkpoint.step)} {checkpoint.attempt}" != agreed:
+        raise CheckpointError(f"{checkpoint.directory} was replaced while ranks loaded it")
+    return checkpoint, folder
+
+
+def _agreed(what: str, propose: Callable[[], str]) -> str:
+    """Return what the first rank that asks proposes; no rank waits for another."""
+    if _place(is_alone=not dist.is_initialized())[1] == 1:
+        return propose()
+    store, key = default_store(), f"everstep.checkpoint {what}"
+    if store.check([key]):
+        return store.get(key).decode()
+    return store.compare_set(key, "", propose()).decode()
+
+
+def _fill(
+    start: Start, checkpoint: Checkpoint, model: nn.Module, optimizers: Sequence[optim.Optimizer]
+) -> None:
+    """Fill a model, or a part of it, and its optimizers."""
+    from workers.train import Needed, Target, load_initial, refuse_uncounted
+
+    own = checkpoint.extra.get("optimizer")
+    slots = {key.slot for key in checkpoint.state_map.entries} - {"weight"}
+    slots |= own.keys() if isinstance(own, dict) else set()
+    # An optimizer that keeps nothing, or has done no step, has groups only.
+    is_all = bool(optimizers) and (bool(slots) or not checkpoint.param_groups)
+    if is_all:
+        make_optimizer_state(model, optimizers)
+        start = replace(start, init_state="all")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    state = PlainState(model, optimizers, rank, is_alone=False)
+    if is_all and slots - state.slots:
+        raise CheckpointError(
+            f"{start.init_from} is of another optimizer: it has "
+            f"{', '.join(sorted(slots - state.slots))}, which "
+            f"{', '.join(type(one).__name__ for one in optimizers)} does not keep; make the "
+            f"optimizer that saved it, or {start.weights_alone}"
+        )
+    local_size = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    threads = max(1, min(_THREADS_MAX, (os.cpu_count() or 1) // local_size))
+    needed = {
+        name: Needed(
+            dtype=shard.local.dtype,
+            shape=shard.shape,
+            is_optional=0 in shard.shape or name not in state.parameters,
+        )
+        for name, shard in state.shards.items()
+    }
+    with torch.no_grad():
+        initial = load_initial(
+            start,
+            needed,
+            state.training.entries,
+            model=state.module,
+            load=lambda source, need: Target(need, HostBuffer(), threads, lambda _: None).fill(
+                source, widen=True
+            ),
+            everywhere=lambda agreed: agreed,
+            tell=rank == 0,
+        )
+    if is_all:
+        parts = {name: shard.local for name, shard in state.shards.items()}
+        refuse_uncounted(start, initial, parts, state, state.scalars().keys())
+        state.set_optimizer(initial.scalars, initial.without_state)
+    elif optimizers:
+        for optimizer in optimizers:
+            optimizer.state.clear()
+    if optimizers:
+        state.set_groups(initial.param_groups)
+
+
+_Pairs = list[tuple[nn.Module, Sequence[optim.Optimizer]]]
+
+
+def _pairs(model: Model, optimizer: Optimizer) -> _Pairs:
+    """Return every part of the model with its optimizers."""
+    optimizers = [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer or ())
+    if isinstance(model, nn.Module):
+        return [(model, optimizers)]
+    if optimizers and len(optimizers) != len(model):
+        raise CheckpointError(
+            f"{len(model)} parts of a model have {len(optimizers)} optimizers: give each its own"
+        )
+    return [(one, optimizers[number : number + 1]) for number, one in enumerate(model)]
+
+
+def _place(*, is_alone: bool) -> tuple[int, int]:
+    """Return this process's rank among those that save, and their number."""
+    if is_alone:
+        return 0, 1
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if started > 1:
+        raise CheckpointError(
+            f"WORLD_SIZE is {started}, and torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() first, or save from one process with alone=True"
+        )
+    return 0, 1
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Say in errors which rank could not do what."""
+    try:
+        yield
+    except (UcpError, WorkerError) as error:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise CheckpointError(f"rank {rank} {what}: {error}", rank=rank) from error

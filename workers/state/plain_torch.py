@@ -1,0 +1,254 @@
+"""The state of a plain torch script: its own model and optimizers, under any DTensor placements.
+
+Names are torch's own, as ``get_model_state_dict`` gives them. Nothing here communicates. The mesh
+of a DTensor says which of its ranks hold the same elements, and ``DistributedDataParallel`` which
+ranks hold the same model. Who else holds a plain tensor, or a mesh of other ranks, is not known:
+each rank saves what it has, and the commit keeps one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from workers.errors import StateError
+from workers.parallel import LocalShard, boxes_of, cuts_of, is_whole, own_names
+from workers.state.entries import DTYPES, TrainingState, set_scalars
+
+
+class PlainState:
+    """The state of a model, or of a part of it, and of its optimizers on this rank.
+
+    Args:
+        model: The model, perhaps with ``DistributedDataParallel`` around it.
+        optimizers: What updates it.
+        rank: This rank.
+        is_alone: Whether it saves the whole state by itself.
+
+    Attributes:
+        module: The model without ``DistributedDataParallel``.
+        parameters: Its parameters by name; a shared one occurs once.
+        shards: This rank's part of each parameter and persistent buffer, in place.
+        training: The tensors of the state: those and the optimizers'.
+        roles: "frozen" or "buffer", by name.
+        ties: Other names of shared parameters.
+
+    Raises:
+        StateError: Something cannot be saved; names it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[optim.Optimizer],
+        rank: int,
+        *,
+        is_alone: bool,
+    ) -> None:
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            raise StateError(
+                "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are "
+                "flat: use fully_shard (FSDP2)"
+            )
+        # First of all: FSDP2 drops gathered parameters here.
+        tensors = own_names(get_model_state_dict(model).items())
+        self.module, holders = _unwrapped(model)
+        self.parameters = own_names(self.module.named_parameters())
+        self.optimizers = optimizers
+        first = {id(one): name for name, one in self.parameters.items()}
+        every = own_names(self.module.named_parameters(remove_duplicate=False))
+        self.ties = {name: first[id(one)] for name, one in every.items() if name != first[id(one)]}
+        unknown = sorted(self.parameters.keys() - tensors.keys())
+        if unknown:
+            raise StateError(
+                f"parameter {unknown[0]} has another name in the model's state dict: a hook, or a "
+                "wrapper inside of the model, renames it",
+                fqn=unknown[0],
+            )
+        self.roles = {name: "frozen" for name, p in self.parameters.items() if not p.requires_grad}
+        self.shards: dict[str, LocalShard] = {}
+        for name in sorted(tensors.keys() - self.ties.keys()):
+            if name not in self.parameters:
+                self.roles[name] = "buffer"
+            # A buffer may differ between ranks, such as a running mean: one rank's is saved whole.
+            replicas = () if is_alone or name not in self.parameters else holders
+            self.shards[name] = _shard(name, tensors[name], replicas, is_alone=is_alone)
+        self._parts = {name: shard.local for name, shard in self.shards.items()}
+        self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        #: As an optimizer has it, but for this rank's part of each parameter.
+        self.state: dict[Any, dict[str, Any]] = {}
+        self.param_groups: list[dict[str, Any]] = []
+        for optimizer in optimizers:
+            self._add(optimizer)
+        parts: Any = self._parts
+        self.training = TrainingState([*self.shards.values()], parts, self, rank)
+
+    def _add(self, optimizer: optim.Optimizer) -> None:
+        """Add an optimizer's state, with this rank's part of each tensor."""
+        names = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
+        own = [key for key in optimizer.state if not isinstance(key, Tensor)]
+        if own:
+            raise StateError(
+                f"{type(optimizer).__name__} keeps {own[0]!r} in its state, which belongs to no "
+                "parameter and cannot be saved"
+            )
+        for group in optimizer.param_groups:
+            found = [(names.get(id(parameter), ""), parameter) for parameter in group["params"]]
+            for fqn, parameter in found:
+                if not fqn:
+                    raise StateError(
+                        f"{type(optimizer).__name__} updates a parameter of shape "
+                        f"{list(parameter.shape)} that is not in the model: give the model that "
+                        "the optimizer was made for"
+                    )
+                theirs = optimizer.state.get(parameter)
+                if theirs:
+                    ours = {key: _part(one, parameter, key, fqn) for key, one in theirs.items()}
+                    self.state[self._parts[fqn]] = ours
+                    self._pairs.append((theirs, ours))
+            self.param_groups.append({**group, "params": [self._parts[fqn] for fqn, _ in found]})
+
+    @property
+    def slots(self) -> set[str]:
+        """Return the names of what the optimizers keep for parameters."""
+        return set(chain.from_iterable(self.state.values()))
+
+    def without_elements(self) -> dict[str, Any]:
+        """Return ``{name: {slot: [dtype, shape]}}`` of the tensors that have no elements."""
+        shapes = {name: shard.shape for name, shard in self.shards.items()}
+        return self.training.without_elements(shapes)
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizers' numbers by name, and by parameter.
+
+        Each rank knows those of its own parameters only, so none stands for all.
+        """
+        self.training.entries()
+        return {
+            name: value
+            if isinstance(value, Mapping)
+            else {fqn: value for fqn, one in self._parts.items() if name in self.state.get(one, ())}
+            for name, value in self.training.scalars().items()
+        }
+
+    def set_optimizer(self, scalars: Mapping[str, Any], without_state: Collection[str]) -> None:
+        """Set the optimizers' numbers, and drop the state of parameters that had none."""
+        parts: Any = self._parts
+        set_scalars(parts, self, scalars)
+        for theirs, ours in self._pairs:
+            # Tensors are the same in both.
+            theirs |= {key: one for key, one in ours.items() if not isinstance(one, Tensor)}
+        # Without a dim the moments of a parameter are numbers.
+        counted = chain.from_iterable(one for one in scalars.values() if isinstance(one, Mapping))
+        for fqn in self.parameters.keys() & set(without_state) - set(counted):
+            for optimizer in self.optimizers:
+                optimizer.state.pop(self.parameters[fqn], None)
+
+    def set_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Set what the optimizers' groups say beside parameters, such as the learning rate.
+
+        Raises:
+            StateError: The parameters of one group were in several.
+        """
+        owners = {fqn: group for group in saved for fqn in group.get("params", ())}
+        groups = chain.from_iterable(one.param_groups for one in self.optimizers)
+        for group, named in zip(groups, self.training.param_groups(), strict=True):
+            found = [owners[fqn] for fqn in named["params"] if fqn in owners]
+            if any(one is not found[0] for one in found):
+                raise StateError(
+                    f"{named['params'][0]} and others are in one group of the optimizer, and were "
+                    "in several when they were saved: make the same groups"
+                )
+            for key, value in found[0].items() if found else ():
+                # A scheduler that is made later needs the initial rate.
+                if key != "params" and (key in group or key == "initial_lr"):
+                    group[key] = _like(group.get(key), value)
+
+
+def make_optimizer_state(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> None:
+    """Have optimizers make all of their state anew, to be filled; gradients are dropped."""
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.state.clear()
+        get_optimizer_state_dict(model, optimizer)
+
+
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, tuple[int, ...]]:
+    """Return the model without DDP, and the ranks that DDP keeps equal."""
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, DistributedDataParallel):
+        return model, ()
+    return inner.module, tuple(sorted(dist.get_process_group_ranks(inner.process_group)))
+
+
+def _shard(fqn: str, value: Any, replicas: tuple[int, ...], *, is_alone: bool) -> LocalShard:
+    """Return this rank's part of a tensor of the model; ``replicas`` have it if it is plain."""
+    if not isinstance(value, Tensor):
+        raise StateError(
+            f"{fqn} is no tensor but a {type(value).__name__}, which a module returns by "
+            "get_extra_state: it cannot be saved",
+            fqn=fqn,
+        )
+    shape, local, boxes = tuple(value.shape), value, boxes_of(value.shape, ())
+    if isinstance(value, DTensor):
+        if any(placement.is_partial() for placement in value.placements):
+            raise StateError(f"{fqn} is a partial sum: redistribute it before you save", fqn=fqn)
+        cuts = [] if is_whole(shape) else cuts_of(value)
+        if cuts and is_alone:
+            raise StateError(f"{fqn} is in parts on several ranks: all of them must save", fqn=fqn)
+        boxes, local = boxes_of(shape, cuts), value.to_local()
+        replicas = () if is_alone else _replicas(value)
+    if type(local) not in (Tensor, nn.Parameter) or local.dtype not in DTYPES or local.is_meta:
+        kind = "on the meta device" if local.is_meta else f"{type(local).__name__} of {local.dtype}"
+        raise StateError(
+            f"{fqn} is {kind}; saved are plain tensors of {', '.join(map(str, DTYPES))}", fqn=fqn
+        )
+    if sum(box.num_elements for box in boxes) != local.numel():
+        raise StateError(
+            f"{fqn} of shape {list(shape)} is placed in an unknown way: {value.placements} "  # type: ignore[attr-defined]
+            f"leaves {local.numel()} elements here",
+            fqn=fqn,
+        )
+    parameter: Any = value
+    return LocalShard(
+        fqn=fqn,
+        shape=shape,
+        boxes=boxes,
+        replicas=replicas,
+        parameter=parameter,
+        local=local.detach(),
+    )
+
+
+def _replicas(value: DTensor) -> tuple[int, ...]:
+    """Return the ranks of its mesh that hold the same elements, with this one, in order."""
+    mesh: Any = value.device_mesh
+    index = tuple(
+        slice(None) if placement.is_replicate() else place
+        for placement, place in zip(value.placements, mesh.get_coordinate(), strict=True)
+    )
+    return tuple(sorted(mesh.mesh[index].flatten().tolist()))
+
+
+def _part(value: Any, parameter: nn.Parameter, slot: str, fqn: str) -> Any:
+    """Return this rank's part of what an optimizer keeps for a parameter."""
+    if not isinstance(value, DTensor):
+        return value
+    if value.dim() and getattr(parameter, "placements", None) != value.placements:
+        raise StateError(f"the optimizer's {slot} of {fqn} is not placed as the parameter", fqn=fqn)
+    return value.to_local()
+
+
+def _like(known: Any, value: Any) -> Any:
+    """Return a value of JSON in the form of the known one."""
+    if isinstance(known, Tensor):
+        return known.fill_(value)
+    return tuple(value) if isinstance(known, tuple) else value
