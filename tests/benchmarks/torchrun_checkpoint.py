@@ -32,7 +32,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from everstep import checkpoint
 
@@ -118,7 +123,7 @@ class Bench:
         """Return as soon as training may continue."""
         state, group = self._torch(self.state), self.group
         where = self.folder / "dcp"
-        self.future = dcp.async_save(state, checkpoint_id=where, process_group=group)
+        self.future: Any = dcp.async_save(state, checkpoint_id=where, process_group=group)
 
     def dcp_load(self) -> None:
         """Load under the other layout, as torch's documentation does."""
@@ -184,7 +189,7 @@ def _made(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.ModuleList(Block() for _ in range(num_blocks))
-    plan = {f"*.{name}": ColwiseParallel() for name in COLUMNS}
+    plan: dict[str, ParallelStyle] = {f"*.{name}": ColwiseParallel() for name in COLUMNS}
     plan |= {f"*.{name}": RowwiseParallel() for name in ROWS}
     if tensor is not None:
         parallelize_module(model, tensor, plan)
@@ -207,7 +212,8 @@ def _local(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _whole(tensor: Any) -> Tensor:

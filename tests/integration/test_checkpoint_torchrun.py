@@ -161,7 +161,7 @@ def job(place: Place, *, phase: str) -> bool:
 def kill_in(phase: str, rank: int) -> None:
     """Kill this process when it comes to a phase of its next save."""
     if phase == "data" and rank == 1:
-        LocalStore.write_file = killed  # type: ignore[method-assign]
+        LocalStore.write_file = killed  # type: ignore[method-assign, assignment]
     write = LocalStore.write_atomic
 
     def write_atomic(store: LocalStore, path: str, data: Any, **options: Any) -> bool:
@@ -173,7 +173,7 @@ def kill_in(phase: str, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return done
 
-    LocalStore.write_atomic = write_atomic  # type: ignore[method-assign]
+    LocalStore.write_atomic = write_atomic  # type: ignore[method-assign, assignment]
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_version(tmp_path: Path) -> None:

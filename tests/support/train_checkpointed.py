@@ -61,9 +61,11 @@ def build() -> Model:
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    decayed = [one for one in model.parameters() if one.dim() > 1]
-    others = [one for one in model.parameters() if one.dim() == 1]
-    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.1)
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in model.parameters() if one.dim() > 1]},
+        {"params": [one for one in model.parameters() if one.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.1)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -82,7 +84,7 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
     for name, one in [*model.named_parameters(), *model.named_buffers()]:
         name = name.removeprefix("module.")  # noqa: PLW2901
         found[name] = one
-        for slot, value in optimizer.state.get(one, {}).items():  # type: ignore[call-overload]
+        for slot, value in optimizer.state.get(one, {}).items():
             found[f"{name}:{slot}"] = value
     return {
         name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone()
@@ -101,7 +103,7 @@ def save(folder: Path) -> None:
     model, optimizer = sharded(four)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     extra = {"schedule": schedule, "by_rank": {f"rank {rank}": rank}, "who": rank}
-    state = {"model": model, "optimizer": optimizer, "extra": extra}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "extra": extra}
     main = folder / "main"
 
     def step(number: int) -> dict[str, Tensor]:
@@ -123,7 +125,7 @@ def save(folder: Path) -> None:
     (folder / f"{rank}.saved").touch()
     dist.barrier()
     if rank == 1:
-        LocalStore.write_file = killed  # type: ignore[method-assign]
+        LocalStore.write_file = killed  # type: ignore[method-assign, assignment]
     checkpoint.async_save(main, 3, **state)
     checkpoint.wait()
     dist.barrier()

@@ -73,13 +73,16 @@ class PlainState:
                 "wrapper inside of the model, renames it",
                 fqn=unknown[0],
             )
-        self.roles = {name: "frozen" for name, p in self.parameters.items() if not p.requires_grad}
+        self.roles: dict[str, str] = {}
         self.shards: dict[str, LocalShard] = {}
         for name in sorted(tensors.keys() - self.ties.keys()):
-            if name not in self.parameters:
+            parameter = self.parameters.get(name)
+            if parameter is None:
                 self.roles[name] = "buffer"
+            elif not parameter.requires_grad:
+                self.roles[name] = "frozen"
             # A buffer may differ between ranks, such as a running mean: one rank's is saved whole.
-            replicas = () if is_alone or name not in self.parameters else holders
+            replicas = () if is_alone or parameter is None else holders
             self.shards[name] = _shard(name, tensors[name], replicas, is_alone=is_alone)
         self._parts = {name: shard.local for name, shard in self.shards.items()}
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -94,7 +97,8 @@ class PlainState:
     def _add(self, optimizer: optim.Optimizer) -> None:
         """Add an optimizer's state, with this rank's part of each tensor."""
         names = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
-        own = [key for key in optimizer.state if not isinstance(key, Tensor)]
+        state: Any = optimizer.state
+        own = [key for key in state if not isinstance(key, Tensor)]
         if own:
             raise StateError(
                 f"{type(optimizer).__name__} keeps {own[0]!r} in its state, which belongs to no "
@@ -126,7 +130,7 @@ class PlainState:
         shapes = {name: shard.shape for name, shard in self.shards.items()}
         return self.training.without_elements(shapes)
 
-    def scalars(self) -> dict[str, dict[str, Any]]:
+    def scalars(self) -> dict[str, Mapping[str, Any]]:
         """Return the optimizers' numbers by name, and by parameter.
 
         Each rank knows those of its own parameters only, so none stands for all.

@@ -377,7 +377,7 @@ def _small_values(states: Sequence[PlainState], own: Mapping[str, Any]) -> dict[
     for state in states:
         empty |= state.without_elements()
         for slot, by_name in state.scalars().items():
-            numbers[slot] = numbers.get(slot, {}) | by_name
+            numbers[slot] = {**numbers.get(slot, {}), **by_name}
     return {_OWN: values, "optimizer": numbers, WITHOUT_ELEMENTS: empty}
 
 

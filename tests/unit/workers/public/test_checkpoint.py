@@ -248,7 +248,8 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
 def test_names_do_not_depend_on_wrappers(tmp_path: Path) -> None:
     """A model that is compiled later, or no longer, is the same one."""
     model, optimizer = trained()
-    compiled = nn.ModuleDict({"inner": torch.compile(model, backend="eager")})
+    inner: Any = torch.compile(model, backend="eager")
+    compiled = nn.ModuleDict({"inner": inner})
     checkpoint.save(tmp_path, 1, model=compiled, optimizer=optimizer)
 
     held = ucp_core.open(str(tmp_path / "step-00000001"))

@@ -119,7 +119,7 @@ def tensors_of(value: float, *, num: int, fqn: str = "norm") -> list[LocalTensor
             dtype="F32",
             shape=(2, 2),
             box=Box.full((2, 2)),
-            data=memoryview(torch.full((4,), value).numpy()).cast("B"),
+            data=memoryview(bytes(torch.full((4,), value).numpy().data)),
         )
         for number in range(num)
     ]
