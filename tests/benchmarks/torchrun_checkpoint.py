@@ -152,6 +152,7 @@ class Bench:
         if way == "dcp_async":
             self.future.result()
 
+    @torch.no_grad()
     def check(self) -> None:
         """Stop if what was loaded is not what was saved; forget it."""
         for (name, one), (_, other) in zip(

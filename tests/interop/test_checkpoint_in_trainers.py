@@ -52,7 +52,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
 from torch.utils.data import DataLoader
 
@@ -80,8 +80,9 @@ class Model(lightning.LightningModule):
 
 def fit(epochs: int, path: str | None) -> tuple[Model, str]:
     kept, best, model = Kept(), ModelCheckpoint("kept", "last"), Model()
+    started = LambdaCallback(setup=kept.setup, on_train_start=kept.start)
     trainer = lightning.Trainer(
-        max_epochs=epochs, plugins=[kept], callbacks=[kept, best], logger=False,
+        max_epochs=epochs, plugins=[kept], callbacks=[started, best], logger=False,
         enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
     )
     trainer.fit(model, DataLoader(torch.randn(8, 3, generator=made()), 2), ckpt_path=path)

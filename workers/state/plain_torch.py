@@ -206,7 +206,7 @@ def _shard(fqn: str, value: Any, replicas: tuple[int, ...], *, is_alone: bool) -
         if any(placement.is_partial() for placement in value.placements):
             raise StateError(f"{fqn} is a partial sum: redistribute it before you save", fqn=fqn)
         cuts = [] if is_whole(shape) else cuts_of(value)
-        if cuts and is_alone:
+        if is_alone and any(cut.num_parts > 1 for cut in cuts):
             raise StateError(f"{fqn} is in parts on several ranks: all of them must save", fqn=fqn)
         boxes, local = boxes_of(shape, cuts), value.to_local()
         replicas = () if is_alone else _replicas(value)
