@@ -1,4 +1,4 @@
-"""Language models: the reference decoder, Hugging Face's. ``shape`` imports no torch."""
+"""Language models: the reference decoder and those of Hugging Face. ``shape`` imports no torch."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Attention, also over sequences whose parts are on several ranks (context parallelism).
+"""Attention, also over sequences that are split across ranks (context parallelism).
 
-Each rank has queries, keys and values of its part of every sequence. If heads can be shared out,
-an all-to-all gives each rank some of the heads of whole sequences (DeepSpeed Ulysses, arXiv
+Each rank holds the queries, keys and values of its part of every sequence. If the heads divide
+evenly, an all-to-all gives each rank some heads of whole sequences (DeepSpeed Ulysses, arXiv
 2309.14509). Otherwise each rank gathers the keys and values of all parts (Llama 3, arXiv
 2407.21783, section 3.3.2).
 
@@ -23,34 +23,34 @@ from torch.nn.attention.bias import causal_lower_right
 
 from workers.errors import LayoutRefusedError
 
-#: ``transformers`` knows the attention by this name.
+#: The name under which ``transformers`` knows this attention.
 HUB_NAME: Final = "everstep"
-#: Wishes of a model of ``transformers`` beyond causal attention.
+#: What a model of ``transformers`` may ask for beyond causal attention.
 _UNUSUAL: Final = ("position_bias", "s_aux", "softcap")
 _HEADS, _POSITIONS = 1, 2
 
 
 @dataclass(slots=True)
 class Context:
-    """The ranks that have the parts of the same sequences."""
+    """The ranks that share the same sequences."""
 
-    group: ProcessGroup  #: These, in the order of the parts.
-    is_used: bool = False  #: Whether attention went over them.
+    group: ProcessGroup  #: Those ranks, in the order of their parts.
+    is_used: bool = False  #: Whether the model's attention ran over them.
 
 
 class _Process:
-    """Groups are those of the process, and so is this."""
+    """Process groups belong to the process, and so does this."""
 
     context: Context | None = None
 
 
 def use_context(context: Context | None) -> None:
-    """Have attention go over the ranks of ``context`` from now on; None for whole sequences."""
+    """Run attention over the ranks of ``context`` from now on; None means whole sequences."""
     _Process.context = context
 
 
 def first_position(length: int) -> int:
-    """Return the position of this rank's first token, if its part has ``length`` tokens."""
+    """Return the position of this rank's first token if its part has ``length`` tokens."""
     context = _Process.context
     return context.group.rank() * length if context is not None else 0
 
@@ -58,17 +58,17 @@ def first_position(length: int) -> int:
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """Return each position's mix of the values up to it, ``(B, H, T, E)``.
+    """Return the attention of each position to itself and those before it, ``(B, H, T, E)``.
 
-    With ``parallel.cp`` above 1 every rank that has a part of the sequences calls it, with equal
+    With ``parallel.cp`` above 1, every rank with a part of the sequences must call it, with equal
     shapes.
 
     Args:
         query: ``(B, H, T, E)``.
         key: ``(B, K, T, E)``; each key head serves ``H / K`` query heads.
         value: Likewise.
-        dropout: Probability that a weight is dropped.
-        scale: Factor of the products; None for ``E ** -0.5``.
+        dropout: Probability of dropping a weight.
+        scale: Factor of the scores; None for ``E ** -0.5``.
     """
     return _mixed(query, key, value, dropout=dropout, scale=scale, is_causal=True)
 
@@ -76,7 +76,7 @@ def causal_attention(
 def bidirectional_attention(
     query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """Return each position's mix of all values, in rows without padding; else as above."""
+    """Return the attention of each position to all others, in rows without padding."""
     return _mixed(query, key, value, dropout=dropout, scale=scale, is_causal=False)
 
 
@@ -96,7 +96,7 @@ def _mixed(
         enable_gqa=query.shape[_HEADS] != key.shape[_HEADS],
     )
     context = _Process.context
-    # A stage that is only described has no values, and no peers.
+    # A stage that only computes shapes has no values and no peers.
     if context is None or query.is_meta:
         return attend(query, key, value, is_causal=is_causal)
     context.is_used = True
@@ -141,8 +141,8 @@ def hub_attention(
         asked.append(f"sliding_window={window} of {length} positions")
     if asked:
         raise LayoutRefusedError(
-            f"parallel.cp={size}: the attention of model part {type(module).__name__} has "
-            f"{', '.join(asked)}; write parallel.cp: 1",
+            f"parallel.cp={size}: the attention of model part {type(module).__name__} uses "
+            f"{', '.join(asked)}, which parts of a sequence cannot; write parallel.cp: 1",
             axis="cp",
         )
     mixed = causal_attention(query, key, value, dropout=dropout, scale=scaling)
@@ -160,7 +160,7 @@ def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Gives each rank its part of dim ``split``, and joins what it gets along dim ``joined``."""
+    """Splits a tensor along dim ``split`` over the ranks, and joins parts along ``joined``."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: ProcessGroup, split: int, joined: int) -> Tensor:
@@ -176,7 +176,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Joins the parts of all ranks along the positions; gradients are summed over the ranks."""
+    """Joins the parts of all ranks along the positions; gradients are summed over them."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
@@ -187,7 +187,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # gloo has no reduce-scatter that is as fast.
+        # gloo has no reduce-scatter of this speed.
         sent = torch.stack(gradient.chunk(ctx.group.size(), _POSITIONS))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=ctx.group)

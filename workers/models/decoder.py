@@ -25,7 +25,7 @@ NORM_EPS = 1e-5
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and shared key/value heads."""
+    """Causal self-attention with rotary positions and grouped key/value heads."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: the gate scales each hidden value."""
+    """SwiGLU: a gate scales each hidden value."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.embedding: nn.Embedding | None = nn.Embedding(shape.vocab_size, shape.dim)
-        # Names, not positions: a subset of the layers keeps its names.
+        # Layers are keyed by name, not position: a subset keeps its names.
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(shape.dim, eps=NORM_EPS)
         self.head: nn.Linear | None = nn.Linear(shape.dim, shape.vocab_size, bias=False)
@@ -100,14 +100,14 @@ class Decoder(nn.Module):
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def tie(self) -> None:
-        """Make the output layer the embedding if tied; call it after every ``to_empty``."""
+        """Tie the output layer to the embedding if asked; call it after every ``to_empty``."""
         if self.shape.tied and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
     def keep_stage(self, number: int, num_stages: int) -> None:
-        """Remove what a pipeline stage does not have; each has about as much to compute.
+        """Remove what a pipeline stage does not have; stages have about equal work.
 
-        The first stage has the embedding, the last one the output.
+        The first stage keeps the embedding, the last one the output layer.
         """
         num_layers = self.shape.num_layers
         head = self.shape.vocab_size * self.shape.dim / block_parameters(self.shape)
@@ -126,8 +126,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return the logits of the next token, (B, T, V), of this rank's part of the sequences.
 
-        With ``targets_BT`` return ``mean_loss`` of the logits. A stage but the last returns
-        (B, T, D), and a stage but the first takes that instead of token ids.
+        With ``targets_BT``, return ``mean_loss`` of the logits. Every stage but the last returns
+        (B, T, D), and every stage but the first takes that instead of token ids.
         """
         x_BTD = self.embedding(tokens_BT) if self.embedding is not None else tokens_BT  # noqa: N806
         rotary = self._rotary_for(tokens_BT.shape[1], x_BTD)
@@ -162,9 +162,9 @@ def _rotate(
 
 
 def tensor_plan() -> dict[str, ParallelStyle]:
-    """Return how tensor parallelism cuts a decoder: heads, hidden features, and the vocabulary.
+    """Return how tensor parallelism cuts a decoder: heads, hidden features and vocabulary.
 
-    Each rank has whole heads, and every rank gets all logits. Norms are whole on every rank.
+    Each rank has whole heads and gets all logits. Norms are whole on every rank.
     """
     return {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
@@ -187,12 +187,12 @@ def mean_loss(
 ) -> Tensor:
     """Return the mean cross entropy over all tokens, a scalar in float32.
 
-    Many logits are computed in chunks of tokens, and again in the backward pass, so that those of
-    one chunk are held at a time.
+    If there are many logits, compute them in chunks of tokens and again in the backward pass, so
+    that only one chunk is held at a time.
 
     Args:
-        head: Makes the logits of ``x_BTD``; None if it has them.
-        vocab_size: The number of logits of a token.
+        head: Computes the logits of ``x_BTD``; None if they are given.
+        vocab_size: The number of logits per token.
     """
     x, targets = x_BTD.flatten(0, -2), targets_BT.flatten()
     num_chunks = chunks_of(len(targets), vocab_size or x.shape[-1])
@@ -214,7 +214,7 @@ def _loss(
 def initial_value(fqn: str, size: tuple[int, ...], *, seed: int, num_layers: int) -> Tensor:
     """Return the whole initial value of one parameter, float32 on the CPU.
 
-    Each parameter has its own generator, keyed by seed and name. So the value does not depend on
+    Each parameter has its own generator, seeded by seed and name. So the value does not depend on
     the layout or on the other parameters of this rank. Norms are 1; matrices are normal with
     standard deviation 0.02, divided by ``sqrt(2 * num_layers)`` for those that write to the
     residual stream (GPT-2, section 2.3).
@@ -222,7 +222,7 @@ def initial_value(fqn: str, size: tuple[int, ...], *, seed: int, num_layers: int
     if len(size) == 1:
         return torch.ones(size)
     key = hashlib.sha256(f"{seed}/{fqn}".encode()).digest()
-    # 63 bits, because torch takes a signed seed.
+    # torch takes a signed seed, hence 63 bits.
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
     deviation = 0.02
     if fqn.endswith(("attention.out.weight", "ffn.down.weight")):

@@ -1,8 +1,9 @@
-"""Join a Hugging Face MoE's tensors, one per expert in files, into those of ``transformers`` 5.
+"""Stack the per-expert tensors of a Hugging Face MoE's files as ``transformers`` 5 has them.
 
-Files of most MoEs have one tensor for each matrix of each expert (``experts.3.w1.weight``), and the
-module one for all experts (``experts.gate_up_proj``). ``transformers`` declares the conversion for
-each kind of model. Here it says which boxes the tensors of the files are: nothing is copied.
+The files of most MoEs have one tensor per matrix and expert (``experts.3.w1.weight``); the module
+has one for all experts (``experts.gate_up_proj``). ``transformers`` declares this conversion for
+each model type. This module only says which boxes of the new tensors the old ones are; it copies
+nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _MATRIX_DIMS: Final = 2
 
 
 def as_in_module(manifest: Manifest, model: nn.Module, needed: Collection[str]) -> Manifest:
-    """Return the checkpoint with the names and tensors of ``model``, where these differ.
+    """Return the checkpoint with the names and tensors that ``model`` has.
 
-    Tensors with a name in ``needed``, and those that no conversion makes one of these, stay. Only
+    Keep the tensors named in ``needed``, and those that no conversion turns into one of these. Only
     models of ``transformers`` have conversions.
 
     Args:
         model: The model, perhaps sharded or wrapped.
-        needed: Names of its parameters and buffers.
+        needed: Names of the model's parameters and buffers.
 
     Raises:
-        TaskError: Experts lack a matrix, or have different shapes or dtypes.
+        TaskError: Experts lack a matrix, or differ in shape or dtype.
     """
     for one in pretrained(model):
         manifest = _converted(manifest, one, needed)
@@ -43,7 +44,7 @@ def as_in_module(manifest: Manifest, model: nn.Module, needed: Collection[str]) 
 
 
 def pretrained(model: nn.Module) -> Iterator[Any]:
-    """Yield the models of ``transformers`` in ``model`` that are not a part of another one."""
+    """Yield the outermost models of ``transformers`` in ``model``."""
     transformers: Any = sys.modules.get("transformers")
     if transformers is None:
         return
@@ -89,7 +90,7 @@ def _converted(manifest: Manifest, model: Any, needed: Collection[str]) -> Manif
 
 
 def _stacks_experts(converter: Any) -> bool:
-    """Return whether it stacks experts, and before that joins the rows of several matrices."""
+    """Return whether a conversion stacks experts, after joining the rows of several matrices."""
     found = [(type(one).__name__, one.dim) for one in converter.operations if hasattr(one, "dim")]
     rows = [("MergeModulelist", 0), ("Concatenate", 1)]
     return len(found) == len(converter.operations) and found in (rows[:1], rows)
@@ -98,11 +99,11 @@ def _stacks_experts(converter: Any) -> bool:
 def _stacked(
     entries: dict[TensorKey, TensorEntry], new: str, ordered: Sequence[Sequence[str]]
 ) -> TensorEntry:
-    """Return the tensor ``(experts, rows, columns)`` of the matrices ``(rows, columns)``.
+    """Return a tensor ``(experts, rows, columns)`` made of matrices ``(rows, columns)``.
 
     Args:
-        new: Name of the tensor.
-        ordered: For each matrix of an expert, in the order of their rows, its names.
+        new: Name of the new tensor.
+        ordered: For each matrix of an expert, in row order, its names.
     """
     found = [
         [entries[TensorKey(name, _WEIGHT)] for name in sorted(names, key=_numbers)]

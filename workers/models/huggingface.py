@@ -1,4 +1,4 @@
-"""Causal language models of ``transformers``, dense and MoE, from a folder with ``config.json``."""
+"""Causal language models of ``transformers``, dense or MoE, from a folder with ``config.json``."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ucp_core.formats import lies_beside
 from workers.errors import TaskError
 from workers.models.decoder import mean_loss
 
-#: How ``peft`` calls the configuration of adapters in a folder.
+#: The name that ``peft`` gives to the configuration of adapters in a folder.
 _ADAPTERS: Final = "adapter_config.json"
 
 
 def causal_lm(folder: str) -> Any:
-    """Return the model that ``folder/config.json`` describes, in float32, with no weights loaded.
+    """Return the model that ``folder/config.json`` describes, in float32, without weights.
 
     Raises:
-        TaskError: ``transformers`` is missing, or has no causal language model for it.
+        TaskError: ``transformers`` is missing or has no causal language model for it.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -43,12 +43,12 @@ def causal_lm(folder: str) -> Any:
 def causal_lm_loss(
     model: Any, inputs: Tensor, targets: Tensor, positions: Tensor | None = None
 ) -> Tensor:
-    """Return the mean cross entropy over all tokens, with a MoE's balancing loss in training.
+    """Return the mean cross entropy over all tokens, plus a MoE's balancing loss in training.
 
     Args:
         inputs: Token ids, ``(sequences, positions)``, int64.
-        targets: The next token of each, likewise.
-        positions: Their positions, if they are not the first ones, ``(1, positions)``.
+        targets: The next token of each, of the same shape.
+        positions: Positions of the tokens, ``(1, positions)``; None if they begin at 0.
     """
     output = model(input_ids=inputs, position_ids=positions, use_cache=False)
     loss = mean_loss(output.logits, targets)
@@ -59,10 +59,10 @@ def causal_lm_loss(
 
 
 def documents(model: nn.Module) -> dict[str, bytes]:
-    """Return what ``save_pretrained`` writes beside the weights of ``model``, by name.
+    """Return the files that ``save_pretrained`` writes beside the weights of ``model``, by name.
 
-    Its configuration, how it generates, and the tokenizer of the folder that it is from, if that is
-    here. {} for what is no model of ``transformers``. Code is left out.
+    These are its configuration, its generation settings and the tokenizer of its folder, if that
+    exists; {} for a model that is not of ``transformers``. Code is not included.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -72,7 +72,7 @@ def documents(model: nn.Module) -> dict[str, bytes]:
     config.dtype = model.dtype
     found = {"config.json": config.to_json_string().encode()}
     if model.can_generate():
-        # Saving would refuse what it can generate with.
+        # ``save_pretrained`` would refuse settings that generation itself accepts.
         found["generation_config.json"] = model.generation_config.to_json_string().encode()
     folder = Path(model.name_or_path or "-")
     there = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -89,9 +89,9 @@ def saved_by(one: Any) -> dict[str, bytes]:
 
 
 def adapter_documents(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration of a model's adapters of ``peft``, for an export; {} without any.
+    """Return the configuration of a model's ``peft`` adapters for an export; {} without adapters.
 
-    It is a small value of a checkpoint. Nothing else in one tells how to scale the adapters.
+    A checkpoint stores it as a small value. Without it no file says how to scale the adapters.
     """
     for module in model.modules():
         configs = getattr(module, "peft_config", None)
@@ -104,16 +104,16 @@ def adapter_documents(model: nn.Module) -> dict[str, Any]:
 
 
 def initial_parameter(model: Any, fqn: str, *, seed: int) -> Tensor:
-    """Return the whole initial value of one parameter, float32 on the CPU, by the model's own rule.
+    """Return the initial value of one whole parameter, float32 on the CPU, by the model's own rule.
 
-    Each parameter has its own random numbers, keyed by seed and name, so nobody builds the whole
+    Each parameter has its own random numbers, seeded by seed and name, so no rank builds the whole
     model.
 
     Args:
         model: The model, on the meta device.
 
     Raises:
-        TaskError: The model says nothing of this parameter.
+        TaskError: The model does not define it.
     """
     path, _, name = fqn.rpartition(".")
     module = model.get_submodule(path)
@@ -125,7 +125,7 @@ def initial_parameter(model: Any, fqn: str, *, seed: int) -> Tensor:
     }
     key = hashlib.sha256(f"{seed}/{fqn}".encode()).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        # 63 bits, because torch takes a signed seed.
+        # torch takes a signed seed, hence 63 bits.
         torch.manual_seed(int.from_bytes(key[:8], "little") >> 1)
         model._init_weights(alone)  # noqa: SLF001  what transformers itself calls per module
     value: Tensor = getattr(alone, name).detach()

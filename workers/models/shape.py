@@ -1,6 +1,6 @@
 """Sizes of the reference decoder: presets and exact parameter counts.
 
-Pure arithmetic. ``workers.models.decoder`` builds the modules; a test compares the counts.
+Pure arithmetic. ``workers.models.decoder`` builds the modules, and a test compares the counts.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final
 
-#: Bytes 0 to 255 and the end of a document, rounded up to a multiple of 8.
+#: Bytes 0 to 255 and an end-of-document token, rounded up to a multiple of 8.
 BYTE_VOCAB_SIZE = 264
-#: A loss holds at most so many logits in float32 at a time, three times.
+#: The most logits that a loss holds at a time, in float32; it holds them three times.
 LOGITS_MAX: Final = 1 << 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder; every size counts elements."""
+    """Sizes of a decoder, in elements."""
 
     vocab_size: int  #: Rows of the embedding.
     dim: int  #: Width of the residual stream.
@@ -27,12 +27,12 @@ class ModelShape:
     num_heads: int  #: Query heads; ``dim / num_heads`` is the size of a head.
     num_kv_heads: int  #: Key and value heads; each serves ``num_heads / num_kv_heads`` query heads.
     ffn_dim: int  #: Width inside the feed-forward part.
-    tied: bool  #: Whether the output layer is the embedding.
+    tied: bool  #: Whether the output layer shares the embedding.
     rope_theta: float = 10_000.0  #: Base of the rotary position frequencies.
 
     @property
     def head_dim(self) -> int:
-        """Return the size of one attention head."""
+        """Return the size of an attention head."""
         return self.dim // self.num_heads
 
 
@@ -50,8 +50,8 @@ def _shape(*sizes: int, tied: bool, rope_theta: float = 10_000.0) -> ModelShape:
     )
 
 
-#: Two CPU cores train the smallest in a minute. 125m has the width, depth and vocabulary of GPT-2
-#: small; 1b and 3b are the shapes of Llama 3.2, 8b to 405b those of Llama 3.1.
+#: Two CPU cores train the smallest one in a minute. 125m has the width, depth and vocabulary of
+#: GPT-2 small; 1b and 3b are the shapes of Llama 3.2, 8b to 405b those of Llama 3.1.
 PRESETS: Mapping[str, ModelShape] = MappingProxyType(
     {
         "tiny": _shape(BYTE_VOCAB_SIZE, 64, 2, 4, 2, 160, tied=True),
@@ -69,7 +69,7 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
 
 
 def shape_problems(shape: ModelShape) -> list[str]:
-    """Return every problem of ``shape``, one line each, path first."""
+    """Return every problem of ``shape``, one line each, with the field first."""
     problems = [
         f"{field.name}: {getattr(shape, field.name)} must be at least 1"
         for field in fields(shape)
@@ -92,28 +92,28 @@ def shape_problems(shape: ModelShape) -> list[str]:
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """Return the number of trained elements; a tied output layer counts once."""
+    """Return the number of trained elements; count a tied output layer once."""
     embeddings = shape.vocab_size * shape.dim * (1 if shape.tied else 2)
     return embeddings + shape.num_layers * block_parameters(shape) + shape.dim
 
 
 def block_parameters(shape: ModelShape) -> int:
-    """Return the number of trained elements of a layer."""
+    """Return the number of trained elements per layer."""
     dim, kv_dim = shape.dim, shape.num_kv_heads * shape.head_dim
     return 2 * dim * dim + 2 * kv_dim * dim + 3 * shape.ffn_dim * dim + 2 * dim
 
 
 def chunks_of(num_tokens: int, vocab_size: int) -> int:
-    """Return in how many chunks of tokens ``mean_loss`` computes logits."""
+    """Return the number of chunks of tokens in which ``mean_loss`` computes logits."""
     return math.ceil(num_tokens / max(1, LOGITS_MAX // vocab_size))
 
 
 def stage_layers(num_layers: int, number: int, num_stages: int, head: float = 0.0) -> range:
-    """Return the layers of a pipeline stage, at least one, so that all have as much to compute.
+    """Return the layers of a pipeline stage, at least one, so that stages have about equal work.
 
     Args:
         number: The stage, from 0.
-        head: Cost of the output layer, in layers: the last stage has so many fewer.
+        head: Cost of the output layer, in layers: the last stage gets that many fewer.
     """
     share = (num_layers + head) / num_stages
 
@@ -124,7 +124,7 @@ def stage_layers(num_layers: int, number: int, num_stages: int, head: float = 0.
 
 
 def resolve(preset: str, overrides: Mapping[str, Any]) -> ModelShape:
-    """Return the preset with ``overrides``; ``KeyError`` if there is no such preset."""
+    """Return the preset with ``overrides``; raise ``KeyError`` if it does not exist."""
     base = PRESETS[preset]
     values = {field.name: getattr(base, field.name) for field in fields(base)}
     return ModelShape(**{**values, **overrides})

@@ -1,4 +1,4 @@
-"""The mesh of an attempt and the model sharded over it."""
+"""The device mesh of an attempt and the model sharded over it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank has a part of every sequence."""
+"""Context parallelism: each rank holds a part of every sequence."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from workers.parallel import hub
 from workers.parallel.mesh import Mesh
 from workers.parallel.tensor import ModelPlan
 
-#: A label that counts for no loss.
+#: A label that the loss ignores.
 _IGNORED: Final = -100
 
 
 class SequenceParts:
-    """This rank's parts of the sequences of an attempt.
+    """This rank's parts of the sequences in an attempt.
 
     Args:
-        names: Entries of a batch that have positions along dim 1.
-        mesh: The ranks of the attempt.
-        context: Those with the other parts; None if this one has whole sequences.
+        names: Entries of a batch with positions along dim 1.
+        mesh: The mesh of the attempt.
+        context: The ranks with the other parts; None if this rank has whole sequences.
     """
 
     def __init__(self, names: Sequence[str], mesh: Mesh, context: Context | None) -> None:
@@ -35,11 +35,11 @@ class SequenceParts:
         self._is_asked = False
 
     def of(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of ``batch``, with labels shifted; see ``Session.part``.
+        """Return this rank's part of ``batch``, with shifted labels; see ``Session.part``.
 
         Raises:
-            LayoutRefusedError: Sequences cannot be cut into equal parts, or are more than one in a
-                row, or are padded on the left.
+            LayoutRefusedError: Sequences do not divide evenly, a row packs several of them, or one
+                is padded on the left.
         """
         self._is_asked = True
         found = dict(batch)
@@ -47,14 +47,14 @@ class SequenceParts:
         if "labels" in self._names and labels is not None:
             if shifted is None:
                 shifted = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-            # transformers computes a loss if there are labels, and of those that are shifted.
+            # transformers computes a loss if the batch has labels, and skips the shift for these.
             found["labels"] = found["shift_labels"] = shifted
         names = self._names | ({"shift_labels"} if "labels" in self._names else set())
         held = [name for name in sorted(names) if isinstance(found.get(name), Tensor)]
         if not held:
             raise TaskError(
-                f"session.part: the batch has none of {', '.join(sorted(names))}; name its entries "
-                "in ModelPlan(sequence=...)"
+                f"session.part: the batch has none of {', '.join(sorted(names))}; name its "
+                "entries in ModelPlan(sequence=...)"
             )
         if self._context is None:
             return found
@@ -68,14 +68,16 @@ class SequenceParts:
         return found
 
     def refuse_unused(self) -> None:
-        """Raise ``LayoutRefusedError`` if this rank computed whole sequences, or parts alone."""
+        """Raise ``LayoutRefusedError`` if this rank computed whole sequences, or only parts."""
         if self._context is None:
             return
         why = ""
         if not self._is_asked:
-            why = "the script did not call session.part, which gives a worker its part of a batch"
+            why = ("the script did not call session.part, which gives a worker its part of a "
+                  "batch")
         elif not self._context.is_used and not self._has_stages:
-            why = "no attention of the model saw the other parts; call everstep.causal_attention"
+            why = ("no attention of the model saw the other parts; call "
+                  "everstep.causal_attention")
         if why:
             raise LayoutRefusedError(
                 f"parallel.cp={self._size}: {why}; or write parallel.cp: 1", axis="cp"
@@ -94,26 +96,26 @@ class SequenceParts:
         return whole[:, self._place * size : (self._place + 1) * size].contiguous()
 
     def _refuse_masked(self, batch: dict[str, Any]) -> None:
-        """Remove the mask of padding behind sequences, which later tokens are; refuse others."""
+        """Remove a mask that hides padding at the end only; causal attention needs none."""
         mask, positions = batch.pop("attention_mask", None), batch.get("position_ids")
         why = ""
         if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):  # noqa: PLR2004
-            why = "attention_mask hides more than the ends of sequences"
+            why = "attention_mask hides more than padding at the end"
         if positions is not None and bool((positions.diff(dim=-1) != 1).any()):
-            why = "position_ids begin anew in a row: several sequences are packed into one"
+            why = "position_ids begin again within a row: it packs several sequences"
         if why:
             raise LayoutRefusedError(
-                f"parallel.cp={self._size}: {why}, which attention over parts does not know; pad "
-                "on the right and do not pack, or write parallel.cp: 1",
+                f"parallel.cp={self._size}: {why}, which attention over parts does not "
+                "support; pad on the right and do not pack, or write parallel.cp: 1",
                 axis="cp",
             )
 
 
 def apply_sequence_plan(model: nn.Module, mesh: Mesh, plan: ModelPlan) -> SequenceParts:
-    """Have the attention of ``model`` go over the ranks that have parts of the same sequences.
+    """Run the attention of ``model`` over the ranks that share its sequences.
 
     Raises:
-        LayoutRefusedError: There are such ranks, and the model has no plan for them.
+        LayoutRefusedError: Several ranks share them, and the model has no plan for that.
     """
     context = Context(mesh.context) if mesh.context is not None else None
     use_context(context)

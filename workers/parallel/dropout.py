@@ -1,4 +1,4 @@
-"""Dropout of what tensor parallelism cuts: each rank has another part, and draws for it."""
+"""Dropout in modules that tensor parallelism cuts: each rank draws for its own part."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 
 def is_cut(module: nn.Module, style: ParallelStyle) -> bool:
-    """Return whether a dropout gets columns, or heads, that other ranks do not have."""
+    """Return whether a dropout sees columns or heads that other ranks do not have."""
     return type(module) is nn.Dropout and type(style) is ColwiseParallel
 
 
 def draw_by_part(module: Any, mesh: DeviceMesh) -> None:
-    """Have a dropout draw another mask on each rank of ``mesh``.
+    """Make a dropout draw another mask on each rank of ``mesh``.
 
-    A number that all ranks draw alike is its seed, so a pass that is repeated draws the same mask,
-    and whatever is whole draws afterwards what it draws on the other ranks.
+    Its seed is a number that all ranks draw alike, so a repeated pass draws the same mask, and
+    later draws for uncut tensors stay equal over the ranks.
     """
     module.forward = partial(_drop, module, module.forward, mesh.get_local_rank())
 

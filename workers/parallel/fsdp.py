@@ -1,7 +1,7 @@
-"""Shard a model over the mesh with FSDP2, from the meta device.
+"""Shard a model over the mesh with FSDP2, starting on the meta device.
 
 ``shard_model`` wraps the model, ``materialize`` allocates memory, and the caller fills the local
-shards. Nothing communicates before the first forward pass.
+shards. No rank communicates before the first forward pass.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from workers.parallel.torch_names import Group, param_group
 
 log = logging.getLogger(__name__)
 
-#: Models of at most this many bytes of float32 parameters are one FSDP unit.
+#: Models with at most this many bytes of float32 parameters are one FSDP unit.
 SMALL_BYTES_MAX: Final = 64 << 20
-#: The modules in an outermost container of these types become one FSDP unit each.
+#: Each module in an outermost container of these types becomes an FSDP unit.
 _BLOCK_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
-#: The names of wrapped modules in their wrappers (torch 2.13, peft 0.21), and of pipeline stages.
+#: The names under which wrappers (torch 2.13, peft 0.21) and pipeline stages keep the wrapped
+#: module.
 WRAPPERS: Final = re.compile(
     r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|base_layer)\."
     r"|^(_stage_\d+\.)?base_model\.model\.|^_stage_\d+\."
@@ -48,17 +49,17 @@ _T = TypeVar("_T")
 class LocalShard:
     """This rank's shard of one parameter."""
 
-    fqn: str  #: Name of the parameter in the model, see ``own_names``.
+    fqn: str  #: Name of the parameter in the model; see ``own_names``.
     shape: tuple[int, ...]
-    #: The elements of this rank, in the order of ``local``; several if it has a slice of each
-    #: part of a fused weight. One that may be empty, otherwise.
+    #: This rank's elements, in the order of ``local``; several boxes if it has a slice of each part
+    #: of a fused weight. Otherwise one box, which may be empty.
     boxes: tuple[Box, ...]
-    replicas: tuple[int, ...]  #: The ranks that have the same elements, with this one, in order.
-    parameter: nn.Parameter  #: The parameter in the model, which gets the gradient.
-    local: Tensor  #: The elements, in the memory that the model uses.
+    replicas: tuple[int, ...]  #: All ranks with the same elements, this one included, in order.
+    parameter: nn.Parameter  #: The parameter in the model; it receives the gradient.
+    local: Tensor  #: This rank's elements, in the memory that the model uses.
 
     def pieces(self, tensor: Tensor) -> list[tuple[Box, Tensor]]:
-        """Return every box with its elements of ``tensor``, which is like ``local``; in place."""
+        """Return each box with a view of its elements in ``tensor``, a tensor like ``local``."""
         if len(self.boxes) == 1:
             return [(self.boxes[0], tensor)]
         found: list[tuple[Box, Tensor]] = []
@@ -70,7 +71,7 @@ class LocalShard:
         return found
 
     def _starts(self, dim: int) -> dict[int, int]:
-        """Return where in ``local`` a box begins along a dim, by where it does in the tensor."""
+        """Map an index along a dim of the tensor to the one in ``local``."""
         runs = sorted({(box.start[dim], box.stop[dim]) for box in self.boxes})
         lengths = [stop - start for start, stop in runs]
         places = itertools.accumulate(lengths, initial=0)
@@ -78,7 +79,7 @@ class LocalShard:
 
     @property
     def gradient(self) -> Tensor | None:
-        """Return the local gradient, of the shape of ``local``; None before the first."""
+        """Return the local gradient, shaped like ``local``; None before the first backward."""
         gradient: Any = self.parameter.grad
         if gradient is None or is_whole(self.shape):
             return gradient  # type: ignore[no-any-return]
@@ -87,27 +88,26 @@ class LocalShard:
 
 
 def is_whole(shape: tuple[int, ...]) -> bool:
-    """Return whether FSDP2 leaves a parameter alone: it has no dim, or no element."""
+    """Return whether FSDP2 leaves a parameter alone: it has no dims or no elements."""
     return not shape or 0 in shape
 
 
 def shard_model(
     model: nn.Module, mesh: Mesh, *, precision: str, reshard_after_forward: bool
 ) -> bool:
-    """Shard ``model``, on the meta device, over the mesh. Every rank calls it with the same model.
+    """Shard ``model``, on the meta device, over the mesh; every rank must call it.
 
-    A small model is one unit and stays gathered: small collectives cost by the call, and dropping
-    the gathered copy would save little memory.
+    A small model is one unit and stays gathered: its collectives cost by the call, and dropping the
+    gathered copy would save little memory.
 
     Args:
-        model: The model; each module in its outermost containers becomes one unit. An
-            ``nn.ModuleDict`` computes nothing: its modules are models of their own. If a script
-            has made units of its own, all that is left becomes one. Experts that are on some ranks
-            are units inside of it, which only ranks with the same ones gather and reduce.
+        model: The model; each module in its outermost containers becomes a unit. An
+            ``nn.ModuleDict`` at the top computes nothing: its modules are models of their own. If a
+            script has made its own units, the rest becomes one. Experts that live on some ranks
+            only are units inside of it, gathered and reduced by the ranks with the same experts.
         precision: "fp32", or "bf16" to compute in bfloat16; parameters and gradient sums stay
             float32.
-        reshard_after_forward: Whether a unit's gathered parameters are dropped after its forward
-            pass.
+        reshard_after_forward: Whether to drop a unit's gathered parameters after its forward pass.
 
     Returns:
         Whether the model stays gathered until the last backward pass of a step.
@@ -166,10 +166,10 @@ def shard_model(
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Allocate the parameters of a sharded model; shared parameters stay shared.
 
-    Parameters and buffers are uninitialised; ``workers.train.session`` fills both.
+    Parameters and buffers are uninitialised; ``workers.train.session`` fills them.
     """
     with keeping_shared(model):
-        # ``to_empty``, but for DTensors that would plan a sharding for each of their shapes.
+        # Like ``to_empty``, which for DTensors would plan a sharding for each of their shapes.
         model._apply(partial(_empty_like, device=device))  # noqa: SLF001
 
 
@@ -188,9 +188,9 @@ def _empty_like(tensor: Tensor, *, device: torch.device) -> Tensor:
 
 @contextmanager
 def keeping_shared(model: nn.Module) -> Iterator[None]:
-    """Have modules that share a parameter share the new one, too.
+    """Make modules that shared a parameter share the new one.
 
-    ``_apply`` and ``parallelize_module`` make one for every place (torch 2.13).
+    ``_apply`` and ``parallelize_module`` create one for every place (torch 2.13).
     """
     shared = _shared(model)
     yield
@@ -201,10 +201,10 @@ def keeping_shared(model: nn.Module) -> Iterator[None]:
 
 
 def local_shards(model: nn.Module, mesh: Mesh) -> list[LocalShard]:
-    """Return this rank's shard of every parameter, sorted by name; a shared one occurs once.
+    """Return this rank's shard of every parameter, sorted by name; shared parameters occur once.
 
     Raises:
-        TaskError: A parameter that is trained is not float32.
+        TaskError: A trained parameter is not float32.
     """
     found: list[LocalShard] = []
     for fqn, parameter in sorted(own_names(model.named_parameters()).items()):
@@ -231,33 +231,34 @@ def local_shards(model: nn.Module, mesh: Mesh) -> list[LocalShard]:
 
 
 def own_names(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
-    """Return what is named by the modules of the model, without those that wrap them.
+    """Return the names as the model's own modules give them, without wrappers.
 
-    ``torch.compile`` and activation checkpointing put a module around another one. A model that is
-    resumed with or without them has the same parameters. ``peft`` does so, too: the base model of
-    an adapter has the names that it has without one.
+    ``torch.compile`` and activation checkpointing wrap modules in another one. A model resumed with
+    or without these has the same parameters. The same holds for ``peft``: the base model of an
+    adapter keeps its names.
 
     Raises:
-        TaskError: Two have the same name then.
+        TaskError: Two parameters then have the same name.
     """
     found: dict[str, _T] = {}
     for name, value in named:
         own = WRAPPERS.sub("", name)
         if own in found:
-            raise TaskError(f"{name} has the name {own}, as another one; rename a module", fqn=own)
+            raise TaskError(f"{name} and another parameter would both be called {own}; rename "
+                            "a module", fqn=own)
         found[own] = value
     return found
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Yield the FSDP units, each of which is gathered and reduced as one."""
+    """Yield the FSDP units; each is gathered and reduced as one."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield module
 
 
 def num_foreign(model: nn.Module) -> int:
-    """Return how many elements of trained parameters this rank gathers from others."""
+    """Return how many elements of trained parameters this rank gathers from other ranks."""
     groups = [param_group(module) for module in fsdp_modules(model)]
     trained = [
         one
@@ -270,10 +271,10 @@ def num_foreign(model: nn.Module) -> int:
 
 
 def drop_gathered(model: nn.Module) -> None:
-    """Have the next pass gather the parameters again, because their values changed.
+    """Make the next pass gather the parameters again, because their values changed.
 
-    Few units are gathered at that point: those of a model that the script called without a
-    backward pass. The next pass would use their old values.
+    Few units are still gathered at that point: those of a model that the script called without a
+    backward pass. Without this, the next pass would use their old values.
     """
     for module in fsdp_modules(model):
         take_frozen(param_group(module))
@@ -281,16 +282,16 @@ def drop_gathered(model: nn.Module) -> None:
 
 
 def take_frozen(group: Group | None) -> None:
-    """Keep what a script froze or unfroze while parameters were gathered, as by its own evaluation.
+    """Keep what a script froze or unfroze while parameters were gathered.
 
-    FSDP2 would have forgotten it when it gathers them again.
+    FSDP2 forgets it when it gathers them again.
     """
     for one in group.fsdp_params if group is not None and group.is_unsharded else ():
         one.sharded_param.requires_grad_(one.unsharded_param.requires_grad)
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """Return the models in ``model``, each of which is called by itself."""
+    """Return the models in ``model`` that a script calls by themselves."""
     if type(model) is not nn.ModuleDict:
         return [model]
     inside = {name: set(root.modules()) for name, root in model.items()}
@@ -306,10 +307,11 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 
 
 def _without_warning(roots: list[nn.Module]) -> list[nn.Module]:
-    """Return ``roots``; hide FSDP2's warning of views where a mistake is no silent one.
+    """Return ``roots``; hide FSDP2's warning about views where such a mistake raises anyway.
 
-    It warns of `out += x` outside of a unit. The backward pass of a unit inside a model raises
-    then, and the step refuses a model without any gradient. Of several models one could go without.
+    FSDP2 warns about `out += x` outside of a unit. Within one model, the backward pass of the unit
+    raises, and the step refuses a model without gradients. With several models, one of them could
+    silently get none.
     """
     if len(roots) == 1:
         warnings.filterwarnings("ignore", _VIEW_WARNING)
@@ -317,7 +319,7 @@ def _without_warning(roots: list[nn.Module]) -> list[nn.Module]:
 
 
 def _experts(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
-    """Return the modules with parameters that expert parallelism has cut, and nothing else."""
+    """Return exactly the modules with parameters that expert parallelism has cut."""
     ranks = mesh.experts.ranks if mesh.experts is not None else None
     return [
         module
@@ -330,10 +332,10 @@ def _experts(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that become a unit each: those in the model's outermost containers.
+    """Return the modules that each become a unit: those in the model's outermost containers.
 
-    A Hugging Face model names the classes of its layers. Only if it has no container itself, those
-    of its modules count. What shares a parameter with another module stays in the root's unit.
+    A Hugging Face model names the classes of its layers itself. Those count only if it has no
+    container. A module that shares a parameter with another one stays in the root's unit.
     """
     shared = [{module for module, _ in places} for places in _shared(model)]
     found = _whole_blocks(model) or list(_contents(model))
@@ -370,7 +372,7 @@ def _contents(module: nn.Module, *, goes_deeper: bool = False) -> Iterator[nn.Mo
         if isinstance(child, _BLOCK_CONTAINERS):
             for block in child.children():
                 if isinstance(block, nn.ModuleList | nn.ModuleDict):
-                    # It computes nothing itself, so it cannot be a unit.
+                    # A container computes nothing itself, so it cannot be a unit.
                     yield from _contents(nn.ModuleList([block]))
                 elif any(True for _ in block.parameters()):
                     yield block

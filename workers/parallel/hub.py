@@ -1,6 +1,6 @@
-"""Models of ``transformers`` bring their own plans: of tensors, experts, sequences and stages.
+"""Models of ``transformers`` bring their own plans for tensors, experts, sequences and stages.
 
-Adapters of ``peft`` are cut as the matrices that they change. Written for transformers 5.24.
+Adapters of ``peft`` are cut like the matrices that they change. Written for transformers 5.24.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from workers.models import HUB_NAME, hub_attention, pretrained, stage_layers
 from workers.parallel.fsdp import WRAPPERS
 from workers.parallel.mesh import ExpertMesh, Mesh
 
-#: Styles of ``transformers`` with which a module takes and returns whole tensors.
+#: Styles of ``transformers`` for modules that take and return whole tensors.
 _WHOLE: Final = {
     "colwise_gather_output", "colwise_rep", "embedding_colwise", "embedding_rowwise", "replicate",
     "rowwise_rep", "rowwise_split_input",
 }  # fmt: skip
-#: The adapter of a matrix that has the style, too. The other one is whole.
+#: The matrix of an adapter that is cut like its base, by the base's style. The other matrix is
+#: whole.
 _CUT_ADAPTERS: Final = {
     "colwise": "lora_B", "packed_colwise": "lora_B", "rowwise": "lora_A", "packed_rowwise": "lora_A"
 }  # fmt: skip
 _ADAPTER: Final = re.compile(r"(.+)\.(lora_[^.]+)\..+")
-#: Names of what only the head of a model takes, with which a loss is computed.
+#: Inputs that only a model's head takes, for its loss.
 _OF_HEAD: Final = {"labels", "logits_to_keep", "num_items_in_batch", "return_dict", "shift_labels"}
-#: The style of modules that send tokens to the ranks with their experts.
+#: The style of modules that send tokens to the ranks of their experts.
 _DISPATCH: Final = "ep_dispatch_experts"
-#: Entries of a batch that have positions along dim 1.
+#: Entries of a batch with positions along dim 1.
 SEQUENCE: Final = ("input_ids", "labels", "position_ids")
-#: Layers that may hand over values along a sequence by attention alone.
+#: Layers that mix positions by attention alone.
 _ATTENTION: Final = {"full_attention", "sliding_attention"}
-#: Rotary positions of these kinds depend on the length of a sequence.
+#: Rotary embeddings of these kinds depend on the length of a sequence.
 _BY_LENGTH: Final = {"dynamic", "longrope"}
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -48,10 +49,10 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 def cut_tensors(model: nn.Module, mesh: Mesh) -> bool:
     """Cut the models of ``transformers`` in ``model``, on the meta device, by their own plans.
 
-    Experts stay whole if ``cut_experts`` cuts them.
+    Leave experts to ``cut_experts`` if that cuts them.
 
     Returns:
-        Whether there is a plan.
+        Whether one has a plan.
 
     Raises:
         LayoutRefusedError: Attention heads or adapters cannot be cut.
@@ -75,15 +76,15 @@ def cut_tensors(model: nn.Module, mesh: Mesh) -> bool:
 
 
 def cut_experts(model: nn.Module, mesh: ExpertMesh) -> bool:
-    """Give each rank as many experts of the models of ``transformers``, by their own plans.
+    """Give each rank an equal share of the experts of ``transformers`` models, by their own plans.
 
-    Ranks send each token to those with its experts, and get back what these give.
+    Ranks send each token to the ranks of its experts and get the results back.
 
     Returns:
-        Whether there are experts with a plan.
+        Whether a plan covers experts.
 
     Raises:
-        LayoutRefusedError: They cannot be cut.
+        LayoutRefusedError: The experts cannot be cut.
     """
     degree, is_found = mesh.ranks.size(), False
     for one in pretrained(model):
@@ -98,8 +99,8 @@ def cut_experts(model: nn.Module, mesh: ExpertMesh) -> bool:
 
 
 def _own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of ``model`` by name; that inside of a wrapper, instead of both."""
-    # It comes last, and has the name that both would have.
+    """Return the modules of ``model`` by name; a wrapped module takes its wrapper's place."""
+    # The wrapped module comes last and has the same name.
     return {
         WRAPPERS.sub("", f"{name}.")[:-1]: module
         for name, module in model.named_modules()
@@ -108,13 +109,13 @@ def _own_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def share_sequences(model: nn.Module, degree: int) -> bool:
-    """Have attention of the models of ``transformers`` in ``model`` go over the parts of sequences.
+    """Run the attention of ``transformers`` models in ``model`` over parts of sequences.
 
     Returns:
-        Whether there is one.
+        Whether there is such a model.
 
     Raises:
-        LayoutRefusedError: Something but attention looks at several positions.
+        LayoutRefusedError: A layer other than attention looks at several positions.
     """
     found = list(pretrained(model))
     for one in found:
@@ -126,11 +127,12 @@ def share_sequences(model: nn.Module, degree: int) -> bool:
         if "position_ids" not in inspect.signature(type(one).forward).parameters:
             kinds.add("no position_ids")
         if not one._can_set_attn_implementation():  # noqa: SLF001
-            kinds.add("attention of its own")
+            kinds.add("an attention of its own")
         if kinds:
             raise LayoutRefusedError(
-                f"parallel.cp={degree}: model {type(one).__name__} has {', '.join(sorted(kinds))}, "
-                "and would not see the other parts of a sequence right; write parallel.cp: 1",
+                f"parallel.cp={degree}: model {type(one).__name__} has "
+                f"{', '.join(sorted(kinds))}, which cannot see the other parts of a sequence; "
+                "write parallel.cp: 1",
                 axis="cp",
             )
         _set_attention(modules)
@@ -138,7 +140,7 @@ def share_sequences(model: nn.Module, degree: int) -> bool:
 
 
 def _set_attention(modules: Iterable[nn.Module]) -> None:
-    """Have modules use our attention; their configuration may be another model's, too."""
+    """Make modules use our attention; another model may share their configuration."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(HUB_NAME, hub_attention)
@@ -151,16 +153,16 @@ def _set_attention(modules: Iterable[nn.Module]) -> None:
 
 
 def has_stages(model: nn.Module) -> bool:
-    """Return whether ``keep_stage`` can cut ``model``: one of ``transformers``, or ``peft``'s."""
+    """Return whether ``keep_stage`` can cut ``model``: it is of ``transformers`` or ``peft``."""
     found = list(pretrained(model))
     is_around = model in found or type(model).__module__.startswith("peft.")
     return is_around and len(found) == 1 and bool(getattr(found[0], "pp_plan", None))
 
 
 def keep_stage(model: nn.Module, number: int, num_stages: int) -> None:
-    """Remove from a model of ``transformers`` what a pipeline stage does not have.
+    """Remove from a ``transformers`` model what a pipeline stage does not have.
 
-    Modules that its forward pass calls stay under their names, and do nothing.
+    Modules that the forward pass calls keep their names and do nothing.
     """
     (inner,) = pretrained(model)
     plan = {name: (inner.get_submodule(name), takes) for name, (takes, _) in inner.pp_plan.items()}
@@ -186,12 +188,12 @@ def keep_stage(model: nn.Module, number: int, num_stages: int) -> None:
 
 
 class _Absent(nn.Module):
-    """Stands for a module of another stage; the last one before a stage gives what it receives."""
+    """Stands in for a module of another stage; the one before a stage returns its input."""
 
     received: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first argument, or what the stage has received."""
+        """Return the first argument, or what the stage received."""
         if self.received is not None:
             return self.received
         return args[0] if args else next(iter(kwargs.values()))
@@ -205,9 +207,9 @@ def _stage_forward(
     /,
     **kwargs: Any,
 ) -> Any:
-    """Compute a stage: the first one gets token ids, others hidden states.
+    """Compute a stage: the first one takes token ids, others hidden states.
 
-    On the meta device only the shape is wanted, and layers keep it: a mask would need values.
+    On the meta device only the shape matters, and layers keep it: a mask would need values.
     """
     kwargs["use_cache"] = False
     if embed is not None:
@@ -224,7 +226,7 @@ def _stage_forward(
         return given
     kwargs.pop("input_ids", None)
     kwargs["inputs_embeds"] = given
-    # What the model does between embedding and layers was done by the first stage.
+    # The first stage did what the model does between embedding and layers.
     before.received = given
     try:
         return forward(**kwargs)
@@ -233,7 +235,7 @@ def _stage_forward(
 
 
 def _hidden_states(base: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """Return what the last layer of a stage gives, as the head would get it."""
+    """Return the output of a stage's last layer, as the head would get it."""
     named = {name: value for name, value in kwargs.items() if name not in _OF_HEAD}
     hidden: Tensor = base(*args, **named).last_hidden_state
     return hidden
@@ -249,7 +251,7 @@ def _size(module: nn.Module | None) -> int:
 
 
 def refuse_stages(model: nn.Module, num_ranks: int, per_rank: int) -> None:
-    """Raise unless ``keep_stage`` can cut a model so, each rank having ``per_rank`` stages.
+    """Raise unless ``keep_stage`` can cut a model into that many stages, ``per_rank`` on each rank.
 
     Raises:
         LayoutRefusedError: There are more stages than layers, or the loss needs the routers of all
@@ -282,7 +284,7 @@ def refuse_stages(model: nn.Module, num_ranks: int, per_rank: int) -> None:
 
 
 def _refuse_heads(named: Mapping[str, nn.Module], plan: Mapping[str, str], degree: int) -> None:
-    """Raise ``LayoutRefusedError`` if a rank would have parts of an attention head."""
+    """Raise ``LayoutRefusedError`` if a rank would get part of an attention head."""
     heads: dict[str, int] = {}
     for name, module in named.items():
         size = getattr(named.get(name.rpartition(".")[0]), "head_dim", None)
@@ -300,13 +302,13 @@ def _refuse_heads(named: Mapping[str, nn.Module], plan: Mapping[str, str], degre
 
 
 def _refuse_experts(name: str, module: nn.Module, styles: Mapping[str, str], degree: int) -> None:
-    """Raise ``LayoutRefusedError`` unless each rank can have as many experts of ``module``."""
+    """Raise ``LayoutRefusedError`` unless the ranks share the experts of ``module`` evenly."""
     odd = {rule for each, rule in styles.items() if rule != ("grouped_gemm" if each else _DISPATCH)}
     odd |= {each for each, _ in module.named_parameters() if each not in styles}
     if odd or _DISPATCH not in styles.values():
         raise LayoutRefusedError(
-            f"parallel.ep={degree}: the plan of transformers for {name} has {sorted(odd)}, which "
-            "is not written here; write parallel.ep: 1",
+            f"parallel.ep={degree}: the plan of transformers for {name} uses {sorted(odd)}, "
+            "which everstep does not know; write parallel.ep: 1",
             axis="ep",
         )
     num_experts = len(next(module.parameters(recurse=False)))
@@ -321,7 +323,7 @@ def _refuse_experts(name: str, module: nn.Module, styles: Mapping[str, str], deg
 def _styles(
     named: Mapping[str, nn.Module], plan: Mapping[str, str], axis: str, degree: int
 ) -> dict[nn.Module, dict[str, str]]:
-    """Return for each module the style of its parameters, by name, and under "" its own one."""
+    """Return the styles of each module's parameters by name, with its own style under ""."""
     found: dict[nn.Module, dict[str, str]] = {}
     for name, module in named.items():
         generic = _NUMBER.sub("*", name)
@@ -330,12 +332,12 @@ def _styles(
         if adapter is not None and any(True for _ in module.parameters(recurse=False)):
             style = _adapter_style(name, adapter[2], plan.get(adapter[1]), (axis, degree))
         if style and hasattr(module, "modules_to_save"):
-            # A trained copy beside the frozen original: both are whole.
+            # A trained copy beside the frozen original: both stay whole.
             style = _adapter_style(name, "modules_to_save", style, (axis, degree))
         parameters = dict(module.named_parameters(recurse=False))
         sizes = [extent for one in parameters.values() for extent in one.shape]
         if style in _WHOLE and any(extent % degree for extent in sizes):
-            # A vocabulary of an odd size: it may stay whole, and a rank computes all of it.
+            # A vocabulary of odd size may stay whole; every rank then computes all of it.
             continue
         own = {each: rule for each in parameters if (rule := plan.get(f"{generic}.{each}", style))}
         if style or own:
@@ -344,13 +346,13 @@ def _styles(
 
 
 def _adapter_style(name: str, adapter: str, style: str | None, ways: tuple[str, int]) -> str | None:
-    """Return the style of an adapter, or of a part of one, of a module with ``style``."""
+    """Return the style of an adapter (or its part) of a module with ``style``."""
     if style is None or style in _WHOLE:
         return None
     axis, degree = ways
     if style not in _CUT_ADAPTERS or adapter not in ("lora_A", "lora_B"):
         raise LayoutRefusedError(
-            f"parallel.{axis}={degree}: {name} of peft cannot be cut as its base is ({style}); "
+            f"parallel.{axis}={degree}: {name} of peft cannot be cut like its base ({style}); "
             f"choose other target_modules, or write parallel.{axis}: 1",
             axis=axis,
         )
@@ -358,7 +360,7 @@ def _adapter_style(name: str, adapter: str, style: str | None, ways: tuple[str, 
 
 
 def _apply(style: str, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Cut a parameter of ``module``; or have it take and return parts, if ``name`` is ""."""
+    """Cut a parameter of ``module``; if ``name`` is "", make the module take and return parts."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
     if style == "replicated_with_grad_allreduce":
@@ -387,10 +389,10 @@ def _apply_experts(module: nn.Module, styles: Mapping[str, str], mesh: ExpertMes
 
 
 def _sum_gradient(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Have the gradients of a whole parameter be summed over the ranks, each of which has a part.
+    """Sum the gradients of a whole parameter over ranks that each compute part of them.
 
-    transformers sums what was added up so far after every backward pass, which counts all but the
-    last micro-batch several times. A DTensor is summed once, when FSDP2 reduces it.
+    transformers sums the accumulated gradient after every backward pass, which counts all but the
+    last micro-batch several times. The gradient of a DTensor is summed once, when FSDP2 reduces it.
     """
     parameter = module.get_parameter(name)
     whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)

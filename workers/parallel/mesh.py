@@ -15,52 +15,53 @@ from ucp_core.layout import AXES, ParallelLayout
 from workers.parallel.placements import Cut, cuts_of, replicas_over
 from workers.parallel.torch_names import draw_by_own_states
 
-#: The axes along which FSDP2 shards and copies a model.
+#: The axes along which FSDP2 shards and replicates a model.
 _DATA_AXES: Final = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMesh:
-    """The meshes of experts."""
+    """The meshes for experts."""
 
-    ranks: DeviceMesh  #: Each rank has as many experts, and gets their tokens from the others.
-    #: The mesh for FSDP2: the ranks with the same experts, in all copies of the model. Those of
-    #: a tensor-parallel group are among them: each sends a part of its tokens.
+    #: The ranks that share the experts. Each has as many, and gets their tokens from the others.
+    ranks: DeviceMesh
+    #: The mesh for FSDP2: the ranks with the same experts, over all replicas of the model. It
+    #: includes the ranks of a tensor-parallel group, each of which sends part of the tokens.
     sharding: DeviceMesh
-    same_tokens: DeviceMesh  #: The tensor-parallel group of a rank, which may be alone in it.
+    same_tokens: DeviceMesh  #: The tensor-parallel group of a rank; the rank may be alone in it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
     """The mesh that the model is sharded over, and this rank's place in it."""
 
-    #: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``. Ranks with other
-    #: parts of a sequence have other shards: ``dp_shard`` has those of ``cp``, too.
+    #: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``. Ranks with other parts
+    #: of a sequence have other shards, so ``dp_shard`` includes ``cp``.
     sharding: DeviceMesh
-    #: The mesh for tensor parallelism; None if each weight is whole on a rank.
+    #: The mesh for tensor parallelism; None if every rank has whole weights.
     tensor: DeviceMesh | None = None
-    #: The ranks with the other parts of the same sequences, in order; None if a rank has whole
-    #: ones.
+    #: The ranks with the other parts of the same sequences, in order; None if each rank has whole
+    #: sequences.
     context: ProcessGroup | None = None
-    #: How expert parallelism cuts experts; None if each rank computes all of them.
+    #: The expert-parallel meshes; None if each rank computes all experts.
     experts: ExpertMesh | None = None
     #: The ranks with the other stages of the same pipeline, in order; None without stages.
     stages: ProcessGroup | None = None
-    layout: ParallelLayout  #: Degrees of all axes.
+    layout: ParallelLayout  #: The degree of each axis.
     rank: int
 
     @property
     def data_rank(self) -> int:
-        """Return this data-parallel rank, ``0 <= data_rank < layout.dp``."""
+        """Return this rank's place along data parallelism, ``0 <= data_rank < layout.dp``."""
         return self.layout.data_rank(self.rank)
 
     @property
     def replicas(self) -> ProcessGroup | None:
-        """Return the group of ranks that hold the same state; None if only this rank holds it."""
+        """Return the group of ranks that hold the same state; None if no other rank does."""
         return self.sharding.get_group(0) if self.layout.dp_replicate > 1 else None
 
     def exchanging(self, *, deterministic: bool) -> list[ProcessGroup]:
-        """Return the groups whose ranks exchange in pairs; gradients only if ``deterministic``."""
+        """Return the groups that exchange in pairs; for gradients only if ``deterministic``."""
         groups = [self.stages, self.context]
         if self.experts is not None:
             groups.append(self.experts.ranks.get_group())
@@ -70,40 +71,40 @@ class Mesh:
 
     @property
     def sharers(self) -> tuple[int, ...]:
-        """Return the ranks that have what no axis cuts, such as buffers, with this one."""
+        """Return the ranks with the same uncut tensors, such as buffers, this one included."""
         return replicas_over(self.layout, self.rank, ())
 
     @property
     def counts(self) -> bool:
-        """Return whether the loss of this rank counts: others have the same samples."""
+        """Return whether the loss of this rank counts; others may have the same samples."""
         place = self.layout.coordinates(self.rank)
         return place["tp"] == 0 and place["pp"] == self.layout.pp - 1
 
     @property
     def tensor_rank(self) -> int:
-        """Return this rank's place among those that have parts of the same tensors."""
+        """Return this rank's place among those with parts of the same tensors."""
         return self.layout.coordinates(self.rank)["tp"]
 
     @property
     def stage(self) -> int:
-        """Return this rank's place in its pipeline: the number of its first stage."""
+        """Return this rank's place in its pipeline, which is the number of its first stage."""
         return self.layout.coordinates(self.rank)["pp"]
 
     @property
     def part(self) -> int:
-        """Return which part of each sequence this rank has, from 0."""
+        """Return which part of each sequence this rank has, counted from 0."""
         return self.layout.coordinates(self.rank)["cp"]
 
     def cuts_of(self, tensor: DTensor) -> list[Cut]:
-        """Return how the axes cut ``tensor``, under the axes' names in the layout."""
+        """Return how the axes cut ``tensor``, by the axes' names in the layout."""
         return [replace(cut, axis=cut.axis.rpartition("_")[0]) for cut in cuts_of(tensor)]
 
 
 def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: int) -> Mesh:
-    """Return the mesh of ``layout``. Every rank calls it after the process groups are formed.
+    """Return the mesh of ``layout``. Every rank must call it once the process groups are formed.
 
-    Axis names contain the attempt. Meshes of the same shape and names are equal whatever their
-    process groups (torch 2.13), so caches keyed by meshes would return groups of older attempts.
+    Axis names contain the attempt. Meshes of equal shape and names compare equal whatever their
+    process groups (torch 2.13), so caches keyed by a mesh would return groups of older attempts.
     """
     has_experts = layout.ep > 1
     always = ("dp_shard", "tp") if has_experts else ("dp_shard",)
@@ -132,7 +133,7 @@ def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: 
 
 
 def _context(layout: ParallelLayout, attempt: int) -> ProcessGroup:
-    """Return this rank's group along cp; every rank makes those of all."""
+    """Return this rank's group along cp; every rank creates all of them."""
     ranks = {layout.ranks_along(rank, ["cp"]): None for rank in range(layout.world_size)}
     group: Any
     group, _ = dist.new_subgroups_by_enumeration(
@@ -143,11 +144,11 @@ def _context(layout: ParallelLayout, attempt: int) -> ProcessGroup:
 
 
 def _experts(layout: ParallelLayout, same_tokens: DeviceMesh, attempt: int) -> ExpertMesh:
-    """Return the meshes of experts: other views of the same ranks."""
+    """Return the meshes for experts, which are other views of the same ranks."""
     ranks = torch.arange(layout.world_size)
     inner = [axis for axis in ("cp", "tp") if getattr(layout, axis) > 1]
     ranks = ranks.view(layout.pp, layout.dp_replicate, layout.efsdp, layout.ep, -1)
-    # Ranks with the same experts, then those with others.
+    # Ranks with the same experts are adjacent.
     ranks = ranks.transpose(3, 4).flatten(2, 3)
     alike = "+".join(("efsdp", *inner))
     names = tuple(f"{axis}_{attempt}" for axis in ("pp", "dp_replicate", alike, "ep"))

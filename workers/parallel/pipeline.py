@@ -1,9 +1,8 @@
 """Pipeline parallelism: the stages of a model, and the passes of micro-batches through them.
 
 A script calls its stages as if they were the whole model. torch's schedules decide when a stage
-computes which pass, and send activations and gradients between stages (1F1B: at most as many
-passes are open as there are stages; interleaved 1F1B if a rank has several stages: Narayanan et
-al., SC 2021).
+computes which pass, and send activations and gradients between stages (1F1B: at most as many open
+passes as stages; interleaved 1F1B if a rank has several stages: Narayanan et al., SC 2021).
 """
 
 from __future__ import annotations
@@ -37,25 +36,27 @@ from workers.parallel.torch_names import tree_map
 
 _Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
-# torch logs the whole schedule with every error in it, which a lost peer is, too.
+# torch logs the whole schedule with every error in it, and a lost peer is one.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-#: An evaluation computes so many micro-batches a round for each rank of a pipeline.
+#: The number of micro-batches in a round of an evaluation, per rank of the pipeline.
 _ROUND: Final = 2
-#: Returns what surrounds the forward pass of a stage, given its number.
+#: Returns a context manager for the forward pass of a stage, given its number.
 Around: TypeAlias = Callable[[int], AbstractContextManager[Any]]
 
 
 class Stages:
-    """The stages of a model on the meta device: it becomes one of them for a while.
+    """The stages of a model on the meta device, which becomes one of them for a while.
 
-    So it is built once, and not once for each.
+    This way the model is built once, not once per stage.
 
     Args:
         num_ranks: The degree of pipeline parallelism.
-        per_rank: Stages of each rank. Those of rank ``r`` are ``r``, ``r + num_ranks``, and so on.
+        per_rank: The number of stages on each rank. Rank ``r`` has stages ``r``, ``r + num_ranks``,
+            and so on.
 
     Raises:
-        TaskError: There is no plan, a parameter is in no stage or in several, or stages share one.
+        TaskError: There is no plan, a parameter belongs to no stage or several, or stages share
+            one.
     """
 
     def __init__(
@@ -81,15 +82,15 @@ class Stages:
         _refuse_misfits(whole, held, num_ranks)
 
     def keep(self, model: nn.Module, number: int) -> None:
-        """Remove from ``model``, which is like the whole one, what stage ``number`` lacks."""
+        """Remove from ``model``, a copy of the whole one, what stage ``number`` lacks."""
         self._keep_stage(model, number, self.num_stages)
 
     def of_rank(
         self, rank: int, build: Callable[[], nn.Module], around: Around = nullcontext
     ) -> StageModel:
-        """Return the stages of a rank, each cut out of what ``build`` makes, on the meta device.
+        """Return the stages of a rank, each cut out of a model from ``build``, on the meta device.
 
-        ``around`` surrounds the forward pass of a stage, given its number.
+        ``around`` returns a context manager for the forward pass of a stage, given its number.
         """
         held: dict[int, nn.Module] = {}
         for number in range(rank, self.num_stages, self._num_ranks):
@@ -101,12 +102,12 @@ class Stages:
     def described(
         self, number: int, args: Any, kwargs: Any, dtype: torch.dtype | None
     ) -> list[tuple[Tensor, ...]]:
-        """Return what goes into each stage up to ``number``, and out of that, without values.
+        """Return the inputs of all stages up to ``number`` and the outputs of that one, on meta.
 
         Args:
-            args: What the whole model is called with.
-            kwargs: Likewise, by name; every stage gets them.
-            dtype: The dtype that FSDP2 computes in; None for that of the parameters.
+            args: The arguments of the whole model.
+            kwargs: The keyword arguments; every stage gets them.
+            dtype: The dtype of FSDP2's computation; None for the dtype of the parameters.
         """
 
         def without_value(value: Any) -> Any:
@@ -128,7 +129,7 @@ class Stages:
         return found
 
     def _refuse_values(self, error: Exception) -> None:
-        """Raise ``LayoutRefusedError`` if the model needed values of tensors that have none."""
+        """Raise ``LayoutRefusedError`` if the model needed values of meta tensors."""
         if "meta" not in str(error).lower():
             return
         names = {id(module): name for name, module in self._whole.named_modules()}
@@ -139,15 +140,15 @@ class Stages:
                 line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         raise LayoutRefusedError(
             f"parallel.pp={self._num_ranks}: {line} in {module} reads values of a tensor, and "
-            "stages agree on shapes before there are any. Decide in the function of the loss and "
-            "pass the answer to the model, model(x, skip=True); or compute both and choose by "
-            "torch.where; or write parallel.pp: 1",
+            "stages agree on shapes before there are values. Decide in the function of the "
+            "loss and pass the answer to the model, model(x, skip=True); or compute both and "
+            "choose by torch.where; or write parallel.pp: 1",
             axis="pp",
         ) from error
 
     @contextmanager
     def _become(self, number: int) -> Iterator[None]:
-        """Have the whole model be a stage; what that changes in its modules is taken back."""
+        """Turn the whole model into a stage, and undo the changes to its modules afterwards."""
         held = [
             (module, {name: _copied(value) for name, value in vars(module).items()})
             for module in self._whole.modules()
@@ -166,19 +167,18 @@ def _copied(value: Any) -> Any:
 
 
 class StageModel(nn.Module):
-    """The stages of a rank, which a script calls as if they were the whole model.
+    """The stages of a rank, called by a script as if they were the whole model.
 
-    Only the last stage computes a loss. So a function of the loss is called for every stage: for
-    the last one it gets the outputs of the whole model, for others it ends where it calls the
-    model.
+    Only the last stage computes a loss. So the function of the loss runs for every stage: for the
+    last one it gets the outputs of the whole model, for others it ends where it calls the model.
 
     Args:
-        held: The rank's stages, by number.
-        num_stages: Stages of all ranks.
+        held: The rank's stages by number.
+        num_stages: The number of stages over all ranks.
 
     Attributes:
-        stages: The same, whose parameters have their own names for ``own_names``.
-        numbers: The numbers of the stages, rising.
+        stages: The rank's stages, whose parameters have their own names for ``own_names``.
+        numbers: The numbers of the stages, in ascending order.
     """
 
     def __init__(
@@ -198,8 +198,8 @@ class StageModel(nn.Module):
         received, self._received = self._received, None
         if received is None:
             raise LayoutRefusedError(
-                "with parallel.pp above 1 call the model once in each call of the function that "
-                "session.train_step or session.evaluate gets, and nowhere else",
+                "with parallel.pp above 1 call the model once in each call of the function "
+                "that session.train_step or session.evaluate gets, and nowhere else",
                 axis="pp",
             )
         with self._around(self.num_stages - 1):
@@ -210,7 +210,7 @@ class StageModel(nn.Module):
         return self.stages[f"_stage_{number}"]
 
     def share_buffers(self) -> None:
-        """Have a buffer that several stages have be one tensor, which the first of them saves."""
+        """Make a buffer of several stages one tensor, which the first of them saves."""
         held: dict[str, Tensor | None] = {}
         for stage in self.stages.values():
             for path, module in stage.named_modules():
@@ -220,7 +220,7 @@ class StageModel(nn.Module):
                         module.register_buffer(key, first, persistent=False)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the model has, such as the ``config`` of one of ``transformers``."""
+        """Return an attribute of the model, such as the ``config`` of ``transformers``."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -228,10 +228,10 @@ class StageModel(nn.Module):
             return getattr(next(stages.children()), name)
 
     def called_with(self, loss_of: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what ``loss_of`` calls the model with.
+        """Return the arguments with which ``loss_of`` calls the model.
 
         Raises:
-            TaskError: It does not call it.
+            TaskError: It does not call the model.
         """
         self._is_asked = True
         try:
@@ -243,12 +243,12 @@ class StageModel(nn.Module):
         raise TaskError("session.train_step: the function returned without calling the model")
 
     def compute(self, number: int, loss_of: Callable[[], Any], received: tuple[Tensor, ...]) -> Any:
-        """Return what a stage makes of a micro-batch: outputs, or the last one's loss.
+        """Return the output of a stage for a micro-batch; of the last stage, the loss.
 
         Args:
             number: The stage.
-            loss_of: The script's function of the loss, on the micro-batch.
-            received: Outputs of the stage before; none on the first.
+            loss_of: The script's function of the loss for the micro-batch.
+            received: Outputs of the stage before; empty on the first.
         """
         if number == self.num_stages - 1:
             self._received = received
@@ -265,7 +265,7 @@ class StageModel(nn.Module):
 
 
 class _CalledSignal(BaseException):
-    """The script called the model; passes through its handlers of exceptions."""
+    """The script called the model; not an Exception, so that the script's handlers let it pass."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__("the model was called")
@@ -274,15 +274,15 @@ class _CalledSignal(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassHooks:
-    """Calls around each pass, by the number of the stage and that of the micro-batch."""
+    """Callbacks around each pass; they get the numbers of the stage and of the micro-batch."""
 
     begin: Callable[[int, int], None]  #: Called before a forward pass.
-    #: Called on the last stage with the number of the micro-batch and what the script's function
-    #: returned; returns the loss to differentiate.
+    #: Called on the last stage with the number of the micro-batch and the result of the script's
+    #: function; returns the loss to differentiate.
     weigh: Callable[[int, Any], Tensor]
     end_forward: Callable[[], None] = lambda: None  #: Called after a forward pass.
-    #: Called with the number of the micro-batch and the outputs of a stage but the last, after
-    #: its forward pass.
+    #: Called on every stage but the last, with the number of the micro-batch and the outputs, after
+    #: the forward pass.
     computed: Callable[[int, tuple[Tensor, ...]], None] = lambda _number, _outputs: None
     #: Called before a backward pass.
     begin_backward: Callable[[int, int], None] = lambda _stage, _number: None
@@ -290,10 +290,10 @@ class PassHooks:
 
 
 class Pipeline:
-    """Runs passes through the stages. Every rank has one, and calls the same at the same time.
+    """Runs passes through the stages. Every rank has one and makes the same calls at the same time.
 
     Args:
-        dtype: The dtype that activations have; None for that of the parameters.
+        dtype: The dtype of activations; None for the dtype of the parameters.
 
     Attributes:
         model: The stages of this rank.
@@ -315,16 +315,17 @@ class Pipeline:
     def train(
         self, batches: Sequence[Any], loss_of: Callable[[Any], Any], hooks: PassHooks
     ) -> None:
-        """Run a forward and a backward pass of every micro-batch, and add up the gradients.
+        """Run a forward and a backward pass of every micro-batch and accumulate gradients.
 
         Raises:
-            TaskError: There are fewer micro-batches than stages, or they differ in shape.
+            TaskError: There are fewer micro-batches than stages, or their shapes differ.
         """
         num_ranks = self._mesh.layout.pp
         if len(batches) < num_ranks:
             raise TaskError(
-                f"parallel.pp={num_ranks} needs as many micro-batches on each data-parallel rank, "
-                f"and there are {len(batches)}; raise train.global_batch or lower train.micro_batch"
+                f"parallel.pp={num_ranks} needs at least as many micro-batches on each "
+                f"data-parallel rank, and there are {len(batches)}; raise train.global_batch "
+                "or lower train.micro_batch"
             )
         if self._training is None:
             self._training = self._schedule(Schedule1F1B, ScheduleInterleaved1F1B, batches, loss_of)
@@ -337,7 +338,7 @@ class Pipeline:
     ) -> None:
         """Run a forward pass of every micro-batch.
 
-        They go in rounds: a schedule keeps what its micro-batches send until its end.
+        They run in rounds, since a schedule keeps what its micro-batches send until its end.
         """
         in_round = _ROUND * self._mesh.layout.pp
         schedules: dict[int, tuple[_Schedule, list[_Passes]]] = {}
@@ -357,7 +358,7 @@ class Pipeline:
         batches: Sequence[Any],
         loss_of: Callable[[Any], Any],
     ) -> tuple[_Schedule, list[_Passes]]:
-        """Return a schedule for micro-batches of this number and shape, by stages of a rank."""
+        """Return a schedule for this number and shape of micro-batches, by stages of a rank."""
         model = self.model
         args, kwargs = model.called_with(lambda: loss_of(batches[0]))
         described = self._stages.described(model.numbers[-1], args, kwargs, self._dtype)
@@ -375,7 +376,7 @@ class Pipeline:
     ) -> _Stage:
         num_stages = self.model.num_stages
         loss = (torch.empty((), device="meta"),)
-        # Given shapes, torch runs no pass of its own to find them.
+        # With given shapes, torch runs no pass of its own to find them.
         return _Stage(
             _Passes(self.model, number, outputs),
             number,
@@ -388,10 +389,10 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, which says the number of each pass, and receives into memory of that pass.
+    """torch's stage, made to know the number of each pass and to receive into memory of that pass.
 
-    torch's own has a buffer for all that any micro-batch receives, forward and backward, for as
-    long as the schedule lives. Here they are on the meta device but for the passes that are open.
+    torch's own has a buffer for everything that any micro-batch receives, forward and backward, as
+    long as the schedule lives. These are on the meta device except for open passes.
     """
 
     submod: _Passes
@@ -457,8 +458,8 @@ class _Stage(PipelineStage):
 class _Passes(nn.Module):
     """The module that torch's stage calls for a forward pass.
 
-    The sharded model is no child of it: torch would decide when FSDP2 reduces gradients, which the
-    step does.
+    The sharded model is not its child, since torch would then decide when FSDP2 reduces gradients;
+    the step does that.
     """
 
     number: int
@@ -478,12 +479,12 @@ class _Passes(nn.Module):
     def running(
         self, batches: Sequence[Any], loss_of: Callable[[Any], Any], hooks: PassHooks, first: int
     ) -> Iterator[None]:
-        """Compute micro-batches, from ``first`` on, and raise what a pass raised, as it was."""
+        """Compute micro-batches from ``first`` on, and raise an error of a pass unchanged."""
         self._batches, self._loss_of, self.hooks, self.first = batches, loss_of, hooks, first
         try:
             yield
         except RuntimeError:
-            # torch raises one of its own, with the inputs of the pass.
+            # torch raises its own error, with the inputs of the pass.
             if self._error is not None:
                 raise self._error from None
             raise
@@ -491,7 +492,7 @@ class _Passes(nn.Module):
             self._batches, self._error = (), None
 
     def forward(self, *received: Tensor) -> Any:
-        """Return the outputs for the next stage; the last one's weighted loss."""
+        """Return the outputs for the next stage; on the last stage, the weighted loss."""
         try:
             return self._forward(received)
         except BaseException as error:
@@ -508,13 +509,14 @@ class _Passes(nn.Module):
             returned = self.hooks.weigh(number, returned)
         self.hooks.end_forward()
         if self._is_last:
-            # Torch 2.11 refuses a loss of another dtype than it was told; its gradient is 1 in all.
+            # torch 2.11 refuses a loss whose dtype differs from the declared one; its gradient is 1
+            # in all.
             return returned.float()
         outputs = returned if isinstance(returned, tuple) else (returned,)
         shapes = [tuple(output.shape) for output in outputs]
         if shapes != self._shapes:
             raise LayoutRefusedError(
-                f"with parallel.pp above 1 all micro-batches have one shape: a stage returned "
+                "with parallel.pp above 1 all micro-batches have one shape: a stage returned "
                 f"{shapes}, and {self._shapes} for the first; pad them to one length",
                 axis="pp",
             )
@@ -545,7 +547,7 @@ def _differentiable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _refuse_misfits(whole: nn.Module, held: Sequence[Collection[str]], num_ranks: int) -> None:
-    """Raise ``TaskError`` unless each parameter is on one stage; ``held`` is what each one has."""
+    """Raise ``TaskError`` unless each parameter is on one stage; ``held`` has their names."""
     kind = type(whole).__name__
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in _places(whole).items():

@@ -1,8 +1,8 @@
-"""Which elements of a tensor a rank has, and which ranks have the same, from DTensor placements.
+"""The elements of a tensor that a rank has, and the ranks with the same, from DTensor placements.
 
 torch's ``__create_chunk_list__`` returns one chunk per rank, which is wrong for fused weights under
-tensor parallelism: a rank has a slice of each of the fused parts (torch 2.13). So the placements
-are followed here, axis by axis, as torch splits a tensor.
+tensor parallelism: a rank has a slice of each fused part (torch 2.13). This module follows the
+placements instead, axis by axis, as torch splits a tensor.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How one axis of a mesh cuts a tensor."""
+    """How one mesh axis cuts a tensor."""
 
-    axis: str  #: Name of the axis; those of several that cut as one are joined by "+".
-    dim: int  #: The tensor's dim that is cut.
-    num_parts: int  #: Ranks along the axis.
-    part: int  #: This rank's place on it.
-    #: The dim is first cut into so many pieces, and a rank gets a part of each.
+    axis: str  #: Name of the axis; axes that cut as one are joined by "+".
+    dim: int  #: The dim that it cuts.
+    num_parts: int  #: The number of ranks along the axis.
+    part: int  #: This rank's place along it.
+    #: The dim is first cut into this many pieces, and a rank gets a part of each.
     num_pieces: int = 1
 
 
 def cuts_of(tensor: DTensor) -> list[Cut]:
-    """Return how the axes of its mesh cut ``tensor``, in the order in which they do."""
+    """Return how the mesh axes cut ``tensor``, in the order in which they do."""
     mesh: Any = tensor.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     place = mesh.get_coordinate()
@@ -57,9 +57,9 @@ def cuts_of(tensor: DTensor) -> list[Cut]:
 
 
 def boxes_of(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[Box, ...]:
-    """Return the elements that are left of a tensor of ``shape``, in the order of its memory.
+    """Return the elements of a tensor of ``shape`` that remain, in memory order.
 
-    Without any there is one empty box.
+    If none remain, return one empty box.
     """
     runs: list[list[Run]] = [[(0, extent)] for extent in shape]
     for cut in cuts:
@@ -74,9 +74,9 @@ def boxes_of(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[Box, ...]:
 
 
 def replicas_over(layout: ParallelLayout, rank: int, cuts: Iterable[Cut]) -> tuple[int, ...]:
-    """Return the ranks that have the same elements as ``rank``, in order, with itself.
+    """Return the ranks with the same elements as ``rank``, itself included, in order.
 
-    These differ from it only on axes that do not cut the tensor. Pipeline stages have different
+    They differ from it only along axes that do not cut the tensor. Pipeline stages have different
     tensors.
     """
     cutting = {"pp", *(axis for cut in cuts for axis in cut.axis.split("+"))}
@@ -86,7 +86,7 @@ def replicas_over(layout: ParallelLayout, rank: int, cuts: Iterable[Cut]) -> tup
 
 
 def _part_of(runs: Sequence[Run], cut: Cut) -> list[Run]:
-    """Return the part of a dim that a cut leaves; ``runs`` is what there was."""
+    """Return the part of a dim that a cut leaves of ``runs``."""
     length = sum(stop - start for start, stop in runs)
     left: list[Run] = []
     for piece in range(cut.num_pieces):
@@ -101,13 +101,13 @@ def _part_of(runs: Sequence[Run], cut: Cut) -> list[Run]:
 
 
 def _chunk(length: int, num_parts: int, part: int) -> Run:
-    """Return one part of ``torch.chunk``, which makes the last ones shorter, or empty."""
+    """Return one part as ``torch.chunk`` makes it; the last ones are shorter or empty."""
     size = -(-length // num_parts)
     return min(part * size, length), min((part + 1) * size, length)
 
 
 def _within(runs: Iterable[Run], low: int, high: int) -> Iterable[Run]:
-    """Yield the indices at positions ``[low, high)`` of what ``runs`` has."""
+    """Yield the indices at positions ``[low, high)`` of ``runs``."""
     position = 0
     for start, stop in runs:
         first, last = max(low - position, 0), min(high - position, stop - start)

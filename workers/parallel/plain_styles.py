@@ -1,9 +1,9 @@
-"""Matrices that tensor parallelism cuts, computed on plain tensors.
+"""Tensor-parallel matrices, computed on plain tensors.
 
-The column- and row-wise styles of torch give the same weights and values (Megatron-LM, arXiv
-1909.08053, section 3). But torch then plans the shardings of each operation anew for every mesh,
-which is 0.1 s of a processor per rank in the first step of an attempt, one pipeline stage after the
-other; and each operation costs more.
+torch's column- and row-wise styles give the same weights and values (Megatron-LM, arXiv 1909.08053,
+section 3). But for every new mesh torch plans the sharding of each operation again, which takes 0.1
+s of processor time per rank in the first step of an attempt, one pipeline stage after the other;
+each operation costs more, too.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _Forward = Callable[[Any, ProcessGroup, Tensor], Tensor]
 
 
 def are_plain(styled: Iterable[tuple[nn.Module, ParallelStyle]]) -> bool:
-    """Return whether all these modules can be computed on plain tensors.
+    """Return whether all these modules can compute on plain tensors.
 
-    With a style that hands DTensors from module to module none can.
+    None can if a style hands DTensors from module to module.
     """
     return all(_forward_of(module, style) is not None for module, style in styled)
 
 
 def cut_plainly(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    """Cut the weights of a module as ``style`` does, and have it compute on its part of them."""
+    """Cut the weights of a module as ``style`` does, and make it compute on its part."""
     forward = _forward_of(module, style)
     assert forward is not None, f"{style} is not computed on plain tensors"
     dims = _dims_of(module, style)
@@ -41,7 +41,7 @@ def cut_plainly(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> No
     for name, parameter in list(module.named_parameters(recurse=False)):
         dim = dims[name]
         whole = parameter.detach()
-        # The last parts are shorter, or empty; the plan is refused then.
+        # The last parts are shorter or empty; the plan is then refused.
         parts = list(whole.chunk(num_parts, dim)) if dim is not None else [whole] * num_parts
         empty = parts[0].narrow(dim or 0, 0, 0)
         local = [*parts, *[empty] * num_parts][part].clone()
@@ -53,14 +53,14 @@ def cut_plainly(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> No
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        # As nn.Parameter does; but that detaches it, and torch plans a sharding for it.
+        # Like nn.Parameter, which also detaches the tensor; torch plans a sharding for that.
         cut._is_param = True  # noqa: SLF001
         module.register_parameter(name, cut.requires_grad_(parameter.requires_grad))
     module.forward = partial(forward, module, mesh.get_group())
 
 
 def _forward_of(module: nn.Module, style: ParallelStyle) -> _Forward | None:
-    """Return how a module with ``style`` computes on plain tensors; None if it does not."""
+    """Return how a module with ``style`` computes on plain tensors; None if this style does not."""
     is_column = type(style) is ColwiseParallel
     if not isinstance(style, ColwiseParallel | RowwiseParallel) or not style.use_local_output:
         return None
@@ -83,7 +83,7 @@ def _is_usual(module: nn.Embedding) -> bool:
 
 
 def _dims_of(module: nn.Module, style: ParallelStyle) -> dict[str, int | None]:
-    """Return the dim along which each parameter is cut; None if every rank has all of it."""
+    """Return the dim along which each parameter is cut; None if it is whole on every rank."""
     if type(module) is nn.Embedding or type(style) is ColwiseParallel:
         return {"weight": 0, "bias": 0}
     return {"weight": 1, "bias": None}
@@ -117,13 +117,13 @@ def _local(parameter: Any) -> Any:
 
 
 def _shared(whole: Tensor, group: ProcessGroup) -> Tensor:
-    """Return what every rank has, whose gradient is the sum over the ranks."""
+    """Return what every rank has; its gradient is summed over the ranks."""
     shared: Tensor = _Share.apply(whole, group)
     return shared
 
 
 def _summed(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum over the ranks, whose gradient every rank has."""
+    """Return the sum over the ranks; its gradient is that of every rank."""
     summed: Tensor = _Sum.apply(part, group)
     return summed
 
@@ -156,7 +156,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Joins the last dims of all ranks, each of which has the gradient of the whole."""
+    """Joins the last dims of all ranks; each rank has the gradient of the whole."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a model is cut along the axes that need to know it, such as tensor parallelism."""
+"""How a model is cut along axes that depend on its structure, such as tensor parallelism."""
 
 from __future__ import annotations
 
@@ -25,27 +25,26 @@ class ModelPlan:
     """How a model is cut."""
 
     #: A style of ``torch.distributed.tensor.parallel`` for each module that tensor parallelism
-    #: cuts, by its name; ``*`` stands for one part of a name. Modules without one are whole on
-    #: every rank. ``nn.Dropout`` with ``ColwiseParallel()`` drops of each rank's part. A model
-    #: of ``transformers`` brings its own.
+    #: cuts, by its name; ``*`` stands for one part of a name. Other modules are whole on every
+    #: rank. ``nn.Dropout`` with ``ColwiseParallel()`` draws for each rank's part. Models of
+    #: ``transformers`` bring their own.
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
-    #: Called with the whole model on the meta device, the number of a stage and their number;
-    #: removes what that stage does not have, and renames nothing. A stage but the first is
-    #: called with what the one before returned: tensors, of the same shape for every
-    #: micro-batch. A model of ``transformers`` needs none.
+    #: Called with the whole model on the meta device, the number of a stage and the number of
+    #: stages; removes what that stage lacks and renames nothing. Every stage but the first is
+    #: called with the outputs of the one before: tensors, of the same shape for every micro-batch.
+    #: Models of ``transformers`` need none.
     keep_stage: Callable[[Any, int, int], None] | None = None
-    #: Cuts the weights of a model, or of a stage, itself, as in torchtitan; instead of
-    #: ``tensor``. Called on every layout with the model on the meta device and the meshes by
-    #: name: ``tp`` if ``parallel.tp`` is above 1, ``ep`` if ``parallel.ep`` is; and ``dp``, for
-    #: experts ``efsdp``, which it needs only for ``fully_shard``. The rest is wrapped
-    #: afterwards. It leaves each parameter a DTensor on these meshes, or plain and then equal on
-    #: all ranks of ``tp``, with equal gradients; a shared one shared. It makes no groups and no
+    #: A function that cuts the weights of a model or stage itself, as in torchtitan; instead of
+    #: ``tensor``. Called on every layout with the model on the meta device and the meshes by name:
+    #: ``tp`` if ``parallel.tp`` is above 1, ``ep`` if ``parallel.ep`` is; and ``dp``, for experts
+    #: ``efsdp``, which it needs only for ``fully_shard``. The rest is wrapped afterwards. It leaves
+    #: each parameter a DTensor on these meshes, or plain; plain ones must be equal on all ranks of
+    #: ``tp`` with equal gradients, and shared ones stay shared. It makes no process groups and no
     #: ``DDP``.
     parallelize: Callable[[Any, Mapping[str, DeviceMesh]], object] | None = None
-    #: Entries of a batch that have positions along dim 1; ``session.part`` cuts them if
-    #: ``parallel.cp`` is above 1. Then the model sees other positions by
-    #: ``everstep.causal_attention`` or ``bidirectional_attention`` alone. A model of
-    #: ``transformers`` needs none.
+    #: Entries of a batch with positions along dim 1; ``session.part`` cuts them if ``parallel.cp``
+    #: is above 1. The model then sees other positions only through ``everstep.causal_attention`` or
+    #: ``bidirectional_attention``. Models of ``transformers`` need none.
     sequence: tuple[str, ...] = ()
 
 
@@ -54,15 +53,15 @@ def apply_tensor_plan(
 ) -> None:
     """Cut the weights of ``model``, on the meta device, over tensor- and expert-parallel ranks.
 
-    Does nothing if each weight is whole on a rank, unless the plan has a function of its own. Call
-    it before ``shard_model``, which then shards what is left.
+    Does nothing if every rank has whole weights, unless the plan has a function of its own. Call it
+    before ``shard_model``, which shards the result.
 
     Args:
         names: Names of all modules of the whole model.
 
     Raises:
-        TaskError: There is no plan, a name in it is that of no module, or a weight cannot be cut
-            into equal parts.
+        TaskError: There is no plan, it names a module that does not exist, or a weight does not
+            divide evenly.
     """
     with keeping_shared(model):
         if plan.parallelize is not None:
@@ -79,7 +78,7 @@ def _cut(model: nn.Module, mesh: Mesh, plan: ModelPlan, names: Collection[str]) 
     if mesh.experts is not None and not cut_experts(model, mesh.experts):
         raise LayoutRefusedError(
             f"parallel.ep={mesh.layout.ep}: model {type(model).__name__} has no experts with a "
-            "plan, as models of transformers bring one; write parallel.ep: 1",
+            "plan, which models of transformers bring; write parallel.ep: 1",
             axis="ep",
         )
     if mesh.tensor is not None and plan.tensor:
@@ -124,7 +123,7 @@ def _cut_by_torch(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> 
 
 
 def _refuse_uneven(model: nn.Module, mesh: Mesh) -> None:
-    """Raise ``LayoutRefusedError`` unless every tensor-parallel rank has as much of each tensor."""
+    """Raise ``LayoutRefusedError`` unless every tensor divides evenly over the ranks."""
     sizes: dict[str, int] = {}
     for name, parameter in sorted(own_names(model.named_parameters()).items()):
         for cut in mesh.cuts_of(parameter) if isinstance(parameter, DTensor) else ():
@@ -142,6 +141,6 @@ def _refuse_uneven(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _is_named(name: str, pattern: str) -> bool:
-    """Return whether ``pattern`` stands for ``name``, as ``parallelize_module`` understands it."""
+    """Return whether ``pattern`` matches ``name``, by the rules of ``parallelize_module``."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

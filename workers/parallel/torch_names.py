@@ -1,4 +1,4 @@
-"""torch's names that this room uses and torch does not promise. Checked on 2.11, 2.13 to 2.15."""
+"""torch names without a promise that this room uses; checked with 2.11 and 2.13 to 2.15."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class NoGroup:
-    """Stands for the group of a module without parameters of its own."""
+    """Stands in for the group of a module without parameters of its own."""
 
     fsdp_params: tuple[Any, ...] = ()
     reduce_grads = False
@@ -45,20 +45,20 @@ class NoGroup:
 
 
 def param_group(module: FSDPModule) -> Group | None:
-    """Return the parameters of a unit; None if all are in units inside of it."""
+    """Return the parameters of a unit; None if all belong to units inside of it."""
     return module._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass runs: a forward pass in it repeats one."""
+    """Return whether a backward pass is running; a forward pass inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001
 
 
 def draw_by_own_states(mesh: DeviceMesh) -> None:
-    """Have DTensor draw by the random state of each rank, which a pass seeds.
+    """Make DTensor draw from the random state of each rank, which every pass seeds.
 
-    Otherwise the first random operation of a process broadcasts rank 0's state over all ranks. The
-    ranks with other samples would draw the same then, and a new process would broadcast alone.
+    Otherwise the first random operation of a process broadcasts rank 0's state to all ranks. Ranks
+    with other samples would then draw the same numbers, and a new process would broadcast alone.
     """
     has_states = hasattr(_random._get_device_handle(mesh.device_type), "set_rng_state")  # noqa: SLF001
     if has_states and _random._rng_tracker is None:  # noqa: SLF001

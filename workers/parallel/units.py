@@ -1,13 +1,14 @@
-"""Has every rank gather and reduce the same parameters in the same order, whatever it runs.
+"""Makes every rank gather and reduce the same parameters in the same order, whatever it runs.
 
-A rank may skip modules that others run: experts, the encoder of a modality, a layer by stochastic
-depth. FSDP2 assumes that all ranks use the same parameters in a pass: its reduce-scatter has those
-with a gradient, and a unit that did not run has no collectives (torch 2.13, pytorch#158719).
+A rank may skip modules that other ranks run: experts, a modality's encoder, a layer under
+stochastic depth. FSDP2 assumes that all ranks use the same parameters in a pass: its reduce-scatter
+covers those with a gradient, and a unit that did not run has no collectives (torch 2.13,
+pytorch#158719).
 
-Here the units come in the order in which the model registers them. A rank that comes to a unit
-first joins those before it that it skipped: it gathers them, and in the backward pass it reduces
-zeros where other ranks reduce gradients. So no rank must know what others skip, and a rank that
-skips nothing does what FSDP2 does.
+Here units follow the order in which the model registers them. Before a rank runs a unit it joins
+those before it that it skipped: it gathers them, and in the backward pass it reduces zeros where
+other ranks reduce gradients. No rank needs to know what others skip, and a rank that skips nothing
+does exactly what FSDP2 does.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ class Used:
         numbers = {name: number for number, name in enumerate(sorted(shapes))}
         self._shards = {numbers[shard.fqn]: shard for shard in shards}
         self.places = {id(shard.parameter): numbers[shard.fqn] for shard in shards}
-        # FSDP2 leaves some alone, which are no matter here.
+        # FSDP2 leaves some alone; they do not matter here.
         self._unmarked = bytearray(len(numbers))
         for number, shard in self._shards.items():
             self._unmarked[number] = is_whole(shard.shape)
         self.marks = bytearray(self._unmarked)
-        #: Numbers of those that all ranks have agreed to be frozen; one may have changed since.
+        #: Numbers of the parameters that all ranks agreed are frozen; one may have changed since.
         self.frozen: frozenset[int] = frozenset()
 
     def numbers(self) -> Tensor:
-        """Return 1 for each used parameter, else 0, float64; to be added up over ranks."""
+        """Return 1 for each used parameter, else 0, float64; callers sum it over the ranks."""
         return torch.frombuffer(self.marks, dtype=torch.uint8).double()
 
     def drop_unused(self, sums: Sequence[float]) -> bool:
-        """Drop the zeros for parameters that no rank used; return whether a gradient is left."""
+        """Drop the zeros of parameters that no rank used; return whether a gradient is left."""
         self.marks[:] = self._unmarked
         if 0.0 not in sums:
             return True
@@ -65,24 +66,24 @@ class _Use:
     """How this rank uses a unit in one pass."""
 
     calls: int = 0  #: Its forward passes with gradients; none if the rank only joins it.
-    ends: int = 0  #: How often autograd came to the end of one in the backward pass.
-    is_late: bool = False  #: Autograd does not come there, because no input needs a gradient.
+    ends: int = 0  #: How many of these autograd has finished in the backward pass.
+    is_late: bool = False  #: No input needs a gradient, so autograd does not reach it.
     has_begun: bool = False
     has_ended: bool = False
-    num_open: int | None = None  #: Units inside of it that the backward pass is still to come to.
+    num_open: int | None = None  #: Units inside of it that the backward pass has yet to reach.
 
 
 class Units:
-    """The FSDP units of a model that is called by itself, or of several in a ``ModuleDict``.
+    """The FSDP units of one model, or of several in a ``ModuleDict``, that a script calls.
 
     Args:
-        used: Notes the parameters that have a gradient.
+        used: Records the parameters that have a gradient.
     """
 
     def __init__(self, model: nn.Module, used: Used) -> None:
         self.used = used
         self.uses: dict[_Inside, _Use] = {}
-        #: Units that were reduced before the backward pass said that they have all gradients.
+        #: Units that were reduced before the backward pass reported all their gradients.
         self.early: list[_Unit] = []
         self._groups: set[Group] = set()
         self._by_pass: dict[int, dict[_Inside, _Use]] = {}
@@ -90,11 +91,11 @@ class Units:
         _add(model, self._top, self, set())
 
     def add(self, group: Group) -> None:
-        """Add what FSDP2 gathers as one."""
+        """Add a unit that FSDP2 gathers as one."""
         self._groups.add(group)
 
     def begin_step(self) -> None:
-        """Take what the script froze while parameters were gathered."""
+        """Apply what the script froze while parameters were gathered."""
         for group in self._groups:
             take_frozen(group)
 
@@ -104,19 +105,19 @@ class Units:
         self._top.open()
 
     def begin_backward(self, number: int) -> None:
-        """Begin the backward pass of a micro-batch; forward passes of others may lie between."""
+        """Begin the backward pass of a micro-batch; other forward passes may come in between."""
         self._top.join_rest()
         self.uses = self._by_pass.pop(number)
 
     def end_backward(self) -> None:
-        """Reduce what the backward pass did not come to."""
+        """Reduce the units that the backward pass did not reach."""
         for root in reversed(self._top.children):
             if not root.use.has_ended:
                 root.finish()
 
 
 def _add(module: nn.Module, parent: _Inside, units: Units, seen: set[Any]) -> None:
-    """Add the units in ``module`` to ``parent``, in the order in which they are registered."""
+    """Add the units in ``module`` to ``parent``, in registration order."""
     if module in seen:
         return
     seen.add(module)
@@ -134,17 +135,17 @@ def _add(module: nn.Module, parent: _Inside, units: Units, seen: set[Any]) -> No
 
 
 class _Inside:
-    """Units that are directly inside of one, or of the model."""
+    """The units directly inside another one, or inside the model."""
 
     def __init__(self, units: Units) -> None:
         self._units = units
         self.children: list[_Unit] = []
-        #: The first that was neither run nor joined so far; all were, outside of a forward pass.
+        #: The first unit neither run nor joined so far; outside of a forward pass there is none.
         self._next = 0
 
     @property
     def use(self) -> _Use:
-        """Return how this rank uses it in the current pass."""
+        """Return how this rank uses a unit in the current pass."""
         uses = self._units.uses
         return uses.get(self) or uses.setdefault(self, _Use())
 
@@ -155,18 +156,18 @@ class _Inside:
             one.is_open = False
 
     def join_before(self, number: int) -> None:
-        """Gather what the rank skipped before it came to the unit with this number."""
+        """Gather the units that the rank skipped before the one with this number."""
         if number >= self._next:
             for one in self.children[self._next : number]:
                 one.join_forward()
             self._next = number + 1
 
     def join_rest(self) -> None:
-        """Gather what the rank skipped at the end."""
+        """Gather the units that the rank skipped at the end."""
         self.join_before(len(self.children))
 
     def settle_after(self, number: int, *, is_final: bool = False) -> None:
-        """Reduce what lies behind the unit with this number, from the last unit on."""
+        """Reduce the units behind the one with this number, last one first."""
         use = self.use
         num_open = len(self.children) if use.num_open is None or is_final else use.num_open
         for one in reversed(self.children[number + 1 : num_open]):
@@ -175,7 +176,7 @@ class _Inside:
 
 
 class _Unit(_Inside):
-    """A unit of FSDP2. torch calls its group of parameters through this object.
+    """A unit of FSDP2. torch reaches its parameter group through this object.
 
     Attributes:
         is_open: Whether it is in its forward pass.
@@ -205,7 +206,7 @@ class _Unit(_Inside):
         self._places = [units.used.places[id(one)] for one in held]
 
     def watch(self) -> None:
-        """Note the forward passes of a root without parameters of its own."""
+        """Record the forward passes of a root without parameters of its own."""
         state: Any = self._state
         end = state._register_pre_backward_hook  # noqa: SLF001
 
@@ -218,7 +219,7 @@ class _Unit(_Inside):
         state._root_pre_forward, state._register_pre_backward_hook = begun, ended  # noqa: SLF001
 
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Join what the rank skipped before, and gather the unit."""
+        """Join the units that the rank skipped before, and gather this one."""
         if self.is_open or in_backward():
             return self._pre_forward(module, args, kwargs)
         self._parent.join_before(self._number)
@@ -228,19 +229,19 @@ class _Unit(_Inside):
         if torch.is_grad_enabled():
             use = self.use
             use.calls += 1
-            # torch wraps inputs that need a gradient, to see when they have it.
+            # torch wraps inputs that need a gradient to learn when they have it.
             use.is_late |= begun[0] is args and begun[1] is kwargs
         return begun
 
     def end_forward(self, module: nn.Module | None, given: Any, output: Any) -> Any:
-        """Join what the rank skipped inside, and drop the gathered unit."""
+        """Join the units that the rank skipped inside, and drop the gathered parameters."""
         if not in_backward():
             self.join_rest()
             self.is_open = False
         return self._post_forward(module, given, output)
 
     def join_forward(self) -> None:
-        """Gather and drop the unit as ranks do that run it."""
+        """Gather and drop the unit, as ranks that run it do."""
         state: Any = self._state
         if self._root is self:
             self._begin_root(None, (), {})
@@ -252,7 +253,7 @@ class _Unit(_Inside):
             state._state_ctx.iter_forward_root = None  # noqa: SLF001
 
     def begin_backward(self, *how: Any) -> None:
-        """Reduce what the rank skipped behind it, and gather the unit."""
+        """Reduce the units that the rank skipped behind this one, and gather it."""
         use = self.use
         if not use.has_begun:
             use.has_begun = True
@@ -273,10 +274,10 @@ class _Unit(_Inside):
             group.reduce_grads = reduces
 
     def settle(self, *, is_final: bool) -> bool:
-        """Reduce the unit if the rank skipped it, or if torch does not see that it is complete.
+        """Reduce the unit if the rank skipped it, or if torch does not notice that it is complete.
 
         Returns:
-            Whether the unit is a root, and its backward pass was finished.
+            Whether the unit is a root and its backward pass is finished.
         """
         use = self.use
         if use.has_ended:
@@ -306,14 +307,14 @@ class _Unit(_Inside):
         self._units.early = []
 
     def refuse_more(self) -> None:
-        """Raise ``TaskError`` if there is a gradient that was not reduced."""
+        """Raise ``TaskError`` if a gradient was not reduced."""
         for one in self._group.fsdp_params:
             if one.unsharded_param.grad is not None:
                 name = one._param_fqn  # noqa: SLF001
                 raise TaskError(
-                    f"{name} got a gradient after the backward pass of its module: the module has "
-                    "no input that needs a gradient, and runs after one registered behind it. "
-                    "Register modules in the order in which they run",
+                    f"{name} got a gradient after the backward pass of its module: the module "
+                    "has no input that needs a gradient, and runs after one that is "
+                    "registered later. Register modules in the order in which they run",
                     fqn=name,
                 )
 
@@ -329,7 +330,7 @@ class _Unit(_Inside):
         self.use.has_ended = True
 
     def _fill(self) -> None:
-        """Note which parameters have a gradient; give the others zeros, of the same dtype."""
+        """Record which parameters have a gradient; give the others zeros of the same dtype."""
         marks = self._units.used.marks
         lacking: list[Any] = []
         dtypes: set[torch.dtype] = set()
@@ -342,10 +343,10 @@ class _Unit(_Inside):
                 marks[place] = 1
                 dtypes.add(gradient.dtype)
             elif one.sharded_param.requires_grad or place not in self._units.used.frozen:
-                # Also one that only this rank has just frozen: others have a gradient.
+                # Also one that only this rank has just frozen: other ranks have a gradient for it.
                 lacking.append(one)
         if len(dtypes) > 1:
-            # Those of passes before are summed in the dtype of the reduction.
+            # Gradients of earlier passes are summed in the dtype of the reduction.
             for one in self._group.fsdp_params:
                 one.to_accumulated_grad_if_needed()
         for one in lacking:

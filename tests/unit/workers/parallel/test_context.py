@@ -66,8 +66,8 @@ def test_padding_behind_sequences_needs_no_mask() -> None:
     ("batch", "cp", "why"),
     [
         ({}, 8, r"cp=8 does not divide dim 1 of input_ids \[1, 12\].*parallel.cp: 6"),
-        ({"attention_mask": IDS > 3}, 2, "attention_mask hides more than the ends"),
-        ({"position_ids": IDS % 6}, 2, "position_ids begin anew in a row"),
+        ({"attention_mask": IDS > 3}, 2, "attention_mask hides more than padding"),
+        ({"position_ids": IDS % 6}, 2, "position_ids begin again within a row"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(batch: dict[str, Any], cp: int, why: str) -> None:
