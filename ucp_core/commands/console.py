@@ -1,4 +1,4 @@
-"""Parts that the commands of ``ucp`` share: app, options, opening a source, progress, output."""
+"""What the commands of ``ucp`` share: app, options, opening a source, progress, output."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Look into checkpoints, convert them and verify them. "
-    "Exit codes: 0 success, 1 missing or damaged checkpoint, 2 wrong usage, 3 storage refused.",
+    help="Inspect, convert and verify checkpoints. Exit codes: 0 success, 1 missing or "
+         "damaged checkpoint, 2 wrong usage, 3 storage refused.",
 )
 
 #: How often a bar moves.
 _REFRESH_S = 0.1
 
 Source = Annotated[
-    str, typer.Argument(help="Directory or URL of a checkpoint; its format is recognised.")
+    str, typer.Argument(help="Directory or URL of a checkpoint in any known format.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 Memory = Annotated[str, typer.Option(help="Memory for buffers, such as 512MiB or 2GB.")]
@@ -49,7 +49,7 @@ RenameFile = Annotated[
     str | None, typer.Option("--rename", help="File of renamings, for every slot of a tensor.")
 ]
 Tag = Annotated[
-    str | None, typer.Option(help="Name of one of several checkpoints in the directory.")
+    str | None, typer.Option(help="Name of the checkpoint, if the directory has several.")
 ]
 
 
@@ -61,12 +61,12 @@ def open_any(
     tag: str | None = None,
     memory_bytes: int | None = None,
 ) -> Checkpoint:
-    """Return the checkpoint at a directory or URL, of any known format.
+    """Open the checkpoint at a directory or URL, in any known format.
 
     Args:
         rules: File of rules, or a family.
-        tag: Which of several.
-        memory_bytes: As of ``open_source``.
+        tag: Which one, if there are several.
+        memory_bytes: See ``open_source``.
     """
     return open_all([url], rules=rules, rename=rename, tag=tag, memory_bytes=memory_bytes)[0]
 
@@ -79,7 +79,7 @@ def open_all(
     tag: str | None = None,
     memory_bytes: int | None = None,
 ) -> list[Checkpoint]:
-    """Return several checkpoints; each rule and renaming must match a name of one of them."""
+    """Open several checkpoints; each rule and renaming must match a name in one of them."""
     from ucp_core.formats import open_source
 
     places = [open_store(url) for url in urls]
@@ -108,12 +108,12 @@ def open_all(
 
 
 def names_of(opened: Checkpoint) -> set[str]:
-    """Return the names of all tensors, tied ones included."""
+    """Return the names of all tensors, including tied ones."""
     return {key.fqn for key in opened.state_map.entries} | {*opened.manifest.ties}
 
 
 def read_rules(file: str | None) -> Rules | None:
-    """Return the rules of a file, or of a family that is shipped."""
+    """Return the rules of a file or of a built-in family."""
     if file is None:
         return None
     from ucp_core.language import builtin_names, builtin_rules, load_rules
@@ -132,7 +132,7 @@ def _text(file: str) -> str:
 
 
 def size(text: str) -> int:
-    """Return the bytes of an option such as ``512MiB``."""
+    """Parse an option such as ``512MiB`` into bytes."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -140,7 +140,7 @@ def size(text: str) -> int:
 
 
 def memory_size(text: str) -> int:
-    """Return the bytes of a bound of memory, which must leave room for a few blocks."""
+    """Parse a memory limit into bytes; it must leave room for a few blocks."""
     from ucp_core.native import MEMORY_BYTES_MIN
 
     num_bytes = size(text)
@@ -150,12 +150,12 @@ def memory_size(text: str) -> int:
 
 
 def print_json(value: Any) -> None:
-    """Print a value for programs."""
+    """Print a value as JSON, for programs."""
     typer.echo(json.dumps(value, indent=1))
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """Print named values for people, one a line; leave out what is empty or not known."""
+    """Print named values for people, one per line; leave out empty and unknown ones."""
     for name, value in facts.items():
         if value not in (None, "", [], {}):
             typer.echo(f"{name:<13} {_fact(value)}")
@@ -175,7 +175,7 @@ def _nested(value: Any) -> str:
 
 @contextmanager
 def progress(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar with rate and time left if a person looks at a terminal; else yield None."""
+    """Show a progress bar with rate and time left on a terminal; otherwise yield None."""
     if as_json or not sys.stderr.isatty():
         yield None
         return
@@ -192,7 +192,7 @@ def progress(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None]
     )
 
     class RateColumn(ProgressColumn):
-        """Shows the rate in the units of the size; rich's own column shows MB beside MiB."""
+        """Shows the rate in the units of the size; rich's own column mixes MB with MiB."""
 
         def render(self, task: Task) -> str:
             speed = task.finished_speed or task.speed
@@ -205,7 +205,7 @@ def progress(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None]
         RateColumn(),
         TimeRemainingColumn(),
     )
-    # A thread that refreshes the bar would keep ``convert`` from forking.
+    # A refresh thread would keep ``convert`` from forking.
     bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
     next_s = 0.0
 

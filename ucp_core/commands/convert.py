@@ -1,4 +1,4 @@
-"""``ucp convert`` makes a universal checkpoint, ``ucp plan`` tells beforehand what it costs."""
+"""``ucp convert`` makes a universal checkpoint; ``ucp plan`` shows in advance what that costs."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def convert_command(  # noqa: PLR0913 - options of a command
     *,
     memory: Memory = "512MiB",
     processes: Annotated[
-        int | None, typer.Option(min=1, help="At most this many; default: one for each core.")
+        int | None, typer.Option(min=1, help="At most this many; default: one per core.")
     ] = None,
     rules: RulesFile = None,
     rename: RenameFile = None,
     tag: Tag = None,
     resume: Annotated[bool, typer.Option(help="Continue an interrupted conversion.")] = True,
     fsync: Annotated[
-        bool, typer.Option(help="Return only when the result survives a loss of power.")
+        bool, typer.Option(help="Return only once the result would survive a power loss.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -77,11 +77,11 @@ def convert_command(  # noqa: PLR0913 - options of a command
         f"{result.seconds:.1f} s ({rate}/s)"
     )
     if result.resumed_bytes:
-        typer.echo(f"{format_bytes(result.resumed_bytes)} were done by an interrupted conversion")
+        typer.echo(f"{format_bytes(result.resumed_bytes)} came from an interrupted conversion")
 
 
 def conversion_facts(result: ConvertResult, destination: str) -> dict[str, Any]:
-    """Return what a conversion did, for programs."""
+    """Return the facts of a conversion, for programs."""
     manifest = result.checkpoint.manifest
     return {
         "checkpoint": destination,
@@ -113,7 +113,7 @@ def plan_command(
     tag: Tag = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a conversion or a load would read, move through memory, and write."""
+    """Show what a conversion or a load would read, move through memory and write."""
     from ucp_core.conversion import forecast
 
     target = None if layout is None else _layout(layout)
@@ -133,14 +133,14 @@ def plan_command(
     }
     if found.layout:
         facts["loading"] = (
-            f"{found.layout}: {format_bytes(found.load_bytes_max)} by the rank that reads most, "
-            f"{format_bytes(found.load_bytes)} by all"
+            f"{found.layout}: {format_bytes(found.load_bytes_max)} by the rank that reads "
+            f"most, {format_bytes(found.load_bytes)} in total"
         )
     print_facts(facts)
 
 
 def _layout(text: str) -> ParallelLayout:
-    """Return the layout that ``dp_shard=4,tp=2`` means."""
+    """Parse a layout such as ``dp_shard=4,tp=2``."""
     from ucp_core.layout import ParallelLayout
 
     axes = tuple(ParallelLayout().to_json())
@@ -149,11 +149,11 @@ def _layout(text: str) -> ParallelLayout:
     for part in text.split(","):
         axis, _, degree = (piece.strip() for piece in part.partition("="))
         if axis not in axes:
-            problems.append(f"{axis!r} is no axis")
+            problems.append(f"{axis!r} is not an axis")
         elif axis in degrees:
             problems.append(f"{axis} is given twice")
         elif not (degree.isascii() and degree.isdecimal() and int(degree)):
-            problems.append(f"{axis}={degree!r} is no degree of 1 or more")
+            problems.append(f"{axis}={degree!r} is not a degree of 1 or more")
         else:
             degrees[axis] = int(degree)
     if not problems:
@@ -162,7 +162,7 @@ def _layout(text: str) -> ParallelLayout:
         except AssertionError as error:
             problems.append(str(error))
     raise typer.BadParameter(
-        f"{text!r} is no layout: {'; '.join(problems)}. Give axis=degree, separated by commas, for "
-        f"any of {', '.join(axes)}",
+        f"{text!r} is not a layout: {'; '.join(problems)}. Give axis=degree, separated by "
+        f"commas, for any of {', '.join(axes)}",
         param_hint="--layout",
     )

@@ -1,4 +1,4 @@
-"""``ucp inspect`` shows what a checkpoint holds, ``ucp verify`` reads every byte of it."""
+"""``ucp inspect`` shows what a checkpoint holds; ``ucp verify`` reads every byte of it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def inspect_command(
     *,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     items: Annotated[
-        bool, typer.Option("--items", help="List what happens to everything that is not a tensor.")
+        bool, typer.Option("--items", help=("List what happens to everything that is not a "
+                                           "tensor."))
     ] = False,
     rules: RulesFile = None,
     rename: RenameFile = None,
     tag: Tag = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint of any format holds; reads its manifest or headers only."""
+    """Show what a checkpoint of any format holds; read only its manifest or headers."""
     opened = open_any(checkpoint, rules=rules, rename=rename, tag=tag)
     facts = _facts(opened, checkpoint)
     if as_json:
@@ -69,7 +70,7 @@ def verify_command(
     tag: Tag = None,
     as_json: Json = False,  # noqa: FBT002 - a flag of the command line
 ) -> None:
-    """Read every byte of a checkpoint and name what is damaged; exit code 1 if anything is."""
+    """Read every byte of a checkpoint and name any damage; exit code 1 if there is some."""
     from ucp_core.inspection import unchecked_bytes, verify
 
     opened = open_any(checkpoint, rules=rules, tag=tag)
@@ -91,15 +92,15 @@ def verify_command(
         typer.echo(f"{format_bytes(num_bytes)} read, {len(problems)} problem(s)")
         if unchecked:
             typer.echo(
-                f"{format_bytes(unchecked)} have no checksum in this format: a changed byte in "
-                "them cannot be found"
+                f"{format_bytes(unchecked)} have no checksum in this format: damage in them "
+                "cannot be found"
             )
     if problems:
         raise typer.Exit(EXIT_CHECKPOINT)
 
 
 def _format(opened: Checkpoint) -> str:
-    """Return our own kind of checkpoint, or the name of the foreign format."""
+    """Return the kind of a checkpoint of ours, or the name of its foreign format."""
     manifest = opened.manifest
     if manifest.kind is Kind.FOREIGN:
         return str(manifest.source.get("format", manifest.kind))
@@ -112,7 +113,7 @@ def _facts(opened: Checkpoint, url: str) -> dict[str, Any]:
     return {
         "checkpoint": url,
         "format": _format(opened),
-        # None where the checkpoint does not say: steps, attempts and ranks count from 1.
+        # None if the checkpoint does not say: steps, attempts and ranks count from 1.
         "step": manifest.step or None,
         "attempt": manifest.attempt or None,
         "ranks": manifest.world_size or None,

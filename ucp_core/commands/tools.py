@@ -45,7 +45,7 @@ def diff_command(  # noqa: PLR0913 - options of a command
     second: Source,
     *,
     only: Annotated[
-        str | None, typer.Option(help="Only tensors in whose name this expression matches.")
+        str | None, typer.Option(help="Only tensors whose name matches this expression.")
     ] = None,
     slots: Annotated[
         str | None, typer.Option(help="Only these slots, such as weight,exp_avg.")
@@ -56,7 +56,7 @@ def diff_command(  # noqa: PLR0913 - options of a command
         bool, typer.Option("--cast", help="Compare floats of two dtypes as the coarser one.")
     ] = False,
     read_all: Annotated[
-        bool, typer.Option("--read-all", help="Read also what checksums prove equal.")
+        bool, typer.Option("--read-all", help="Also read what checksums prove equal.")
     ] = False,
     memory: Memory = "256MiB",
     threads: Annotated[int, typer.Option(min=1, help="At most this many readers.")] = 2,
@@ -67,7 +67,7 @@ def diff_command(  # noqa: PLR0913 - options of a command
     """Compare two checkpoints of any formats, tensor by tensor; exit code 1 if they differ.
 
     Rules and renamings apply to both; each must match a name of one of them. Small values are
-    compared too, unless --only or --slots select tensors.
+    compared as well, unless --only or --slots select tensors.
     """
     from ucp_core.inspection import Tolerance, diff
 
@@ -141,8 +141,9 @@ def _short(value: Any) -> str:
 
 
 _To = Annotated[str, typer.Option("--format", help="universal, huggingface, dcp, deepspeed, ...")]
-_Dtype = Annotated[str | None, typer.Option(help="Floats become fp32, fp16 or bf16.")]
-_ShardSize = Annotated[str | None, typer.Option(help="huggingface: largest file; default 5GB.")]
+_Dtype = Annotated[str | None, typer.Option(help="Convert floats to fp32, fp16 or bf16.")]
+_ShardSize = Annotated[str | None, typer.Option(help=("huggingface: size of the largest file; "
+                                                     "default 5GB."))]
 _KeepTied = Annotated[
     bool, typer.Option("--keep-tied", help="huggingface: write tied tensors twice.")
 ]
@@ -161,7 +162,7 @@ _Tp = Annotated[int | None, typer.Option(help="deepspeed: tensor-parallel ranks.
 _Ep = Annotated[int | None, typer.Option(help="deepspeed, megatron-core: expert-parallel ranks.")]
 _QueryGroups = Annotated[
     int | None,
-    typer.Option(help="megatron-core: heads of k and v, if no config.json says it."),
+    typer.Option(help="megatron-core: number of k and v heads, if no config.json has it."),
 ]
 _SubGroup = Annotated[
     int | None, typer.Option(help="deepspeed: sub_group_size of stage 3, if not the default.")
@@ -179,7 +180,7 @@ _TargetRules = Annotated[
 _TargetTag = Annotated[str | None, typer.Option(help="deepspeed: name of the folder.")]
 
 
-#: Flags of options that have another name in the library.
+#: Flags whose name differs from the library's.
 _FLAGS = {
     "model": "--model-key",
     "optimizer": "--optimizer-key",
@@ -279,7 +280,7 @@ def _refuse_options(to: str, given: Iterable[str]) -> None:
 def _numbers(text: str, option: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"{text!r} is no list of layers such as 0,12", param_hint=option)
+        raise typer.BadParameter(f"{text!r} is not a list like 0,12", param_hint=option)
     return tuple(int(part) for part in parts)
 
 
@@ -322,7 +323,7 @@ def extract_command(  # noqa: PLR0913 - options of a command
     tag: Tag = None,
     as_json: Json = False,
 ) -> None:
-    """Show a tensor or a box of it, and write it to a file if one is given."""
+    """Show a tensor or a box of it; write it to a file if one is given."""
     from ucp_core.inspection import extract, find, json_value, parse_box
 
     memory_bytes = memory_size(memory)

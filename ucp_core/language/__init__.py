@@ -1,7 +1,7 @@
-"""How the shards of several ranks make up tensors: the language that ``RULES.md`` describes. Pure.
+"""How the shards of several ranks form tensors: the language that ``RULES.md`` describes. Pure.
 
-``patterns`` are its values, ``affine`` strided pieces, ``syntax`` its text, ``rules`` which tensor
-has which pattern; ``operators`` turn patterns into fragments, ``targets`` say what a rank needs.
+``patterns`` are its values, ``affine`` strided pieces, ``syntax`` its text, ``rules`` map tensors
+to patterns; ``operators`` turn patterns into fragments, ``targets`` say what a rank needs.
 """
 
 from ucp_core.language.affine import Affine, parse_affine_map

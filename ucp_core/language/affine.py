@@ -1,4 +1,4 @@
-"""Strided pieces of a tensor and of a rank's shard, and the boxes that they consist of. Pure.
+"""Strided pieces of a tensor and of a rank's shard, and the boxes they consist of. Pure.
 
 A piece is given by strides as in ``torch.as_strided``, once in the whole tensor and once in the
 shard: the form of DeepSpeed's affine maps (``deepspeed/checkpoint/affine.py``, 0.19.8).
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 #: Version of DeepSpeed's affine maps that ``parse_affine_map`` understands.
 AFFINE_MAP_VERSION = 1
-#: A piece of more boxes would be copied element by element.
+#: A piece of more boxes would have to be copied element by element.
 BOXES_MAX = 1 << 14
 
 
 class AffinePiece(NamedTuple):
-    """Elements of the whole tensor, and where one rank's shard has them."""
+    """Elements of the whole tensor and their place in one rank's shard."""
 
-    shape: tuple[int, ...]  #: Shape of the view on both sides.
+    shape: tuple[int, ...]  #: Shape of the view, on both sides.
     source_offset: int  #: First element in the whole tensor.
-    #: Elements between neighbours in the whole tensor, for each dim of ``shape``.
+    #: Strides in the whole tensor, for each dim of ``shape``.
     source_strides: tuple[int, ...]
     dest_offset: int  #: First element in the shard.
-    dest_strides: tuple[int, ...]  #: The same in the shard.
-    #: All ranks that hold these elements; the lowest is the primary one.
+    dest_strides: tuple[int, ...]  #: Strides in the shard.
+    #: All ranks with these elements; the lowest is the primary one.
     locations: tuple[int, ...]
-    scale: float = 1.0  #: The shard holds the elements times this factor.
+    scale: float = 1.0  #: The shard holds the elements multiplied by this factor.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _View(NamedTuple):
 
 
 class _Aligned(NamedTuple):
-    """The box that a view spans; its extent is 1 along axes without a dim of the view."""
+    """The box that a view spans; its extent is 1 along axes that are no dim of the view."""
 
     start: tuple[int, ...]
     extents: tuple[int, ...]
@@ -69,7 +69,8 @@ class _Aligned(NamedTuple):
 class _Change(NamedTuple):
     """How to change dim ``dim`` of a view so that it can become boxes.
 
-    ``cut`` it in two, ``fold`` it into rows of that many elements, or (both 0) split every index.
+    ``cut`` it in two, ``fold`` it into rows of that many elements, or (both 0) split off every
+    index.
     """
 
     dim: int
@@ -84,11 +85,11 @@ def piece_boxes(
 
     Args:
         whole: Shape of the tensor.
-        shard: Shape of the shard, of as many dims.
+        shard: Shape of the shard, with as many dims.
         what: Tensor and rank, for errors.
 
     Raises:
-        PatternError: The piece exceeds the tensor or shard, or does not consist of boxes.
+        PatternError: The piece exceeds the tensor or shard, or is not made of boxes.
     """
     if 0 in piece.shape:
         return
@@ -139,7 +140,7 @@ def _check_inside(
 
 
 def _merged(piece: AffinePiece) -> _View:
-    """Return the view with dims outermost first; dims that are one on both sides are joined."""
+    """Return the view with the outermost dims first, joining dims that are one on both sides."""
     dims: list[_Dim] = []
     given = map(_Dim, piece.shape, piece.source_strides, piece.dest_strides)
     for dim in sorted((d for d in given if d.size > 1), key=lambda d: -d.source):
@@ -154,7 +155,7 @@ def _merged(piece: AffinePiece) -> _View:
 def _align(
     shape: Sequence[int], offset: int, dims: Sequence[tuple[int, int]]
 ) -> _Aligned | _Change:
-    """Return the box that the dims span from ``offset`` on, or the change that they need."""
+    """Return the box that the dims span from ``offset`` on, or the change they need."""
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     start: list[int] = []
     rest = offset
@@ -212,7 +213,7 @@ def _real(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
 
 
 def parse_affine_map(document: Any, *, where: str) -> dict[str, Affine]:
-    """Return the maps of a DeepSpeed checkpoint's ``affine_map`` by regular expression.
+    """Return the maps of a DeepSpeed checkpoint's ``affine_map``, keyed by regular expression.
 
     Args:
         document: ``{version, params: {regex: {logical_shape, ranks: {rank: {shard_shape,
@@ -221,8 +222,8 @@ def parse_affine_map(document: Any, *, where: str) -> dict[str, Affine]:
         where: File and key, for errors.
 
     Raises:
-        UnsupportedVersionError: A newer form.
-        PatternError: Not of this form.
+        UnsupportedVersionError: The form is newer.
+        PatternError: It does not have this form.
     """
     if not isinstance(document, Mapping):
         raise PatternError(f"{where} is not a mapping")

@@ -1,8 +1,8 @@
 """The operators of Universal Checkpointing, as functions on fragments and maps. Pure.
 
 The paper's operators (ATC'25, table 2) move tensors. These move descriptions; bytes move once, at
-the end. ``extract`` returns the boxes in one rank's file, ``union`` proves that they make up the
-tensor, ``strip_padding`` crops it, ``targets.target_map`` (the paper's UcpInfo) returns what a
+the end. ``extract`` returns the boxes in one rank's file, ``union`` proves that they cover the
+tensor, ``strip_padding`` crops it, and ``targets.target_map`` (the paper's UcpInfo) returns what a
 rank of another layout needs. The paper's Load and Save are ``ucp_core.load`` and ``convert``.
 """
 
@@ -44,19 +44,19 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
     crc32: int | None = None,
     blocks: tuple[int, ...] = (),
 ) -> list[Fragment]:
-    """Return the fragments of one tensor in a file of one rank, without padding.
+    """Return the fragments of one tensor in one rank's file, without padding.
 
     Args:
         dtype: Dtype of the bytes in the file.
-        placement: How the ranks' shards make up the tensor.
+        placement: How the ranks' shards form the tensor.
         file: Name in the checkpoint's directory.
         offset_bytes: Offset of the first element in the file.
         flat: The file holds elements ``[start, stop)`` of the flattened shard, as ZeRO cuts it;
-            what exceeds the shard is padding. None: the whole shard.
+            anything beyond the shard is padding. None: the whole shard.
         replica: Another file holds the same elements and is the primary one.
-        copy: Number of the copy of an average; default: ``rank``.
-        crc32: Checksum of the bytes, if they have one; kept if one fragment is all of them.
-        blocks: The same by blocks.
+        copy: Number of the copy in an average; default: ``rank``.
+        crc32: Checksum of the bytes, if there is one; kept if one fragment covers all of them.
+        blocks: The same, by block.
 
     Raises:
         PatternError: ``rank`` or ``flat`` does not fit the placement.
@@ -97,9 +97,9 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
 def _inside(
     held: Sequence[Box], local: Box, shard: tuple[int, ...], start: int
 ) -> Iterator[tuple[Box, int, int]]:
-    """Yield the parts in ``local`` of the boxes of a flat range, with their flat positions."""
+    """Yield the parts in ``local`` of a flat range's boxes, with their flat positions."""
     if local.stop == shard and not any(local.start):
-        # The usual case: the boxes of a flat range follow one another.
+        # The usual case: the boxes of a flat range are adjacent.
         for box in held:
             stop = start + box.num_elements
             yield box, start, stop
@@ -113,7 +113,7 @@ def _inside(
 
 
 def _moved(inner: Box, local: Box, begin: tuple[int, ...]) -> Box:
-    """Return the box of the whole tensor that ``inner``, a part of ``local``, is."""
+    """Return the box of the whole tensor that ``inner``, a part of ``local``, covers."""
     if begin == local.start:
         return inner
     shift = list(map(sub, begin, local.start))
@@ -123,7 +123,7 @@ def _moved(inner: Box, local: Box, begin: tuple[int, ...]) -> Box:
 def union(
     key: TensorKey, dtype: str, placement: Placement, fragments: Iterable[Fragment]
 ) -> TensorEntry:
-    """Return the tensor that the fragments of all files make up, with proof of coverage.
+    """Return the tensor that the fragments of all files form, with proof of coverage.
 
     Replicas stay in the entry for comparison, unless the placement takes the first one. Every copy
     of an average covers the tensor.
@@ -146,12 +146,12 @@ def union(
 
 
 def _order(fragment: Fragment) -> tuple[Box, int, bool, str, int]:
-    # Fragments do not compare: crc32 and strides may be None.
+    # Fragments have no order: crc32 and strides may be None.
     return (fragment.box, fragment.copy, fragment.replica, fragment.file, fragment.offset_bytes)
 
 
 def strip_padding(entry: TensorEntry, shape: Sequence[int]) -> TensorEntry:
-    """Return the tensor cropped to ``shape``, which must fit: without a vocabulary's padding."""
+    """Return the tensor without padding, cropped to ``shape``."""
     whole = Box.full(shape)
     if len(shape) != len(entry.shape) or not Box.full(entry.shape).contains(whole):
         raise PatternError(
@@ -173,7 +173,7 @@ def _cropped(fragment: Fragment, whole: Box, itemsize: int) -> Fragment | None:
     strides = fragment.strides or packed_strides(fragment.box.shape, itemsize)
     last = sum((n - 1) * s for n, s in zip(inner.shape, strides, strict=True))
     num_bytes = last + itemsize
-    # Padding follows the elements, so the first one keeps its place.
+    # Padding comes after the elements, so the first one keeps its place.
     return fragment._replace(
         box=inner,
         num_bytes=num_bytes,
@@ -187,10 +187,10 @@ def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
     """Return the checkpoint with other tensor names, in every slot, group, tie and role.
 
     Args:
-        mapping: New names by old ones; other names stay.
+        mapping: New names by old ones; other tensors keep their names.
 
     Raises:
-        PatternError: A name does not exist, or two tensors would get one name.
+        PatternError: A name does not exist, or two tensors would get the same name.
     """
     known = {key.fqn for key in manifest.state_map.entries} | set(manifest.ties)
     missing = sorted(set(mapping) - known)
@@ -232,16 +232,16 @@ def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
 
 
 def tie(manifest: Manifest, ties: Mapping[str, str]) -> Manifest:
-    """Return the checkpoint with ties.
+    """Return the checkpoint with ties added.
 
-    The bytes of an alias become a replica of the tensor that is kept, so that converting and
-    verifying compare the two.
+    The bytes of an alias become a replica of the tensor that owns them, so conversion and
+    verification compare the two.
 
     Args:
-        ties: The tensor that is kept, by alias; an alias may have no bytes.
+        ties: The owner of each alias; an alias may have no bytes.
 
     Raises:
-        PatternError: The tensor that is kept does not exist, or the alias is another tensor.
+        PatternError: The owner does not exist, or the alias is another tensor.
     """
     entries = dict(manifest.state_map.entries)
     for alias, owner in ties.items():
@@ -271,7 +271,7 @@ def tie(manifest: Manifest, ties: Mapping[str, str]) -> Manifest:
 
 
 def _joined(kept: TensorEntry | None, alias: TensorEntry, owner: str) -> TensorEntry:
-    """Return the kept entry with the fragments of an alias as replicas."""
+    """Return the owner's entry with the fragments of an alias as replicas."""
     if kept is None or (kept.dtype, kept.shape) != (alias.dtype, alias.shape) or kept.copies > 1:
         has = "nothing" if kept is None else f"{kept.dtype}{list(kept.shape)}"
         raise PatternError(

@@ -1,4 +1,4 @@
-"""Patterns: how the shards of several ranks make up one tensor. Pure.
+"""Patterns: how the shards of several ranks form one tensor. Pure.
 
 A pattern says it in words. ``place`` says it in numbers: which box of which rank's shard is which
 box of the whole tensor. ``operators`` turns placements into fragments.
@@ -32,38 +32,38 @@ from ucp_core.language.affine import Affine, AffinePiece, piece_boxes
 
 @dataclass(frozen=True, slots=True)
 class Unique:
-    """Exactly one rank holds the tensor: a layer of a pipeline stage, an expert."""
+    """Exactly one rank holds the tensor, such as a layer of a pipeline stage or an expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
     """Every rank holds the whole tensor."""
 
-    #: ``equal``: the copies are compared, and a difference is an error; ``first``: the first
-    #: rank's copy counts, the others are ignored.
+    #: ``equal``: compare the copies, and a difference is an error; ``first``: take the first rank's
+    #: copy and ignore the others.
     check: Literal["equal", "first"] = "equal"
 
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """Every rank updated the whole tensor alone; the value is the mean over the ranks."""
+    """Every rank updated the whole tensor on its own; the value is the mean over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """The ranks hold consecutive ranges along one dim, in order of rank."""
 
-    dim: int = 0  #: Which dim; negative counts from the last.
-    #: Extent along ``dim`` by rank; None: that of the shards.
+    dim: int = 0  #: The dim; negative counts from the last.
+    #: Extent along ``dim`` by rank; None: take that of the shards.
     widths: tuple[int, ...] | None = None
-    #: Several tensors are fused along ``dim``, and a shard is a piece of the first, a piece of
-    #: the second, ...: their extents in the whole tensor, or their number if equal.
+    #: Several tensors are fused along ``dim``, and a shard is a piece of the first, a piece of the
+    #: second, and so on: their extents in the whole tensor, or their number if they are equal.
     parts: tuple[int, ...] | int | None = None
-    #: The same if only the proportions are known, as in ``(4, 1, 1)``.
+    #: The same if only the proportions are known, such as ``(4, 1, 1)``.
     ratio: tuple[int, ...] | None = None
     #: ``part_widths[part][rank]``: extents of uneven pieces.
     part_widths: tuple[tuple[int, ...], ...] | None = None
-    #: True extent along ``dim``; what follows in the shards is padding.
+    #: True extent along ``dim``; the rest of the shards is padding.
     unpadded: int | None = None
 
 
@@ -71,7 +71,7 @@ class Cut:
 class Grid:
     """The ranks form a row-major grid; each of its axes cuts another dim."""
 
-    cuts: tuple[Cut, ...]  #: One for each axis of the grid.
+    cuts: tuple[Cut, ...]  #: One per axis of the grid.
     #: Ranks along each axis; one may be 0 and follows from the number of ranks.
     degrees: tuple[int, ...]
 
@@ -82,7 +82,7 @@ Pattern: TypeAlias = Unique | Replicated | Average | Cut | Grid | Affine
 class ShardPiece(NamedTuple):
     """A box of one rank's shard, and its place in the whole tensor."""
 
-    local: Box  #: The box in coordinates of the shard.
+    local: Box  #: The box in the coordinates of the shard.
     start: tuple[int, ...]  #: Its first element in the whole tensor, where it has the same shape.
     replica: bool = False  #: Another rank's piece holds the same elements and is the primary one.
 
@@ -92,12 +92,13 @@ class Placement:
     """A pattern in numbers, for shards of known shapes."""
 
     shape: tuple[int, ...]  #: Shape of the whole tensor, without padding.
-    #: By rank; elements of a shard in no piece are padding.
+    #: By rank; elements of a shard outside of all pieces are padding.
     pieces: tuple[tuple[ShardPiece, ...], ...]
-    #: Elements are on one rank (``once``), equal on several (``replica``), or have to be
-    #: averaged (``average``).
+    #: Each element is on one rank (``once``), equal on several (``replica``), or must be averaged
+    #: (``average``).
     relation: Literal["once", "replica", "average"]
-    check: Literal["equal", "first"]  #: That of a ``Replicated``; ``equal`` for others.
+    #: The ``check`` of a ``Replicated``; ``equal`` for other patterns.
+    check: Literal["equal", "first"]
     shards: tuple[tuple[int, ...], ...]  #: Shape of each rank's shard.
 
 
@@ -120,11 +121,11 @@ def split(
     """Return how ``num_ranks`` ranks hold a tensor under ``pattern``: the inverse of ``place``.
 
     Widths for another number of ranks are ignored. A cut without parts gives every rank
-    ``ceil(extent / num_ranks)`` as torch does, and the last ranks less; with ``unpadded``, the
-    last ranks get padding instead.
+    ``ceil(extent / num_ranks)`` as torch does, and the last ranks less; with ``unpadded``, the last
+    ranks get padding instead.
 
     Raises:
-        PatternError: The tensor cannot be sharded so.
+        PatternError: The tensor cannot be cut this way.
     """
     with _described(pattern, name):
         return _split(pattern, tuple(shape), num_ranks)
@@ -132,7 +133,7 @@ def split(
 
 @contextmanager
 def _described(pattern: Pattern, name: str) -> Iterator[None]:
-    """Refuse a pattern that fits no shards, and begin each message with the tensor's name."""
+    """Refuse a pattern that cannot fit any shards; each message starts with the tensor's name."""
     if problems := pattern_problems(pattern):
         raise PatternError(f"{name}: {'; '.join(problems)}", name=name)
     try:
@@ -193,7 +194,7 @@ def _split(pattern: Pattern, whole: tuple[int, ...], num_ranks: int) -> Placemen
 
 
 def pattern_problems(pattern: Pattern) -> list[str]:
-    """Return what is wrong with a pattern for any shards; empty if nothing."""
+    """Return what is wrong with a pattern whatever the shards; empty if nothing is."""
     match pattern:
         case Replicated(check=check) if check not in {"equal", "first"}:
             return [f"check is {check!r}, must be equal or first"]
@@ -286,7 +287,7 @@ def _affine_pieces(affine: Affine, rank: int) -> Iterator[ShardPiece]:
 
 
 def _cut_problems(cut: Cut) -> Iterator[str]:
-    """Yield what is wrong with a cut for any shards."""
+    """Yield what is wrong with a cut whatever the shards."""
     given = [n for n in ("widths", "parts", "ratio") if getattr(cut, n) is not None]
     if len(given) > 1:
         yield f"{' and '.join(given)} exclude each other; uneven parts have part_widths"
@@ -318,7 +319,7 @@ def _listed(values: Sequence[object]) -> str:
 
 
 class _Segment(NamedTuple):
-    """A range along one dim of a rank's shard, and where it begins in the whole tensor."""
+    """A range along one dim of a rank's shard, and its start in the whole tensor."""
 
     local: int
     length: int
@@ -397,7 +398,7 @@ def _check_others(shapes: Sequence[tuple[int, ...]], dims: set[int]) -> None:
 
 
 def _segments(cut: Cut, extents: Sequence[int]) -> list[list[_Segment]]:
-    """Return the ranges along the cut dim of every rank, without padding."""
+    """Return the ranges along the cut dim for every rank, without padding."""
     widths = _widths(cut, extents)
     limit = sum(extents) if cut.unpadded is None else cut.unpadded
     if limit > sum(extents):
@@ -490,7 +491,7 @@ def _pieces(
 
 
 def _fitted_cut(cut: Cut, whole: Sequence[int], degree: int) -> tuple[Cut, list[int]]:
-    """Return the cut for another number of ranks, and the extents of their shards."""
+    """Return the cut for another number of ranks, with the extents of their shards."""
     dim = _dim(cut.dim, len(whole))
     cut = replace(cut, dim=dim)
     extent = whole[dim]
@@ -531,7 +532,7 @@ def plain(pattern: Pattern) -> str | dict[str, Any]:
 
 
 def _plain_cut(cut: Cut) -> int | dict[str, Any]:
-    """Return a cut: its dim alone if that is all."""
+    """Return a cut as JSON: only its dim if nothing else is set."""
     found: dict[str, Any] = {"dim": cut.dim}
     for name in ("widths", "parts", "ratio", "unpadded"):
         value = getattr(cut, name)

@@ -1,4 +1,4 @@
-"""Rules and renamings from texts, and the families of rules that ship.
+"""Rules and renamings from texts, and the families of rules that everstep ships.
 
 ``syntax`` is imported only when a text is read: YAML takes 50 ms to import.
 """
@@ -16,14 +16,14 @@ from ucp_core.language.rules import Renames, Rules
 
 
 def load_rules(text: str, where: str) -> Rules:
-    """Return the rules of a text; the families that it ``extends`` are for other names.
+    """Return the rules of a text; the families that it ``extends`` match the remaining names.
 
     Args:
         text: As ``RULES.md`` describes.
         where: Name of the file, for errors.
 
     Raises:
-        RulesError: All problems, one a line, as ``file:line:column: what``.
+        RulesError: Lists all problems, one per line, as ``file:line:column: what``.
     """
     from ucp_core.language.syntax import read_rules
 
@@ -37,7 +37,7 @@ def load_renames(text: str, where: str) -> Renames:
     """Return the renamings of a text: a list of ``{match: regex, to: template, optional?: bool}``.
 
     Raises:
-        RulesError: All problems, one a line, as ``file:line:column: what``.
+        RulesError: Lists all problems, one per line, as ``file:line:column: what``.
     """
     from ucp_core.language.syntax import read_renames
 
@@ -46,29 +46,29 @@ def load_renames(text: str, where: str) -> Renames:
 
 @cache
 def builtin_names() -> tuple[str, ...]:
-    """Return the names of the families that ship."""
+    """Return the names of the built-in families."""
     names = (path.name for path in _families().iterdir())
     return tuple(sorted(n.removesuffix(".yaml") for n in names if n.endswith(".yaml")))
 
 
 @cache
 def builtin_rules(name: str) -> Rules:
-    """Return the rules of a family that ships; raise ``RulesError`` if there is none."""
+    """Return the rules of a built-in family; raise ``RulesError`` if it does not exist."""
     if name not in builtin_names():
         raise RulesError(
             f"there are no built-in rules {name!r}; there are {', '.join(builtin_names())}"
         )
     text = (_families() / f"{name}.yaml").read_text(encoding="utf-8")
     rules = load_rules(text, f"{name}.yaml")
-    # One model does not have all the tensors of its family.
+    # No model has all the tensors of its family.
     return replace(rules, rules=tuple(replace(rule, optional=True) for rule in rules.rules))
 
 
 def family_of(fqns: Iterable[str]) -> str | None:
-    """Return the family whose rules match the most names, or None if none matches any.
+    """Return the family whose rules match the most names, or None if no rule matches.
 
-    If two match equally many, the one with fewer rules counts, because families extend each
-    other. Families that match every name do not count.
+    On a tie the family with fewer rules wins, because families extend each other. Families that
+    match every name do not count.
     """
     names = list(fqns)
     matched = {

@@ -1,4 +1,4 @@
-"""Rules: which tensors have which pattern, by their names. ``RULES.md`` describes their text."""
+"""Rules: which tensors have which pattern, by name. ``RULES.md`` describes their text."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ class Rule:
 
     match: str  #: A regular expression for whole names (``re.fullmatch``).
     pattern: Pattern
-    #: The only slot that it is for; None: all slots without a rule of their own.
+    #: The only slot it applies to; None: all slots without a rule of their own.
     slot: str | None = None
     where: str = ""  #: ``file:line``, for errors.
-    optional: bool = False  #: The rule need not match any name.
+    optional: bool = False  #: The rule may match no name.
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Which pipeline stages have which tensors. Layers are spread evenly; first stages get more."""
+    """The pipeline stages of the tensors. Layers are spread evenly; the first stages get more."""
 
-    layer: str  #: A regular expression with one group, the number of the layer.
-    first: tuple[str, ...] = ()  #: Regular expressions of names that the first stage has.
-    last: tuple[str, ...] = ()  #: The same of the last stage; a tied embedding may be in both.
+    layer: str  #: A regular expression with one group, the layer's number.
+    first: tuple[str, ...] = ()  #: Regular expressions for the names on the first stage.
+    last: tuple[str, ...] = ()  #: The same for the last stage; a tied embedding may be on both.
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """Rules in order."""
 
-    #: If several rules match a name, they must give it the same pattern.
+    #: If several rules match a name, they must agree on its pattern.
     rules: tuple[Rule, ...] = ()
-    first_wins: bool = False  #: The first rule that matches counts instead.
-    stages: Stages | None = None  #: Which pipeline stages have which tensors.
+    first_wins: bool = False  #: The first rule that matches wins instead.
+    stages: Stages | None = None  #: The pipeline stages of the tensors.
     ties: Mapping[str, str] = field(default_factory=dict)  #: Tensors by alias.
     fallback: Rules | None = None  #: Rules for names that none of these match.
 
     @property
     def num_rules(self) -> int:
-        """Return the number of rules, with those of the fallback."""
+        """Return the number of rules, including the fallback's."""
         return len(self.rules) + (self.fallback.num_rules if self.fallback is not None else 0)
 
     def match(self, fqn: str, slot: str | None = None) -> Pattern | None:
-        """Return the pattern of a tensor, or None; raise ``RulesError`` if two rules differ."""
+        """Return the pattern of a tensor, or None; raise ``RulesError`` if two rules disagree."""
         hits = [rule for rule in self.rules if _matches(rule.match, fqn)]
         chosen = [rule for rule in hits if slot is not None and rule.slot == slot]
         chosen = chosen or [rule for rule in hits if rule.slot is None]
@@ -66,17 +66,17 @@ class Rules:
         return first.pattern
 
     def refuse_idle(self, fqns: Iterable[str]) -> None:
-        """Check that every rule that is not optional matches one of the names.
+        """Check that every rule that is not optional matches a name.
 
-        The rules of the fallback are those of families, which are optional.
+        The rules of the fallback belong to families, so they are optional.
 
         Raises:
-            RulesError: A rule matches no name: probably a slip of the pen.
+            RulesError: A rule matches no name, which is probably a typo.
         """
         _refuse_idle(self.rules, fqns)
 
     def over(self, fallback: Rules) -> Rules:
-        """Return these rules with others for the names that they do not match."""
+        """Return these rules, with others for the names that they do not match."""
         if self.fallback is not None:
             fallback = self.fallback.over(fallback)
         return Rules(
@@ -88,10 +88,10 @@ class Rules:
         )
 
     def stages_of(self, fqns: Iterable[str], num_stages: int) -> dict[str, frozenset[int]]:
-        """Return the pipeline stages that have each tensor.
+        """Return the pipeline stages of each tensor.
 
         Raises:
-            PatternError: There is no rule of stages, or none for a name.
+            PatternError: There is no rule for stages, or none for a name.
         """
         stages = self.stages
         if stages is None:
@@ -124,18 +124,18 @@ class Rename:
 
     match: str  #: A regular expression for whole names.
     to: str  #: The new name, a template of ``re.sub``.
-    optional: bool = False  #: The renaming need not match any name.
+    optional: bool = False  #: The renaming may match no name.
     where: str = ""  #: ``file:line``, for errors.
 
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """New names of tensors: the first renaming that matches counts."""
+    """New names for tensors; the first renaming that matches wins."""
 
     renames: tuple[Rename, ...]
 
     def mapping(self, fqns: Iterable[str]) -> dict[str, str]:
-        """Return new names by old ones, of the names that change."""
+        """Return the new names by old ones, for the names that change."""
         found: dict[str, str] = {}
         for fqn in fqns:
             for rename in self.renames:
@@ -162,7 +162,7 @@ def _refuse_idle(wanted: Iterable[Rule | Rename], fqns: Iterable[str]) -> None:
         raise RulesError(
             "\n".join(
                 f"{each.where}: {each.match!r} matches none of the {len(names)} names "
-                f"({shown}, ...): mend it, or say optional: true"
+                f"({shown}, ...): correct it, or say optional: true"
                 for each in idle
             ),
             matches=tuple(each.match for each in idle),

@@ -1,4 +1,4 @@
-"""The text form of rules and renamings: YAML, with line and column of every problem.
+"""The text form of rules and renamings: YAML, with the line and column of every problem.
 
 ``RULES.md`` describes the language.
 """
@@ -27,7 +27,7 @@ from ucp_core.yaml_places import YamlText, did_you_mean
 
 VERSION = 1
 
-#: People write less, and YAML takes 20 us a byte.
+#: People write less than this, and YAML takes 20 us per byte.
 _CHARACTERS_MAX = 1 << 20
 _PROBLEMS_SHOWN_MAX = 20
 
@@ -37,13 +37,13 @@ _T = TypeVar("_T")
 class _Reader(YamlText):
     """Reads typed values from YAML nodes, and collects problems instead of raising.
 
-    A key that is missing has no node: None is read as nothing, without a problem.
+    A missing key has no node: None reads as nothing, without a problem.
     """
 
     def __init__(self, text: str, where: str, *, if_empty: str) -> None:
         size, what = len(text), if_empty
         if size > _CHARACTERS_MAX:
-            text, what = "", f"has {size} characters, rules have at most {_CHARACTERS_MAX}"
+            text, what = "", f"has {size} characters, rules may have at most {_CHARACTERS_MAX}"
         super().__init__(text, where)
         if self.root is None and not self.problems:
             self.problems.append(Problem("", what, Place(where, 1, 1)))
@@ -75,7 +75,7 @@ class _Reader(YamlText):
         known: Collection[str] = (),
         needed: Collection[str] = (),
     ) -> dict[str, yaml.Node]:
-        """Return the values of a mapping by key; ``known`` are all its keys unless it is empty."""
+        """Return the values of a mapping by key; only ``known`` keys, unless that is empty."""
         if node is None:
             return {}
         if not isinstance(node, yaml.MappingNode):
@@ -95,7 +95,7 @@ class _Reader(YamlText):
         return found
 
     def items(self, node: yaml.Node | None, what: str) -> list[yaml.Node]:
-        """Return the items of a list that is not empty."""
+        """Return the items of a non-empty list."""
         if node is None:
             return []
         if not isinstance(node, yaml.SequenceNode):
@@ -122,7 +122,7 @@ class _Reader(YamlText):
         return None
 
     def number(self, node: yaml.Node | None, what: str, least: int | None) -> int | None:
-        """Return a whole number of at least ``least``, or None if it is something else."""
+        """Return an integer of at least ``least``, or None if it is something else."""
         if node is None:
             return None
         value = self.value(node) if isinstance(node, yaml.ScalarNode) else None
@@ -135,19 +135,19 @@ class _Reader(YamlText):
         return value
 
     def numbers(self, node: yaml.Node, what: str, least: int) -> tuple[int, ...] | None:
-        """Return a list of whole numbers, or None if one of them is none."""
+        """Return a list of integers, or None if an item is something else."""
         return self.each(node, what, lambda item: self.number(item, f"an item of {what}", least))
 
     def each(
         self, node: yaml.Node, what: str, read: Callable[[yaml.Node], _T | None]
     ) -> tuple[_T, ...] | None:
-        """Return what ``read`` returns of every item, or None if one of them is wrong."""
+        """Return the result of ``read`` for every item, or None if one of them is wrong."""
         nodes = self.items(node, what)
         values = [value for item in nodes if (value := read(item)) is not None]
         return tuple(values) if values and len(values) == len(nodes) else None
 
     def regex(self, node: yaml.Node | None, what: str, groups: int | None = None) -> str | None:
-        """Return a regular expression that compiles, or None."""
+        """Return a compiled regular expression, or None if it does not compile."""
         text = self.text(node, what)
         if node is None or text is None:
             return None
@@ -179,7 +179,7 @@ def _kind(node: yaml.Node) -> str:
 
 
 def read_rules(text: str, where: str, families: Collection[str]) -> tuple[Rules, list[str]]:
-    """Return the rules of a text, and the names of the families that it extends.
+    """Return the rules of a text and the names of the families that it extends.
 
     Raises:
         RulesError: All problems, each with line and column.
@@ -233,7 +233,7 @@ def _read_rule(reader: _Reader, node: yaml.Node, found: list[Rule]) -> None:
 
 
 def _pattern(reader: _Reader, node: yaml.Node) -> Pattern | None:
-    """Return the pattern that a word or a mapping of one key describes."""
+    """Return the pattern that a word or a one-key mapping describes."""
     words = (*_WORDS, *_NEEDED)
     place, inner = node, None
     if isinstance(node, yaml.MappingNode) and len(node.value) == 1:
@@ -281,7 +281,7 @@ def _cut(reader: _Reader, node: yaml.Node) -> Cut | None:
     return None if len(reader.problems) > before or "dim" not in keys else Cut(**found)
 
 
-#: How each setting of a cut is read; also takes its name.
+#: How to read each setting of a cut; also gets the setting's name.
 _CUT: dict[str, Callable[[_Reader, yaml.Node, str], Any]] = {
     "dim": lambda reader, node, what: reader.number(node, what, None),
     "widths": lambda reader, node, what: reader.numbers(node, what, 0),
@@ -313,13 +313,13 @@ def _affine(reader: _Reader, node: yaml.Node) -> Pattern | None:
         return None
 
 
-#: Patterns that a word alone describes.
+#: Patterns that are a single word.
 _WORDS: dict[str, Pattern] = {
     "unique": Unique(),
     "replicated": Replicated(),
     "average": Average(),
 }
-#: What the others need.
+#: What the other patterns need.
 _NEEDED = {
     "cut": "a dim, as in cut: 0 or cut: {dim: 0, parts: [64, 16, 16]}",
     "grid": "cuts and degrees: {cuts: [0, 1], degrees: [2, 4]}",

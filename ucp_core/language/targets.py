@@ -1,7 +1,7 @@
 """The boxes that each rank of a layout holds: the paper's UcpInfo (``GenUcpMetadata``). Pure.
 
-Pipeline stages and tensor parallelism follow rules. Data-parallel ranks share what FSDP2 gives
-them: rows of every local tensor. A rank computes only its own part.
+Pipeline stages and tensor parallelism follow the rules. Data-parallel ranks share each local tensor
+them: by rows, as FSDP2 does. A rank computes only its own part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shapes: TypeAlias = Mapping[TensorKey, tuple[str, tuple[int, ...]]]
 
 
 def shapes_of(state_map: StateMap) -> dict[TensorKey, tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape of every tensor of a map."""
+    """Return the dtype and shape of every tensor of a map."""
     return {key: (entry.dtype, entry.shape) for key, entry in state_map.entries.items()}
 
 
@@ -31,10 +31,10 @@ def target_map(shapes: Shapes, rules: Rules, layout: ParallelLayout, rank: int) 
     Args:
         shapes: All tensors of the model.
         rules: How tensor-parallel ranks hold a tensor, and which stage has it.
-        layout: ``dp_shard * cp`` ranks share what a tensor-parallel rank holds.
+        layout: ``dp_shard * cp`` ranks share what one tensor-parallel rank holds.
 
     Raises:
-        PatternError: No rule describes a tensor, or it cannot be sharded so.
+        PatternError: No rule covers a tensor, or it cannot be cut this way.
     """
     if layout.ep > 1:
         raise PatternError(
@@ -63,7 +63,7 @@ def _placement(key: TensorKey, shape: tuple[int, ...], rules: Rules, tp: int) ->
     pattern = rules.match(key.fqn, key.slot)
     if pattern is None:
         raise PatternError(
-            f"{key}: no rule says how {tp} tensor-parallel ranks hold it; add one for it",
+            f"{key}: no rule says how {tp} tensor-parallel ranks hold it; add one",
             fqn=key.fqn,
             slot=key.slot,
         )

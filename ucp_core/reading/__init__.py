@@ -1,4 +1,4 @@
-"""Which bytes to read for which boxes, and reading them: every byte is verified."""
+"""Plan which bytes to read for which boxes, and read them; every byte is verified."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
-"""Verifies foreign files by their own checksums: each covers one extent, a record of the file.
+"""Verify foreign files by their own checksums; each covers one extent, a record of the file.
 
 An extent is verified whole or not at all. A load verifies the extents that it touches before it
 reads parts of them (``touched``, ``verify_extents``). A conversion reads every byte only once: its
-workers note the crc32 of what they read (``plan_extents``, ``Notes``), and a ``Collector``
-combines the notes of an extent, whatever worker they come from and in whatever order.
+workers note the crc32 of what they read (``plan_extents``, ``Notes``), and a ``Collector`` combines
+the notes of an extent in any order, from any worker.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from ucp_core.geometry import StateMap
     from ucp_core.reading.planning import ReadPlan
 
-#: A second thread pays from here on: starting one costs 0.1 ms, reading 4 MiB 0.3 ms.
+#: A second thread pays off from this size: starting one costs 0.1 ms, reading 4 MiB 0.3 ms.
 THREAD_BYTES_MIN = 4 << 20
 
 
 def crc32_of(store: Store, path: str, low: int, num_bytes: int) -> int:
-    """Return the crc32 of bytes of a file, which are read."""
+    """Read bytes of a file and return their crc32."""
     chunk_bytes = min(store.request_bytes, num_bytes)
     if not chunk_bytes:
         return 0
@@ -69,7 +69,7 @@ def _mismatch(
 
 
 def touched(plan: ReadPlan, state_map: StateMap) -> dict[str, list[Extent]]:
-    """Return the extents of which the plan reads bytes that have no checksum of their own."""
+    """Return the extents of which the plan reads bytes without a checksum of their own."""
     ordered: dict[str, list[Extent]] = {}
     found: dict[str, set[Extent]] = {}
     of_means = (term.copies for mean in plan.means for term in mean.terms)
@@ -86,7 +86,7 @@ def touched(plan: ReadPlan, state_map: StateMap) -> dict[str, list[Extent]]:
 
 
 def _between(ordered: Sequence[Extent], low: int, high: int) -> Iterator[Extent]:
-    """Yield the extents that hold any of the bytes; extents do not overlap."""
+    """Yield the extents that hold any of the bytes. Extents must not overlap."""
     number = max(0, bisect_right(ordered, low, key=lambda extent: extent.offset_bytes) - 1)
     while number < len(ordered) and ordered[number].offset_bytes < high:
         if ordered[number].offset_bytes + ordered[number].num_bytes > low:
@@ -102,12 +102,12 @@ def verify_extents(
     *,
     threads: int = 1,
 ) -> int:
-    """Read extents and compare their checksums; return the bytes that were read.
+    """Read extents and compare their checksums; return how many bytes were read.
 
     Args:
-        state_map: Their content, for errors.
+        state_map: Describes their content, for errors.
         only: The extents to verify, by file.
-        threads: Readers at most; few bytes take one.
+        threads: At most this many readers; a few bytes take one.
 
     Raises:
         ChecksumMismatchError: Names the file, the bytes and the tensors in them.
@@ -128,7 +128,7 @@ def verify_extents(
     # It imports logging, which opening a checkpoint does not need.
     from concurrent.futures import ThreadPoolExecutor
 
-    # The largest first, so that the readers end together.
+    # Start with the largest, so that the readers finish together.
     places.sort(key=lambda place: -place[1].num_bytes)
     with ThreadPoolExecutor(threads, thread_name_prefix="ucp-verify") as pool:
         return sum(pool.map(verify, places))
@@ -144,7 +144,7 @@ class Check(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Bytes of a ``Check`` that a worker read at once, and their crc32."""
+    """Bytes of a ``Check`` that a worker read at once, with their crc32."""
 
     check: Check
     offset_bytes: int
@@ -156,14 +156,14 @@ class ExtentPlan(NamedTuple):
     """How a conversion verifies the extents that hold tensors."""
 
     checks: tuple[Check, ...]  #: All of them, in order.
-    #: Those whose bytes the conversion reads exactly once, gaps aside. The others are read a
-    #: second time, because their tensors are strided, averaged, or overlap.
+    #: Those whose bytes the conversion reads exactly once, gaps aside. The others are read a second
+    #: time, because their tensors are strided, averaged or overlapping.
     streamed: frozenset[Check]
-    #: ``(file, start, stop)`` of what has to be read beside the tensors.
+    #: ``(file, start, stop)`` of the bytes to read beside the tensors.
     gaps: tuple[tuple[int, int, int], ...]
 
     def at(self, file: int, offset_bytes: int) -> Check | None:
-        """Return the check that has the byte, or None."""
+        """Return the check that covers the byte, or None."""
         index = bisect_right(self.checks, (file, offset_bytes, sys.maxsize)) - 1
         check = self.checks[index] if index >= 0 else None
         if check is None or check.file != file:
@@ -172,7 +172,7 @@ class ExtentPlan(NamedTuple):
 
 
 def plan_extents(state_map: StateMap, files: Sequence[str]) -> ExtentPlan:
-    """Return how to verify the extents of ``state_map`` that hold any of its tensors."""
+    """Return how to verify the extents of ``state_map`` that hold tensors."""
     spans = _spans(state_map)
     checks: list[Check] = []
     streamed: set[Check] = set()
@@ -181,7 +181,7 @@ def plan_extents(state_map: StateMap, files: Sequence[str]) -> ExtentPlan:
         held = sorted(spans.get(file, ()))
         for extent in sorted(state_map.extents.get(file, ())):
             low, high = extent.offset_bytes, extent.offset_bytes + extent.num_bytes
-            # A fragment never leaves its record, so where it begins is enough.
+            # A fragment never leaves its record, so its start is enough.
             inside = held[bisect_left(held, (low,)) : bisect_left(held, (high,))]
             if not inside:
                 continue
@@ -197,7 +197,7 @@ def plan_extents(state_map: StateMap, files: Sequence[str]) -> ExtentPlan:
 
 
 def _spans(state_map: StateMap) -> dict[str, list[tuple[int, int, bool]]]:
-    """Return ``(start, stop, is read once)`` of every fragment in a file with extents."""
+    """Return ``(start, stop, is_read_once)`` for every fragment in a file with extents."""
     spans: dict[str, list[tuple[int, int, bool]]] = {}
     for entry in state_map.entries.values():
         plain = is_plain(entry)
@@ -226,14 +226,14 @@ def _gaps(
 
 
 class Notes:
-    """Collects the notes of one work item; neighbours become one."""
+    """Collects the notes of one work item and merges neighbours."""
 
     def __init__(self) -> None:
         self._open: dict[Check, tuple[int, int, int]] = {}
         self._closed: list[Note] = []
 
     def add(self, check: Check, offset_bytes: int, num_bytes: int, crc32: int) -> None:
-        """Note that these bytes of the check were read."""
+        """Note that the bytes of a check were read."""
         held = self._open.get(check)
         if held is not None:
             if held[0] + held[1] == offset_bytes:
@@ -244,7 +244,7 @@ class Notes:
         self._open[check] = (offset_bytes, num_bytes, crc32)
 
     def all(self) -> list[Note]:
-        """Return every note, except those that are a whole check and right."""
+        """Return every note except those that cover a whole check and match it."""
         found = [*self._closed, *(Note(check, *held) for check, held in self._open.items())]
         return [n for n in found if (n.num_bytes, n.crc32) != (n.check.num_bytes, n.check.crc32)]
 
@@ -260,7 +260,7 @@ class Collector:
         self._left_bytes: dict[Check, int] = {}
 
     def add(self, notes: Iterable[Note]) -> None:
-        """Take the notes of one item.
+        """Add the notes of one item.
 
         Raises:
             ChecksumMismatchError: A check is complete and wrong; names file, bytes and tensors.
@@ -285,5 +285,5 @@ class Collector:
             raise _mismatch(self._state_map, self._directory, file, Extent(*check[1:]))
 
     def finish(self) -> None:
-        """Check that every check that has notes is complete."""
+        """Check that every check with notes is complete."""
         assert not self._notes, f"not read whole: {next(iter(self._notes))}"

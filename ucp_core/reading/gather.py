@@ -1,8 +1,8 @@
-"""Finds the bytes of fragments that make up a flat range of a tensor. Pure.
+"""Find the bytes of fragments that make up a flat range of a tensor. Pure.
 
-The elements of a box have the same order in the whole tensor and in the box's own memory. So a flat
-range takes one run of bytes from each C-contiguous fragment, however the tensor is cut, and
-consecutive ranges read each byte of a file once.
+The elements of a box have the same order in the whole tensor and in the box's own memory. A flat
+range therefore takes one run of bytes from each C-contiguous fragment, however the tensor is cut,
+and consecutive ranges read each byte of a file once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Run(NamedTuple):
 
     fragment: Fragment
     first: int  #: The first element, counted in the fragment.
-    num_elements: int  #: How many, side by side in the fragment.
-    #: Place of the first, counted from the start of the range; -1 if the elements do not lie
-    #: side by side there.
+    num_elements: int  #: Their number; they are adjacent in the fragment.
+    #: Place of the first, relative to the start of the range; -1 if the elements are not adjacent
+    #: there.
     target: int
 
 
 def is_plain(entry: TensorEntry) -> bool:
-    """Return whether flat ranges of the tensor consist of runs: no strides, no averages."""
+    """Return whether flat ranges of the tensor are runs: no strides, no averages."""
     itemsize = DTYPE_BYTES[entry.dtype]
     return entry.copies == 1 and all(
         fragment.strides is None or is_packed(fragment.box.shape, fragment.strides, itemsize)
@@ -39,7 +39,7 @@ def is_plain(entry: TensorEntry) -> bool:
 
 
 class Holders:
-    """The fragments of one plain tensor, searched by flat position."""
+    """The fragments of one plain tensor, searchable by flat position."""
 
     def __init__(self, entry: TensorEntry) -> None:
         self.entry = entry
@@ -48,11 +48,11 @@ class Holders:
         self._replicas = _Sorted(entry.shape, [f for f in entry.fragments if f.replica])
 
     def runs(self, start: int, stop: int) -> list[Run]:
-        """Return the runs of the elements ``[start, stop)``, without replicas."""
+        """Return the runs of the elements ``[start, stop)``, ignoring replicas."""
         return self._primary.runs(start, stop)
 
     def replica_runs(self, start: int, stop: int) -> list[Run]:
-        """Return the runs of these elements in replicas."""
+        """Return the runs of these elements among the replicas."""
         return self._replicas.runs(start, stop)
 
 
@@ -71,7 +71,7 @@ class _Sorted:
             position(fragment.box, shape, size - 1)
             for fragment, size in zip(self._fragments, self._sizes, strict=True)
         ]
-        # Up to index i no fragment ends behind ``_reach[i]``.
+        # No fragment up to index i ends after ``_reach[i]``.
         self._reach = list(accumulate(self._lasts, max))
 
     def runs(self, start: int, stop: int) -> list[Run]:
@@ -127,10 +127,10 @@ def position(box: Box, shape: Sequence[int], number: int) -> int:
 
 
 def scattered(run: Run, shape: Sequence[int], start: int) -> Iterator[tuple[int, Box, int]]:
-    """Yield ``(place, box, target)`` for every box of an interleaved run, in order.
+    """Yield ``(place, box, target)`` for every box of a run that is not adjacent in the tensor.
 
-    ``place`` is where the box begins in the run, ``box`` is in coordinates of the whole tensor, and
-    ``target`` is where its first element goes, counted from position ``start`` of the tensor.
+    ``place`` is the start of the box in the run, ``box`` is in coordinates of the whole tensor, and
+    ``target`` is the place of its first element, relative to position ``start`` of the tensor.
     """
     box = run.fragment.box
     done = 0

@@ -1,7 +1,7 @@
-"""Takes copies of a plan out of files that this process has mapped.
+"""Take copies of a plan from files that this process has mapped.
 
-It copies the needed part of each block, then verifies the block, which is in the cache by then.
-``Mapped.confirm`` notices if somebody overwrote the file between the two.
+Copy the needed part of each block, then verify the block, which is by then in the cache.
+``Mapped.confirm`` notices if another process overwrote the file in between.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ if TYPE_CHECKING:
     from ucp_core.storage import Store
 
 
-#: Copied, then verified. 300 MB take 27 ms in pieces of 256 KiB, 24 of 1 MiB, 26 of 4 MiB.
+#: The piece that is copied, then verified: 300 MB take 27 ms in pieces of 256 KiB, 24 of 1 MiB, 26
+#: of 4 MiB.
 _PIECE_BYTES = 1 << 20
 
 
 class Mapped(NamedTuple):
-    """The bytes of a file that somebody may overwrite."""
+    """The bytes of a file that another process may overwrite."""
 
     data: memoryview
-    #: Call it after the last access with the number of bytes used; it raises StorageError if
-    #: they no longer belong to the file.
+    #: Call it after the last access with the number of bytes used; it raises StorageError if the
+    #: file has changed.
     confirm: Callable[[int], None]
 
 
 def mapped_file(store: Store, path: str) -> Mapped | None:
-    """Return the bytes of a file if the store has a method ``mapped`` and has mapped the file."""
-    # No runtime protocol: checking one takes 20 us in Python 3.11.
+    """Return the bytes of a file if the store maps files and has mapped this one."""
+    # Not a runtime protocol: checking one takes 20 us in Python 3.11.
     find: Callable[[str], Mapped | None] | None = getattr(store, "mapped", None)
     return None if find is None else find(path)
 
 
 class DamagedBlockError(Exception):
-    """A block is damaged; ``ucp_core.reading.transfer`` tells the user."""
+    """A block is damaged; ``ucp_core.reading.transfer`` reports it to the user."""
 
     def __init__(self, copy: Copy, index: int) -> None:
         super().__init__(copy, index)
@@ -55,18 +56,18 @@ def take(
     targets: Sequence[memoryview],
     gather: Callable[[Copy, memoryview, int], None],
 ) -> None:
-    """Take copies out of one file.
+    """Take copies from one file.
 
     Args:
-        mapped: Its bytes.
+        mapped: The bytes of the file.
         block_bytes: Block size of its checksums.
         targets: The memory of every part.
-        gather: Takes the scattered elements of a copy out of verified bytes, which begin at a
-            byte of the fragment.
+        gather: Takes the scattered elements of a copy from verified bytes, which start at a byte of
+            the fragment.
 
     Raises:
         DamagedBlockError: Bytes are damaged.
-        StorageError: Somebody overwrote them.
+        StorageError: Another process overwrote them.
     """
     whole = mapped.data.cast("B")
     num_bytes = 0
@@ -86,10 +87,10 @@ def take(
 
 
 def _take(copy: Copy, data: memoryview, low: int, block_bytes: int, target: memoryview) -> None:
-    """Copy and verify piece by piece; ``data`` are whole blocks from byte ``low`` on."""
+    """Copy and verify piece by piece; ``data`` holds whole blocks from byte ``low`` on."""
     piece_bytes = max(_PIECE_BYTES // block_bytes, 1) * block_bytes
     num_bytes = len(target)
-    # Place of the data in the target; the first block may begin before it.
+    # Place of the data in the target; the first block may start before it.
     shift, index = low - copy.start_byte, low // block_bytes
     for start in range(0, len(data), piece_bytes):
         piece = data[start : start + piece_bytes]
@@ -102,7 +103,7 @@ def _take(copy: Copy, data: memoryview, low: int, block_bytes: int, target: memo
 
 
 def _verify(copy: Copy, data: memoryview, index: int, block_bytes: int) -> None:
-    """Compare blocks from ``index`` on with their checksums."""
+    """Compare the blocks from ``index`` on with their checksums."""
     if copy.fragment.crc32 is None:
         return
     expected = copy.fragment.blocks

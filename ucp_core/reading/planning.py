@@ -1,6 +1,6 @@
-"""Which bytes to read to get which boxes. Pure.
+"""Plan which bytes to read for which boxes. Pure.
 
-``plan`` covers every needed box with fragments, each element from one source;
+``plan`` covers every needed box with fragments and takes each element from one source;
 ``ucp_core.reading.transfer`` executes the plan.
 """
 
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 
     from ucp_core.geometry import Table, TableTensor
 
-#: With fewer fragments, checking each is cheaper than a search.
+#: With fewer fragments, checking each one is cheaper than a search.
 _SEARCH_FRAGMENTS_MIN = 16
-#: Up to this gap, one longer read is cheaper: reading 64 KiB from the page cache takes 3 us, as
-#: long as planning and starting another read.
+#: Up to this gap one longer read is cheaper: reading 64 KiB from the page cache takes 3 us, as long
+#: as planning and starting another read.
 GAP_BYTES_MAX = 64 << 10
-#: The fields of fragments that are equal for tensors that are cut alike.
+#: The fields of fragments that are equal for tensors cut alike.
 _CUT = itemgetter(*map(Fragment._fields.index, ("box", "num_bytes", "replica", "strides")))
-#: Boxes whose copies are remembered for tensors that are cut alike.
+#: How many boxes' copies to remember for tensors cut alike.
 _KNOWN_MAX = 256
 #: With more fragments, comparing how two tensors are cut takes longer than a search.
 _ALIKE_FRAGMENTS_MAX = 64
-#: Elements of a mean that are computed at a time: their float64 sums stay in the cache.
+#: Elements of a mean to compute at a time: their float64 sums stay in the cache.
 _MEAN_ELEMENTS_MAX = 1 << 18
 
-#: A store's ``ReadRange``; plans know no stores.
+#: A store's ``ReadRange``; plans do not know stores.
 _ReadRange: TypeAlias = tuple[int, tuple[memoryview, ...]]
 #: Runs in one call of a store; opening the file takes as long as five of them.
 _RUNS_MAX = 1024
 
 
 class Part(NamedTuple):
-    """A needed box of a tensor; it has C-contiguous memory of its own."""
+    """A needed box of a tensor, with C-contiguous memory of its own."""
 
     key: TensorKey
     dtype: str
@@ -62,21 +62,21 @@ class Part(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Elements to take from one fragment to one part."""
+    """Elements to copy from one fragment to one part."""
 
     part: int  #: Index into the plan's parts.
-    source: int  #: Index into the maps that were given to ``plan``.
+    source: int  #: Index into the maps given to ``plan``.
     fragment: Fragment  #: Where the bytes are.
-    #: The elements, in coordinates of the whole tensor. If ``target_byte`` is not -1, the bytes
-    #: may be a part of them.
+    #: The elements, in coordinates of the whole tensor. If ``target_byte`` is not -1, the bytes may
+    #: be a part of them.
     box: Box
-    start_byte: int  #: First byte, from the fragment's first element.
-    stop_byte: int  #: End of the last byte; other elements may lie between.
-    #: Offset in the part if the bytes are contiguous in the fragment and in the part; -1 if they
-    #: have to be gathered.
+    start_byte: int  #: First byte, relative to the fragment's first element.
+    stop_byte: int  #: End of the last byte; other elements may lie in between.
+    #: Offset in the part if the bytes are contiguous in fragment and part; -1 if they must be
+    #: gathered.
     target_byte: int
-    #: Total size of the runs if they are read one by one; -1 if all bytes from ``start_byte`` to
-    #: ``stop_byte`` are read.
+    #: Total size of the runs if they are read one by one; -1 to read all bytes from ``start_byte``
+    #: to ``stop_byte``.
     run_bytes: int = -1
 
 
@@ -90,16 +90,16 @@ class Mean(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
-    """Copies to make, and the reads for them."""
+    """Copies to make and the reads they need."""
 
-    parts: tuple[Part, ...]  #: The parts that were needed.
+    parts: tuple[Part, ...]  #: The needed parts.
     copies: tuple[Copy, ...]  #: In order of source, file and offset.
     needed_bytes: int  #: Size of all parts.
-    read_bytes: int  #: Bytes to read, with whole blocks.
-    means: tuple[Mean, ...] = ()  #: Parts that are averaged.
+    read_bytes: int  #: Bytes to read, counting whole blocks.
+    means: tuple[Mean, ...] = ()  #: Parts that are averages.
 
     def work_lists(self, num_lists: int) -> list[tuple[Copy, ...]]:
-        """Return the copies in at most ``num_lists`` lists of about equal bytes, in order."""
+        """Split the copies into at most ``num_lists`` lists of about equal bytes, in order."""
         if num_lists == 1:
             return [self.copies] if self.copies else []
         total = sum(map(read_bytes_of, self.copies))
@@ -118,10 +118,10 @@ class ReadPlan:
 
 
 class _Limits(NamedTuple):
-    """Bounds of one copy."""
+    """Limits on one copy."""
 
     span_bytes: int
-    direct_bytes: int  #: Bound of a copy whose bytes are contiguous in fragment and part.
+    direct_bytes: int  #: Limit for a copy whose bytes are contiguous in fragment and part.
     gap_bytes: int  #: Between its elements.
     block_bytes: int  #: Block size of the checksums.
     run_gap_bytes: int  #: Smallest gap between runs that are read one by one.
@@ -136,15 +136,15 @@ def plan(
     gap_bytes_max: int = GAP_BYTES_MAX,
     run_gap_bytes_min: int = sys.maxsize,
 ) -> ReadPlan:
-    """Return how to get every part from the maps; box by box, an earlier map is preferred.
+    """Return how to get every part from the maps; for each box, prefer the earlier map.
 
     Args:
         have: Sources, cheapest first.
-        span_bytes_max: Most bytes of a fragment that a copy spans; bounds the scratch memory.
+        span_bytes_max: Most bytes of a fragment that a copy may span; bounds the scratch memory.
         direct_bytes_max: The same for copies that need no scratch memory. Default: the former.
-        gap_bytes_max: Elements that are further apart get copies of their own.
-        run_gap_bytes_min: Runs without checksums with at least this gap are one copy and are read
-            one by one. Default: none.
+        gap_bytes_max: Elements further apart than this get separate copies.
+        run_gap_bytes_min: Runs without checksums and at least this far apart form one copy and are
+            read one by one. Default: none.
 
     Raises:
         UncoveredRegionError: No map holds a needed box.
@@ -159,10 +159,10 @@ def plan(
 
 
 class _Planner:
-    """Plans against the same maps.
+    """Makes plans against the same maps.
 
-    It remembers a tensor's fragments until the next tensor only: a map can make its entries on
-    demand, and those of a large model would not fit.
+    It remembers the fragments of one tensor only: a map can make its entries on demand, and those
+    of a large model would not fit.
     """
 
     def __init__(self, have: Sequence[StateMap], limits: Sequence[_Limits]) -> None:
@@ -190,7 +190,7 @@ class _Planner:
     def _from_table(
         self, wanted: Sequence[tuple[int, Part]], table: Table, copies: list[Copy]
     ) -> list[tuple[int, Part]]:
-        """Cover parts as ``_part`` does, all at once; return those that are not in the table."""
+        """Cover parts as ``_part`` does, all at once; return those that the table does not have."""
         known: list[tuple[int, Part]] = []
         unknown: list[tuple[int, Part]] = []
         tensors: list[int] = []
@@ -270,7 +270,7 @@ class _Planner:
         left: list[Box],
         copies: list[Copy],
     ) -> list[Box]:
-        """Cover the boxes ``left`` with fragments; return what they do not hold."""
+        """Cover the boxes ``left`` with fragments; return the boxes that remain."""
         for fragment in index.near(part.box):
             rest: list[Box] = []
             for box in left:
@@ -321,7 +321,7 @@ class _Planner:
 
 
 def readable(copy: Copy, block_bytes: int) -> tuple[int, int]:
-    """Return the bytes of the fragment to read for a copy: whole blocks if it has checksums."""
+    """Return the bytes of the fragment to read for a copy: whole blocks if they have checksums."""
     if copy.fragment.crc32 is None:
         return copy.start_byte, copy.stop_byte
     low = copy.start_byte // block_bytes * block_bytes
@@ -330,7 +330,7 @@ def readable(copy: Copy, block_bytes: int) -> tuple[int, int]:
 
 
 def read_bytes_of(step: Copy | Mean, block_bytes: int = 1) -> int:
-    """Return what is read for one step of a plan."""
+    """Return what one step of a plan reads."""
     if isinstance(step, Mean):
         return sum(term.read_bytes for term in step.terms)
     if step.run_bytes >= 0:
@@ -340,7 +340,7 @@ def read_bytes_of(step: Copy | Mean, block_bytes: int = 1) -> int:
 
 
 class _Index:
-    """The fragments of one copy of a tensor by place, replicas last."""
+    """The fragments of one copy of a tensor, sorted by place, replicas last."""
 
     def __init__(self, fragments: Sequence[Fragment], ndim: int) -> None:
         primary = [fragment for fragment in fragments if not fragment.replica]
@@ -354,7 +354,7 @@ class _Index:
         self._primary = primary
 
     def near(self, box: Box) -> Iterator[Fragment]:
-        """Yield every fragment that can overlap ``box``, and few others."""
+        """Yield every fragment that may overlap ``box``, and few others."""
         if self._dim < 0:
             yield from self._primary
         else:
@@ -394,8 +394,8 @@ def _uncovered(part: Part, box: Box, what: str) -> UncoveredRegionError:
 def _check_same(part: Part, entry: TensorEntry | TableTensor) -> None:
     if part.dtype != entry.dtype or part.shape != entry.shape:
         raise CheckpointCorruptError(
-            f"{part.key}: the checkpoint has {entry.dtype}{list(entry.shape)}, "
-            f"needed is {part.dtype}{list(part.shape)}; load it with the model that saved it",
+            f"{part.key}: the checkpoint has {entry.dtype}{list(entry.shape)}, the model needs "
+            f"{part.dtype}{list(part.shape)}; load it with the model that saved it",
             fqn=part.key.fqn,
             slot=part.key.slot,
         )
@@ -404,7 +404,7 @@ def _check_same(part: Part, entry: TensorEntry | TableTensor) -> None:
 def _copies(
     number: int, part: Part, source: int, fragment: Fragment, box: Box, limits: _Limits
 ) -> Iterator[Copy]:
-    """Yield copies of one box, none beyond ``limits``."""
+    """Yield copies of one box, each within ``limits``."""
     itemsize = DTYPE_BYTES[part.dtype]
     strides = fragment.byte_strides(itemsize)
     start_byte, stop_byte = reach(box, fragment.box, strides, itemsize)
@@ -415,7 +415,7 @@ def _copies(
             Copy(number, source, fragment, box, start_byte, stop_byte, low * itemsize), limits
         )
         return
-    # Along the dim with the longest stride, the file is read in order.
+    # Along the dim with the longest stride, reads go through the file in order.
     dim = max((d for d, extent in enumerate(shape) if extent > 1), key=lambda d: strides[d])
     size = box.num_elements * itemsize
     if fragment.crc32 is None and _rows_of(fragment, box, part).gap_bytes >= limits.run_gap_bytes:
@@ -429,7 +429,7 @@ def _copies(
     inner = reach(box.with_dim(dim, start, start + 1), fragment.box, strides, itemsize)
     gap_bytes = limits.gap_bytes
     if fragment.crc32 is not None:
-        # The blocks at both ends are read with the elements.
+        # The read includes the blocks at both ends.
         gap_bytes += 2 * limits.block_bytes
     if strides[dim] - (inner[1] - inner[0]) > gap_bytes:
         pieces = box.split(dim, shape[dim])
@@ -443,11 +443,11 @@ def _copies(
 
 
 def _direct(copy: Copy, limits: _Limits) -> Iterator[Copy]:
-    """Yield a contiguous copy, cut if it is too large."""
+    """Yield a contiguous copy, split if it is too large."""
     if copy.stop_byte - copy.start_byte <= limits.direct_bytes:
         yield copy
         return
-    # At the ends of blocks, so that no block is read twice.
+    # Split at the ends of blocks, so that no block is read twice.
     unit = 1 if copy.fragment.crc32 is None else limits.block_bytes
     start_byte, shift = copy.start_byte, copy.target_byte - copy.start_byte
     while copy.stop_byte - start_byte > limits.direct_bytes:
@@ -460,7 +460,7 @@ def _direct(copy: Copy, limits: _Limits) -> Iterator[Copy]:
 
 
 class _Dim(NamedTuple):
-    """A dim along which runs follow one another; strides in bytes."""
+    """A dim along which runs repeat; strides in bytes."""
 
     extent: int
     source: int
@@ -471,7 +471,7 @@ class _Rows(NamedTuple):
     """The contiguous runs of a box's elements, in a fragment and in a part."""
 
     run_bytes: int  #: Size of a run.
-    dims: tuple[_Dim, ...]  #: The dims along which runs follow one another, outermost first.
+    dims: tuple[_Dim, ...]  #: The dims along which runs repeat, outermost first.
 
     @property
     def gap_bytes(self) -> int:
@@ -500,7 +500,7 @@ class _Rows(NamedTuple):
 
 
 def _rows_of(fragment: Fragment, box: Box, part: Part) -> _Rows:
-    """Return the runs of ``box``, which lies in the fragment and in the part."""
+    """Return the runs of ``box``, which lies in both the fragment and the part."""
     run_bytes = inner = DTYPE_BYTES[part.dtype]
     strides = fragment.byte_strides(inner)
     dims: list[_Dim] = []

@@ -1,8 +1,8 @@
-"""Executes read plans: coalesced reads, bounded memory, threads, every byte verified.
+"""Execute read plans: coalesced reads, bounded memory, threads, every byte verified.
 
 Bytes that are contiguous in file and memory are read straight into the target and verified there;
-the rest passes through scratch memory. A target may hold unverified bytes while ``execute`` runs
-and after it raised, never after it returned.
+others pass through scratch memory. A target may hold unverified bytes while ``execute`` runs or
+after it raises, never after it returns.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ if TYPE_CHECKING:
     from ucp_core.geometry import Box
     from ucp_core.reading.planning import Copy, Mean, Part, ReadPlan
 
-#: Gaps up to this part of the store's request size are read too.
+#: Gaps up to this part of the store's request size are read as well.
 _REQUEST_PER_GAP = 32
-#: With larger gaps, runs of bytes are cheaper to read one by one. From the page cache a read takes
-#: 1 us and 0.06 to 0.2 us for each KiB: with gaps of 16 KiB, reading all bytes takes up to 1.7
-#: times as long.
+#: With larger gaps, reading runs one by one is cheaper. From the page cache a read takes 1 us plus
+#: 0.06 to 0.2 us per KiB: with gaps of 16 KiB, reading all bytes takes up to 1.7 times as long.
 _RUN_GAP_BYTES_MIN = 8 << 10
 #: Largest request size of a store that needs no network.
 _NEAR_REQUEST_BYTES_MAX = 4 << 20
-#: Lines of the cache, and huge pages.
+#: Sizes of a cache line and of a huge page.
 _LINE_BYTES = 64
 _HUGE_BYTES = 2 << 20
 
@@ -53,7 +52,7 @@ class Source(NamedTuple):
 
 
 class _Check(NamedTuple):
-    """Bytes to verify; they begin at a block of the fragment."""
+    """Bytes to verify; they start at a block of the fragment."""
 
     data: memoryview
     fragment: Fragment
@@ -61,7 +60,7 @@ class _Check(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """Bytes to copy from scratch memory to the target when they are verified."""
+    """Bytes to copy from scratch memory to the target once they are verified."""
 
     copy: Copy
     data: memoryview
@@ -69,12 +68,12 @@ class _Move(NamedTuple):
 
 
 def gap_bytes_max(store: Store) -> int:
-    """Return the largest gap between two reads that are cheaper as one."""
+    """Return the largest gap at which one read is cheaper than two."""
     return max(GAP_BYTES_MAX, store.request_bytes // _REQUEST_PER_GAP)
 
 
 def run_gap_bytes_min(store: Store) -> int:
-    """Return the smallest gap between runs of bytes that are cheaper to read one by one."""
+    """Return the smallest gap at which reading runs one by one is cheaper."""
     is_near = store.request_bytes <= _NEAR_REQUEST_BYTES_MAX
     return _RUN_GAP_BYTES_MIN if is_near else store.request_bytes
 
@@ -98,7 +97,7 @@ class _Batch:
         return join(self.source.directory, self.group[0].fragment.file)
 
     def read(self, offset_bytes: int, data: memoryview) -> None:
-        """Fill ``data`` from ``offset_bytes``; near neighbours share a range."""
+        """Fill ``data`` from ``offset_bytes``; close neighbours share a range."""
         gap = offset_bytes - self.stop_byte
         if self.ranges and 0 <= gap <= self.gap_bytes:
             if gap:
@@ -109,7 +108,7 @@ class _Batch:
         self.stop_byte = offset_bytes + len(data)
 
     def add(self, copy: Copy, target: memoryview, block_bytes: int) -> None:
-        """Add the blocks of a copy; those inside the target are read straight into it."""
+        """Add the blocks of a copy; read those inside the target straight into it."""
         fragment = copy.fragment
         low, high = readable(copy, block_bytes)
         if copy.target_byte < 0:
@@ -147,14 +146,14 @@ def execute(
     """Fill the target of every part of the plan.
 
     Args:
-        plan: Its sources are indices into ``sources``.
+        plan: Its source indices refer to ``sources``.
         sources: Where the bytes are.
         targets: Writable memory of every part.
-        threads: Most readers; small plans use fewer.
+        threads: At most this many readers; small plans use fewer.
         batch_bytes: Copies are read together up to this size. The scratch memory of a thread is a
-            batch, the span of one step of a gathered copy, and two blocks; twice that for a store
-            with ``ahead``, and three slabs in float64 for means.
-        progress: Called with the size of every finished read, by the thread that made it.
+            batch, the span of one step of a gathered copy and two blocks; twice that for a store
+            with ``ahead``, plus three float64 slabs for means.
+        progress: Called with the size of every finished read, on the thread that made it.
 
     Raises:
         ChecksumMismatchError: Names tensor, box, file and byte range.
@@ -189,7 +188,7 @@ class _Reader:
 
     def copies(self, copies: Sequence[Copy]) -> None:
         """Read, verify and place ``copies``."""
-        # In runs of copies from one file.
+        # In runs of copies from the same file.
         files = groupby(copies, key=lambda copy: (copy.source, copy.fragment.file))
         groups = (list(group) for _, group in files)
         left = [self._by_runs(group) for group in groups if not self._take(group)]
@@ -207,7 +206,7 @@ class _Reader:
                 batch = self._batch(group, scratch)
                 sizes = [(offset, sum(map(len, buffers))) for offset, buffers in batch.ranges]
                 if ask_ahead(batch.source.store, batch.path, sizes):
-                    # The store fetches it while the previous batch is verified.
+                    # The store fetches it while this thread verifies the previous batch.
                     self._finish(asked)
                     asked, scratch, spare = batch, spare or _Scratch(scratch_bytes), scratch
                 else:
@@ -223,7 +222,7 @@ class _Reader:
         self._finish(asked)
 
     def _take(self, group: Sequence[Copy]) -> bool:
-        """Take copies out of a mapped file; return whether it is mapped."""
+        """Take copies from a mapped file; return whether the file is mapped."""
         source = self.sources[group[0].source]
         path = join(source.directory, group[0].fragment.file)
         mapped = mapped_file(source.store, path)
@@ -242,7 +241,7 @@ class _Reader:
         return True
 
     def _by_runs(self, group: Sequence[Copy]) -> list[Copy]:
-        """Read copies of one file whose runs are read one by one; return the others."""
+        """Read the copies of one file whose runs are read one by one; return the others."""
         source = self.sources[group[0].source]
         path = join(source.directory, group[0].fragment.file)
         for copy in group:
@@ -262,7 +261,7 @@ class _Reader:
                 _Reader(plan, self.sources, [term], self.batch_bytes, self.progress).copies(
                     plan.copies
                 )
-                # Infinities of unequal sign have the mean NaN, without a warning.
+                # The mean of infinities of opposite sign is NaN, without a warning.
                 with np.errstate(invalid="ignore"):
                     total = total + decode(dtype, term)
             value = encode(dtype, np.asarray(total) / len(mean.terms))
@@ -289,9 +288,9 @@ class _Reader:
             self._move(move)
 
     def _fill(self, copy: Copy, scratch: _Scratch) -> None:
-        """Read a copy that is larger than a batch straight to its target.
+        """Read a copy larger than a batch straight into its target.
 
-        Without checksums in one read, otherwise in batches that are verified in the cache.
+        Without checksums this is one read, otherwise batches that are verified in the cache.
         """
         source, fragment = self.sources[copy.source], copy.fragment
         low, high = _inner(copy, source.block_bytes)
@@ -317,9 +316,9 @@ class _Reader:
             self._verify(_Check(data, fragment, start), source.block_bytes, path, [copy])
 
     def _stream(self, copy: Copy, scratch: _Scratch) -> None:
-        """Gather a copy that is larger than a batch through scratch memory that fits the cache.
+        """Gather a copy larger than a batch through scratch memory that fits the cache.
 
-        Goes along the dim with the longest stride. The bytes of an incomplete step are kept for
+        It goes along the dim with the longest stride. The bytes of an incomplete step are kept for
         the next read, so no block is read twice.
         """
         source, fragment = self.sources[copy.source], copy.fragment
@@ -329,7 +328,7 @@ class _Reader:
         chunk_bytes = max(self.batch_bytes // unit, 1) * unit
         held_low, stop = readable(copy, source.block_bytes)
         held_high = held_low
-        # Bytes keep their place in a line of the cache, so elements stay aligned.
+        # Bytes keep their offset in a cache line, so elements stay aligned.
         memory = scratch.take(_LINE_BYTES + steps.reach_bytes + chunk_bytes)
         base, first = held_low % _LINE_BYTES, 0
         while first < steps.num_steps:
@@ -385,7 +384,7 @@ class _Reader:
         )
 
     def _move(self, move: _Move) -> None:
-        """Copy a copy's elements out of verified scratch memory."""
+        """Copy the elements of a copy from verified scratch memory."""
         copy = move.copy
         if copy.target_byte >= 0:
             low = max(copy.start_byte, move.start_byte)
@@ -406,7 +405,7 @@ class _Reader:
 
 
 def _inner(copy: Copy, block_bytes: int) -> tuple[int, int]:
-    """Return the range of blocks that lie inside the copy; empty if ``low >= high``."""
+    """Return the range of blocks inside the copy; empty if ``low >= high``."""
     low, high = readable(copy, block_bytes)
     if low != copy.start_byte:
         low += block_bytes
@@ -416,7 +415,7 @@ def _inner(copy: Copy, block_bytes: int) -> tuple[int, int]:
 
 
 def view_of(part: Part, target: memoryview, box: Box) -> NDArray[Any]:
-    """Return the elements of ``box`` in the memory of a part that holds it."""
+    """Return a view of the elements of ``box`` in the memory of a part that holds it."""
     dtype = np.dtype(f"u{DTYPE_BYTES[part.dtype]}")
     whole: NDArray[Any] = np.ndarray(part.box.shape, dtype, buffer=target)
     inner = box.relative_to(part.box)
@@ -427,7 +426,7 @@ def view_of(part: Part, target: memoryview, box: Box) -> NDArray[Any]:
 
 
 class _Steps:
-    """A gathered copy as steps along the dim with the longest stride in the file."""
+    """A gathered copy, as steps along the dim with the longest stride in the file."""
 
     def __init__(self, copy: Copy, part: Part, target: memoryview) -> None:
         view = view_of(part, target, copy.box)
@@ -450,7 +449,7 @@ class _Steps:
         return min(self.num_steps, behind // self._strides[0] + 1) if behind >= 0 else 0
 
     def move(self, first: int, last: int, data: memoryview, start_byte: int) -> None:
-        """Copy steps ``first`` to ``last`` out of bytes that begin at ``start_byte``."""
+        """Copy steps ``first`` to ``last`` from bytes that start at ``start_byte``."""
         view = self._view[first:last]
         view[...] = np.ndarray(
             view.shape,
@@ -470,11 +469,11 @@ class _Scratch:
         self._unwanted = memoryview(b"")
 
     def reset(self) -> None:
-        """Reuse all memory; nobody may use what was taken before."""
+        """Reuse all memory; earlier allocations must not be used afterwards."""
         self._used_bytes = 0
 
     def take(self, size_bytes: int) -> memoryview:
-        """Return memory that is aligned for every dtype; allocate if it does not fit."""
+        """Return memory aligned for every dtype; allocate it if the scratch memory is too small."""
         low = -(-self._used_bytes // 8) * 8
         if low + size_bytes > len(self._memory):
             made = _fresh(size_bytes)
@@ -485,17 +484,17 @@ class _Scratch:
         return self._memory[low : self._used_bytes]
 
     def unwanted(self, size_bytes: int) -> memoryview:
-        """Return memory for bytes that nobody needs; it is the same every time."""
+        """Return memory for bytes without a use; it is the same every time."""
         if len(self._unwanted) < size_bytes:
             self._unwanted = _fresh(size_bytes)
         return self._unwanted[:size_bytes]
 
 
 def _fresh(size_bytes: int) -> memoryview:
-    """Return uninitialised memory that begins at a huge page, or at a line of the cache if smaller.
+    """Return uninitialised memory that starts at a huge page, or at a cache line if it is smaller.
 
-    The kernel reads 7 % slower into unaligned memory, and touching 2 MiB the first time is several
-    times as fast with huge pages.
+    The kernel reads 7 % slower into unaligned memory, and with huge pages the first touch of 2 MiB
+    is several times as fast.
     """
     alignment = _HUGE_BYTES if size_bytes >= _HUGE_BYTES else _LINE_BYTES
     memory = np.empty(size_bytes + alignment, dtype=np.uint8)

@@ -107,8 +107,8 @@ def test_verify_reads_what_has_no_checksum_and_says_what_that_leaves_open(tmp_pa
 @pytest.mark.parametrize(
     ("layout", "problems"),
     [
-        ("dp=4", ["'dp' is no axis"]),
-        ("dp=4,tp=2,tp=2,cp=x,pp", ["'dp' is no axis", "tp is given twice", "cp='x'", "pp=''"]),
+        ("dp=4", ["'dp' is not an axis"]),
+        ("dp=4,tp=2,tp=2,cp=x,pp", ["'dp' is not an axis", "tp is given twice", "cp='x'", "pp=''"]),
         ("tp=0", ["tp='0'"]),
         ("ep=3", ["ep=3 must divide"]),
     ],
