@@ -1,4 +1,4 @@
-"""Where bytes are kept: one protocol, and stores for local files, fsspec URLs and memory."""
+"""Where bytes are kept: one protocol, with stores for local files, fsspec URLs and memory."""
 
 from ucp_core.storage.appended import (
     PieceWriter,

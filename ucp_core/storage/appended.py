@@ -1,10 +1,10 @@
-"""Files that grow line by line, also where storage cannot append.
+"""Files that grow line by line, even on storage that cannot append.
 
-An object cannot grow, and writing it again costs more with every line. So there a file
+An object cannot grow, and writing it again costs more with every line. On such storage a file
 ``a/b.jsonl`` is kept in numbered pieces, ``a/b-000001.jsonl``, ``a/b-000002.jsonl`` and so on. A
-writer knows the number of its next piece, so it lists nothing; a piece is written only if there is
-none of its name, so a second writer is noticed. From time to time pieces are merged: those from 1
-to 64 become ``a/b-000001-000064.jsonl``. Readers list once and put together what belongs together.
+writer knows the number of its next piece, so it lists nothing; it never replaces a piece, so it
+notices a second writer. From time to time it merges pieces: those from 1 to 64 become
+``a/b-000001-000064.jsonl``. Readers list once and join the pieces of each file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
     from ucp_core.storage.base import Store
 
-#: Pieces are merged when they are so many, or so large together: one listing shows 1,000 names.
+#: Merge pieces once there are this many, or they are this large together: one listing shows 1,000
+#: names.
 _MERGED_PIECES = 64
 _MERGED_BYTES = 1 << 20
 _READS_AT_ONCE = 8
-#: Pieces that are merged while somebody reads are looked for again, so often.
+#: How often to look again for pieces that are merged during a read.
 _LOOKS = 5
 _ALL_BYTES = sys.maxsize
 _PIECE = re.compile(r"(.+?)-(\d{6,})(?:-(\d{6,}))?(\.\w+)")
@@ -45,7 +46,7 @@ class _Piece(NamedTuple):
 
 
 def appended_sizes(store: Store, directory: str) -> dict[str, int]:
-    """Return the size in bytes of every file in ``directory``, sorted by name; pieces are added."""
+    """Return the size in bytes of every file in ``directory``, by name; pieces are added up."""
     files = _files(store.sizes(directory))
     return {name: sum(piece.num_bytes for piece in files[name]) for name in sorted(files)}
 
@@ -57,7 +58,7 @@ def read_appended(
 
     Args:
         offset_bytes: First byte.
-        size_bytes: Read no more than that.
+        size_bytes: Read at most this much.
     """
     directory, name = posixpath.split(path)
 
@@ -76,8 +77,8 @@ def read_all_appended(
     """Return the content of the files in ``directory``, sorted by name.
 
     Args:
-        first: Files with smaller names are left out.
-        offset_bytes: Where to begin in ``first``.
+        first: Leave out files with smaller names.
+        offset_bytes: Where to start in ``first``.
     """
 
     def wanted(names: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -92,7 +93,7 @@ def _read_files(
     directory: str,
     wanted: Callable[[Iterable[str]], Mapping[str, tuple[int, int]]],
 ) -> dict[str, bytes]:
-    """Return ranges of files; ``wanted`` gets all names and returns first byte and size."""
+    """Return ranges of files; ``wanted`` gets all names and returns the first byte and size."""
     for look in range(1, _LOOKS + 1):
         files = _files(store.sizes(directory))
         try:
@@ -103,7 +104,7 @@ def _read_files(
         except StorageError as error:
             if look == _LOOKS or not error.facts.get("missing"):
                 raise
-    raise AssertionError("the last look returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _read(
@@ -124,7 +125,7 @@ def _read(
 
 
 def _files(sizes: Mapping[str, int]) -> dict[str, list[_Piece]]:
-    """Return the pieces of every file in their order, without those that are merged."""
+    """Return the pieces of every file in order, without those that are merged."""
     found: dict[str, list[_Piece]] = {}
     for name, num_bytes in sizes.items():
         match = _PIECE.fullmatch(name)
@@ -146,7 +147,7 @@ class PieceWriter:
 
     Args:
         store: Writes exclusively (``write_atomic``).
-        number: Number of the first piece; None to write behind what is there.
+        number: Number of the first piece; None to write after what is there.
     """
 
     def __init__(self, store: Store, path: str, *, number: int | None = None) -> None:
@@ -160,8 +161,8 @@ class PieceWriter:
         """Write the next piece.
 
         Raises:
-            StorageError: The storage refused, and ``data`` may be there all the same: append
-                the same again. Where another writer has written the piece, ``facts["taken"]``.
+            StorageError: The storage refused, but ``data`` may be there nonetheless: append the
+                same again. If another writer has written the piece, ``facts["taken"]`` is set.
         """
         with self._lock:
             if self._number is None:
@@ -170,7 +171,7 @@ class PieceWriter:
             path = self._path(self._number)
             if not self._store.write_atomic(path, data, fsync=True, exclusive=True):
                 raise StorageError(
-                    f"{path} was written by another process: two write the same file",
+                    f"{path} was written by another process: two processes write the same file",
                     path=path,
                     taken=True,
                 )
@@ -178,7 +179,7 @@ class PieceWriter:
             self._unmerged.append(data)
             num_bytes = sum(map(len, self._unmerged))
             if len(self._unmerged) >= _MERGED_PIECES or num_bytes >= _MERGED_BYTES:
-                # It only saves readers time: if storage refuses, the next ones are merged.
+                # Merging only saves readers time: if storage refuses, the next ones are merged.
                 with suppress(StorageError):
                     self._merge(self._number - len(self._unmerged), self._number - 1)
                 self._unmerged.clear()
@@ -187,7 +188,7 @@ class PieceWriter:
         data = b"".join(self._unmerged)
         if first == last:
             return
-        # First the merged piece, so that at any time everything is there.
+        # Write the merged piece first, so that everything is there at any time.
         if self._store.write_atomic(self._path(first, last), data, fsync=True, exclusive=True):
             self._store.delete_files([self._path(number) for number in range(first, last + 1)])
 

@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-#: First byte, and the buffers to fill from there, one after the other. A plain tuple: named ones
-#: make reading rows one by one 5 % slower.
+#: First byte, and the buffers to fill from there, in order. A plain tuple: named tuples make
+#: reading rows one by one 5 % slower.
 ReadRange: TypeAlias = tuple[int, tuple[memoryview, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """What tells a file from one that takes its place."""
+    """Identifies a file, so that a replacement can be told from it."""
 
     size_bytes: int  #: Its size.
-    text: str  #: Another one after each write, of the same size too.
+    text: str  #: Changes with each write, even if the size stays.
     is_of_content: bool  #: Whether it is the same on every machine that reads the file.
 
 
 class Store(Protocol):
     """Files by path. Directories exist where files are; ``makedirs`` is a hint."""
 
-    request_bytes: int  #: Larger reads than this are no faster.
-    #: Whether ``append`` makes the file itself longer. If not, it writes a piece beside it, each
-    #: a request: read such files with ``read_appended``.
+    request_bytes: int  #: Larger reads than this are not faster.
+    #: Whether ``append`` makes the file itself longer. If not, it writes a piece beside it, one
+    #: request each; read such files with ``read_appended``.
     appends: bool
 
     def read(self, path: str) -> bytes:
@@ -52,57 +52,57 @@ class Store(Protocol):
     def write_atomic(
         self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
     ) -> bool:
-        """Replace the file at ``path`` at once: a reader sees the old file or the new one.
+        """Replace the file at ``path`` atomically: a reader sees the old file or the new one.
 
         Args:
             path: Its directory is made if needed.
             data: The whole content.
-            fsync: Return only when the data would survive a loss of power.
+            fsync: Return only once the data would survive a power loss.
             exclusive: Change nothing and return False if the file exists already.
 
         Returns:
-            Whether the file was written. Where the answer to a request may be lost, a file that is
-            there with the same bytes counts as written: by the request itself, for all one knows.
-            Rivals that must know of each other write different bytes.
+            Whether the file was written. Where the answer to a request may be lost, an existing
+            file with the same bytes counts as written, since the request itself may have written
+            it. Rivals that must detect each other write different bytes.
         """
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
-        """Write ``chunks`` one after the other and return the size.
+        """Write ``chunks`` in order and return the total size.
 
-        The file appears at ``path`` when it is complete, and replaces any older one. If
-        ``chunks`` raises, nothing is left. The caller may reuse a chunk's memory when it is asked
-        for the next one.
+        The file appears at ``path`` once it is complete, and replaces an older one. If ``chunks``
+        raises, nothing is left. The caller may reuse a chunk's memory once the next one is
+        requested.
         """
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
-        """Add ``data`` at the end of the file; make the file if there is none.
+        """Append ``data`` to the file; create the file if it does not exist.
 
-        After an error it may be there all the same. See ``appends``.
+        After an error the data may be there nonetheless. See ``appends``.
         """
 
     def list(self, directory: str) -> tuple[str, ...]:
-        """Return the names in ``directory``, sorted; none if there is no such directory.
+        """Return the names in ``directory``, sorted; none if the directory does not exist.
 
-        Temporary files of writers, dead ones too, are not listed.
+        Temporary files of writers, even dead ones, are not listed.
         """
 
     def sizes(self, directory: str) -> dict[str, int]:
-        """Return the size of every file (not directory) of ``list``."""
+        """Return the size of every file (not directory) in ``list``."""
 
     def exists(self, path: str) -> bool:
-        """Return whether there is a file or directory."""
+        """Return whether a file or directory exists."""
 
     def size(self, path: str) -> int:
         """Return the size of a file."""
 
     def stamp(self, path: str) -> Stamp:
-        """Return what tells a file from another one that was put in its place."""
+        """Return what tells a file from another one put in its place."""
 
     def delete(self, path: str) -> None:
-        """Remove a file, or a directory with all in it; do nothing if there is none."""
+        """Remove a file, or a directory with its content; do nothing if it does not exist."""
 
     def delete_files(self, paths: Sequence[str]) -> None:
-        """Remove files of one bucket or file system, by few requests; skip those not there."""
+        """Remove files of one bucket or file system with few requests; skip missing ones."""
 
     def makedirs(self, path: str) -> None:
         """Make a directory and its parents, if the storage has directories."""
@@ -122,7 +122,7 @@ class Store(Protocol):
 
 
 class RefusingStore:
-    """Refuses every call; a store for one use derives from it and adds what it can do."""
+    """Refuses every call; a store for one purpose derives from it and adds what it can do."""
 
     request_bytes = 1 << 20
     appends = True
@@ -141,7 +141,7 @@ class RefusingStore:
 
 
 def ask_ahead(store: Store, path: str, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Tell a store that has a method ``ahead`` what this thread will read next.
+    """Tell a store with a method ``ahead`` what this thread will read next.
 
     Args:
         ranges: Offset and size of every range, in the order in which they will be read.
@@ -161,7 +161,7 @@ def join(*parts: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file of this name is still being written, or its writer died."""
+    """Return whether a file of this name is being written, or was when its writer died."""
     return name.startswith(".tmp-")
 
 

@@ -1,10 +1,9 @@
-"""Which process trains in a run's directory now, so that a second one is refused.
+"""Hold a run's directory, so that a second process that wants to train in it is refused.
 
-A script that runs alone holds the directory for itself. Controllers of a run hold it together: one
-that restarts, or takes the run over from a cluster that is out of reach, must not wait for another.
-So does a worker, which trains on while there is no controller.
-The kernel releases what a process held when it ends. Where there are no locks, the claim decides:
-the newer one counts (``ucp_core.storage.Owner``).
+A script that runs alone holds the directory exclusively. Controllers of a run share it: one that
+restarts, or takes the run over from an unreachable cluster, must not wait for another. A worker
+shares it, too, since it trains on while there is no controller. The kernel releases a process's
+hold when it ends. Where there are no locks, the newer claim wins (``ucp_core.storage.Owner``).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ucp_core.storage.local import ADVICE, is_local
 from ucp_core.storage.ownership import CLAIMS
 
 _HOLDER = "holder.json"
-#: The controller of a run that is over ends a moment after the command that followed it.
+#: The controller of a finished run ends a moment after the command that followed it.
 _WAIT_S = 5.0
 
 
@@ -35,8 +34,8 @@ def held(store: Store, directory: str, *, shared: bool, is_named: bool = True) -
     """Hold a run's directory while the block runs.
 
     Args:
-        shared: Whether others that share may hold it as well.
-        is_named: Whether the holder of which others read is this process.
+        shared: Whether other sharing processes may hold it as well.
+        is_named: Whether others read that this process is the holder.
 
     Raises:
         HeldError: Another process holds it.
@@ -74,10 +73,10 @@ def _name(fd: int) -> None:
 
 
 def _lock(fd: int, kind: int) -> bool:
-    """Lock the file if that is possible soon; return whether nobody else holds it.
+    """Lock the file if that is possible soon; return whether this process has the lock.
 
-    A lock of ``lockf`` belongs to the process: children that it forked, such as those of a
-    DataLoader, do not hold it when the process is killed.
+    A ``lockf`` lock belongs to the process: forked children, such as those of a DataLoader, do not
+    hold it when the process is killed.
     """
     give_up_s = time.monotonic() + _WAIT_S
     while True:
@@ -99,4 +98,4 @@ def _told(data: bytes) -> str:
     try:
         return "pid {pid}, host {host}, since {since}".format_map(json.loads(data))
     except (ValueError, KeyError, TypeError):
-        return "it has just begun"
+        return "it has just started"

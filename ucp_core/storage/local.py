@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
     from ucp_core.storage.base import Buffer, ReadRange, Store
 
-#: Linux takes at most this many buffers in one call (IOV_MAX).
+#: Linux takes at most this many buffers in a call (IOV_MAX).
 _BUFFERS_MAX = 1024
 #: Smaller chunks are copied and written together: a call costs 1 us, writing 64 KiB 10 us.
 _SMALL_BYTES = 64 << 10
 _GATHER_BYTES = 1 << 20
 
 #: How much one ``posix_fadvise`` announces: the kernel may ignore what exceeds its read-ahead
-#: window, which is 128 KiB by default.
+#: window, 128 KiB by default.
 _AHEAD_BYTES = 128 << 10
 _AHEAD_RANGES_MIN = 8
-#: RWF_NOWAIT; a Python built for an old C library has no name for it.
+#: RWF_NOWAIT; a Python built for an old C library lacks the name.
 _NOWAIT = 8
 
-#: Files above this size reserve space in stretches of it: on ext4, writing 256 MB then takes 25 %
-#: less processor time.
+#: Files above this size reserve space in steps of it: on ext4, writing 256 MB then takes 25 % less
+#: processor time.
 _RESERVE_BYTES = 32 << 20
-#: Elsewhere the C library may reserve by writing every block.
+#: Elsewhere the C library may reserve space by writing every block.
 _RESERVING_TYPES = {"ext4", "xfs", "btrfs"}
 
-#: Advice to the user after a system error, behind the path.
+#: What to tell the user after a system error; it follows the path.
 ADVICE = {
     errno.ENOENT: "does not exist",
     errno.ENOTDIR: "lies below a file, which should be a folder: move that file away",
@@ -63,11 +63,11 @@ _Method = TypeVar("_Method", bound="Callable[..., Any]")
 
 
 def _repeatable(method: _Method) -> _Method:
-    """Repeat a method of a path while its error passes; turn the last one into a StorageError."""
+    """Retry a method on a path while its error is temporary; then raise a StorageError."""
 
     @wraps(method)
     def call(store: LocalStore, path: str, /, *args: Any, **options: Any) -> Any:
-        # No ``_named``: a generator costs 2 us, half of a read of 64 KiB.
+        # Not ``_named``: a generator costs 2 us, half of a read of 64 KiB.
         try:
             return retried(partial(method, store, path, *args, **options))
         except OSError as error:
@@ -79,9 +79,9 @@ def _repeatable(method: _Method) -> _Method:
 class LocalStore:
     """Files of this machine or of a mounted file system; paths are file paths.
 
-    It reads regular files only: a named pipe would block, a device may do anything.
+    It reads regular files only: a named pipe would block, and a device may do anything.
 
-    ``request_bytes`` fits the second-level cache, so that data is verified there: 12 % less
+    ``request_bytes`` fits the second-level cache, where the data is then verified: 12 % less
     processor time than reads of 32 MiB.
     """
 
@@ -97,8 +97,8 @@ class LocalStore:
     def within(self, directory: str) -> LocalStore:
         """Return a store that follows no link out of ``directory`` when it reads.
 
-        The cache of Hugging Face is an exception: its snapshots are links to ``blobs`` beside them.
-        If ``directory`` is a file, it and the files beside it may be read.
+        The cache of Hugging Face is an exception: its snapshots link to ``blobs`` beside them. If
+        ``directory`` is a file, it and the files beside it may be read.
         """
         real = os.path.realpath(directory)
         beside = [f"{above}/blobs" for above in (Path(real).parent, Path(real).parent.parent)]
@@ -111,10 +111,10 @@ class LocalStore:
 
     @_repeatable
     def open_file(self, path: str) -> int:
-        """Return a descriptor to read a regular file.
+        """Open a regular file for reading and return its descriptor.
 
         Raises:
-            StorageError: There is none, or it is outside of ``within``.
+            StorageError: There is no such file, or it is outside of ``within``.
         """
         return self._open(path)
 
@@ -153,8 +153,8 @@ class LocalStore:
     def _check_inside(self, path: str, real: str) -> None:
         if not any(f"{real}/".startswith(f"{root.rstrip('/')}/") for root in self._roots):
             raise StorageError(
-                f"{path} leads to {real}, which is outside {self._roots[0]}: it is not read; copy "
-                "the file into the folder",
+                f"{path} leads to {real}, which is outside {self._roots[0]} and is not read; "
+                "copy the file into the folder",
                 path=path,
             )
 
@@ -192,7 +192,7 @@ class LocalStore:
     def write_atomic(
         self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
     ) -> bool:
-        """Put ``data`` at ``path`` at once."""
+        """Replace the file at ``path`` atomically."""
         with _named(path):
             temporary = retried(lambda: _written(path, data, fsync=fsync))
             try:
@@ -207,7 +207,7 @@ class LocalStore:
             return placed
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
-        """Write ``chunks`` one after the other and return the size."""
+        """Write ``chunks`` in order and return the total size."""
         size_bytes = 0
         with _named(path):
             temporary, fd = _create(path)
@@ -235,9 +235,9 @@ class LocalStore:
             return size_bytes
 
     def _sync_above(self, path: str) -> None:
-        """Make the names of all directories above ``path`` durable, once for each inode.
+        """Make the names of all directories above ``path`` durable, once per inode.
 
-        A synced file is lost if the name of its directory is.
+        A synced file is lost if the name of its directory is lost.
         """
         for directory in Path(path).absolute().parents:
             status = retried(directory.stat)
@@ -246,16 +246,16 @@ class LocalStore:
             is_mount = status.st_dev != retried(directory.parent.stat).st_dev
             if known in self._durable or is_mount or directory == directory.parent:
                 return
-            # This process has not made what it may not read.
+            # This process cannot have made a directory that it may not read.
             with suppress(PermissionError):
                 _sync_directory(directory.parent)
             self._durable.add(known)
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
-        """Add ``data`` at the end of the file, in one call if it is small."""
+        """Append ``data`` to the file, in one call if it is small."""
         with _named(path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            # Only the opening is repeated: bytes may have gone out before an error.
+            # Only the opening is retried: bytes may have gone out before an error.
             fd = retried(lambda: _open_new(path, flags))
             try:
                 _write_all(fd, [memoryview(data)])
@@ -282,7 +282,7 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         for entry in entries:
-            # Somebody may delete a file between the listing and ``stat``.
+            # Another process may delete a file between the listing and ``stat``.
             with suppress(FileNotFoundError):
                 if not is_temporary(entry.name) and entry.is_file():
                     found[entry.name] = entry.stat().st_size
@@ -290,7 +290,7 @@ class LocalStore:
 
     @_repeatable
     def exists(self, path: str) -> bool:
-        """Return whether a file or directory is there."""
+        """Return whether a file or directory exists."""
         return Path(path).exists()
 
     @_repeatable
@@ -302,18 +302,18 @@ class LocalStore:
 
     @_repeatable
     def stamp(self, path: str) -> Stamp:
-        """Return what tells a file from another one in its place."""
+        """Return what tells a file from another one put in its place."""
         status = Path(path).stat()
         _check_regular(path, status)
-        # A copy may keep the time of its last change, but not that of its inode.
+        # A copy may keep the modification time, but not the change time of its inode.
         parts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         return Stamp(size_bytes=status.st_size, text="/".join(map(str, parts)), is_of_content=False)
 
     @_repeatable
     def delete(self, path: str) -> None:
-        """Remove a file, or a directory with all in it."""
+        """Remove a file, or a directory with its content."""
         with suppress(FileNotFoundError):
-            # Only the link itself is removed.
+            # Remove only the link itself.
             if Path(path).is_dir() and not Path(path).is_symlink():
                 shutil.rmtree(path)
             else:
@@ -355,7 +355,7 @@ def _check_regular(path: str, status: os.stat_result) -> None:
 
 
 def flock(fd: int, *, shared: bool) -> bool | None:
-    """Lock an open file; return whether it is locked, None if its file system has no locks."""
+    """Lock an open file; return whether it is locked, or None if its file system has no locks."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -368,12 +368,12 @@ def flock(fd: int, *, shared: bool) -> bool | None:
 
 
 def _create(path: str) -> tuple[str, int]:
-    """Open a new temporary file beside ``path``, so that a rename stays in one file system."""
+    """Open a new temporary file beside ``path``, so that a rename stays within one file system."""
     directory, name = os.path.split(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
     def create() -> tuple[str, int]:
-        # Another name each time: an attempt that failed may have made its file.
+        # Another name each time: a failed attempt may have created its file.
         temporary = f"{directory or '.'}/{temporary_name(name)}"
         return temporary, _open_new(temporary, flags)
 
@@ -381,7 +381,7 @@ def _create(path: str) -> tuple[str, int]:
 
 
 def _open_new(path: str, flags: int) -> int:
-    """Open a file that may not be there yet, nor its folder."""
+    """Open a file; it and its folder may not exist yet."""
     try:
         return os.open(path, flags, 0o644)
     except FileNotFoundError:
@@ -406,22 +406,22 @@ def _written(path: str, data: Buffer, *, fsync: bool) -> str:
 
 
 def _place(temporary: str, path: str, *, exclusive: bool) -> bool:
-    """Rename ``temporary`` to ``path``; if ``exclusive``, only where nothing is there."""
+    """Rename ``temporary`` to ``path``; if ``exclusive``, only if nothing is there."""
     made = retried(Path(temporary).stat)
     if not exclusive:
         retried(lambda: _rename(temporary, path, made))
         return True
     placed = True
     try:
-        # A rename would replace; a hard link fails where the name is taken, atomically.
+        # A rename would replace the file; a hard link fails atomically if the name is taken.
         retried(lambda: os.link(temporary, path))
     except FileExistsError:
-        # The answer to the link may have been lost: the file that is there is this one.
+        # The answer to the link may have been lost: then the existing file is this one.
         placed = _is_file(path, made)
     except OSError as error:
         if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS}:
             raise
-        # A mount without hard links: take the name by an empty file, then rename over it.
+        # A mount without hard links: take the name with an empty file, then rename over it.
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
         except FileExistsError:
@@ -442,7 +442,7 @@ def _rename(temporary: str, path: str, made: os.stat_result) -> None:
 
 
 def _is_file(path: str, made: os.stat_result) -> bool:
-    """Return whether the file at ``path`` is the one of this status."""
+    """Return whether the file at ``path`` is the one with this status."""
     try:
         return os.path.samestat(retried(Path(path).stat), made)
     except FileNotFoundError:
@@ -454,7 +454,7 @@ def _remove(path: str) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable: fsync of a file does not do that."""
+    """Make the names in a directory durable; fsync of a file does not do that."""
     fd = retried(lambda: os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
         os.fsync(fd)
@@ -465,7 +465,7 @@ def _sync_directory(directory: Path) -> None:
 def _gathered(chunks: Iterable[Buffer]) -> Iterator[list[memoryview]]:
     """Yield chunks in batches for one call each.
 
-    The caller may reuse a chunk when it is asked for the next one, so small chunks are copied.
+    The caller may reuse a chunk once the next one is requested, so small chunks are copied.
     """
     batch: list[memoryview] = []
     size_bytes = 0
@@ -482,7 +482,7 @@ def _gathered(chunks: Iterable[Buffer]) -> Iterator[list[memoryview]]:
 
 
 def _write_all(fd: int, batch: list[memoryview]) -> int:
-    """Write every buffer and return the number of bytes; a call may write only a part."""
+    """Write all buffers and return the number of bytes; one call may write only a part."""
     total = sum(len(view) for view in batch)
     left = total
     while left:
@@ -528,7 +528,7 @@ def _reserve(fd: int, size_bytes: int) -> int:
 def _read_cached(fd: int, ranges: Sequence[ReadRange]) -> int:
     """Fill ranges up to the first that is not in the page cache; return how many were filled.
 
-    Announcing cached rows of 16 KiB would take 5 to 15 % of the time of reading them.
+    Announcing cached rows of 16 KiB would take 5 to 15 % of the time to read them.
     """
     num_filled = 0
     # A range that is not cached raises; so does a system without the flag.
@@ -541,9 +541,9 @@ def _read_cached(fd: int, ranges: Sequence[ReadRange]) -> int:
 
 
 def _read_ahead(fd: int, ranges: Sequence[ReadRange]) -> None:
-    """Have the kernel start to read ranges that lie near each other, with the gaps.
+    """Make the kernel start reading ranges that lie close together, including the gaps.
 
-    Otherwise it takes them for random reads and starts each one late: rows of 16 KiB took 3 times
+    Otherwise it treats them as random reads and starts each one late: rows of 16 KiB took 3 times
     as long from a disk. macOS has no such call.
     """
     if not hasattr(os, "posix_fadvise"):
@@ -555,7 +555,7 @@ def _read_ahead(fd: int, ranges: Sequence[ReadRange]) -> None:
 
 
 def _fill(fd: int, path: str, offset_bytes: int, batch: Sequence[memoryview]) -> None:
-    """Fill every buffer from ``offset_bytes`` on; a call may read only a part."""
+    """Fill every buffer from ``offset_bytes`` on; one call may read only a part."""
     left = sum(map(len, batch))
     while left:
         done = os.preadv(fd, batch, offset_bytes)
@@ -584,7 +584,7 @@ def _batches(buffers: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
 
 
 class _opened:  # noqa: N801 - used as a function
-    """A file to read from. A class: a generator costs 2 us, half of a read of 64 KiB."""
+    """A file open for reading; a class, since a generator costs 2 us (64 KiB read in 4)."""
 
     __slots__ = ("_fd", "_path", "_store")
 
@@ -619,27 +619,27 @@ def _storage_error(path: str, error: OSError) -> StorageError:
 
 
 def is_full(error: StorageError) -> bool:
-    """Return whether the storage has no room, or the user may have no more of it."""
+    """Return whether the storage is full or the user's quota is used up."""
     return error.facts.get("errno") in {errno.ENOSPC, errno.EDQUOT}
 
 
 def within(store: Store, directory: str) -> Store:
-    """Return a store that reads only regular files inside ``directory``, where there are links."""
+    """Return a store that reads only regular files in ``directory``, if storage has links."""
     return store.within(directory) if isinstance(store, LocalStore) else store
 
 
 def is_local(store: Store) -> bool:
-    """Return whether paths of ``store`` are paths of this machine."""
+    """Return whether the paths of ``store`` are paths of this machine."""
     return isinstance(_below(store), LocalStore)
 
 
 def is_link(store: Store, path: str) -> bool:
-    """Return whether ``path`` is a link, which leads to what somebody else made."""
+    """Return whether ``path`` is a link, which leads to a file made by somebody else."""
     return is_local(store) and Path(path).is_symlink()
 
 
 def open_file(store: Store, path: str) -> int:
-    """Return a descriptor of a file of a store that ``is_local``; see its ``open_file``."""
+    """Open a file of a store that ``is_local`` and return its descriptor; see ``open_file``."""
     local = _below(store)
     assert isinstance(local, LocalStore), store
     return local.open_file(path)

@@ -55,7 +55,7 @@ class MemoryStore:
     def write_atomic(
         self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
     ) -> bool:
-        """Put ``data`` at ``path`` at once."""
+        """Replace the file at ``path`` atomically."""
         del fsync
         with self._lock:
             if exclusive and _key(path) in self._files:
@@ -64,13 +64,13 @@ class MemoryStore:
             return True
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
-        """Write ``chunks`` one after the other and return the size."""
+        """Write ``chunks`` in order and return the total size."""
         data = b"".join(bytes(chunk) for chunk in chunks)
         self.write_atomic(path, data, fsync=fsync)
         return len(data)
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
-        """Add ``data`` at the end of the file."""
+        """Append ``data`` to the file."""
         del fsync
         with self._lock:
             self._files[_key(path)] = self._files.get(_key(path), b"") + bytes(data)
@@ -95,7 +95,7 @@ class MemoryStore:
             }
 
     def exists(self, path: str) -> bool:
-        """Return whether a file or directory is there."""
+        """Return whether a file or directory exists."""
         inside = _inside(path)
         with self._lock:
             return _key(path) in self._files or any(k.startswith(inside) for k in self._files)
@@ -105,13 +105,13 @@ class MemoryStore:
         return len(self.read(path))
 
     def stamp(self, path: str) -> Stamp:
-        """Return what tells a file from another one in its place."""
+        """Return what tells a file from another one put in its place."""
         data = self.read(path)
         text = hashlib.sha256(data).hexdigest()
         return Stamp(size_bytes=len(data), text=text, is_of_content=True)
 
     def delete(self, path: str) -> None:
-        """Remove a file, or a directory with all in it."""
+        """Remove a file, or a directory with its content."""
         with self._lock:
             doomed = [k for k in self._files if k == _key(path) or k.startswith(_inside(path))]
             for key in doomed:

@@ -1,10 +1,11 @@
-"""Which claim on a run's directory counts.
+"""Decide which claim on a run's directory is valid.
 
-A start or resume of the run claims the directory by a record, ``claims/000002.json``, numbered from
-1. The record is created and never replaced: where the storage creates exclusively (S3, GCS, Azure,
-file systems), one of two claims of one number fails. A claim counts until the next number has a
-record. So an older claimant, whose cluster cannot be reached but which trains on, learns from
-storage itself that it may commit and delete nothing more.
+The start or resumption of a run claims the directory with a record, ``claims/000002.json``,
+numbered from
+1. The record is created once and never replaced: where the storage creates exclusively (S3, GCS,
+Azure, file systems), one of two claims with the same number fails. A claim is valid until the next
+number has a record. An older claimant, whose cluster is unreachable but still trains, thus learns
+from storage itself that it must commit and delete nothing more.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from ucp_core.storage.base import Store
 
 CLAIMS = "claims"
-#: Writes that harm nobody if they come late (lines of metrics and journal, which name their
-#: attempt) are preceded by a look that is no older than this.
+#: Before writes that do no harm if they come late (lines of metrics and journal, which name their
+#: attempt), a check no older than this is enough.
 RECENT_S = 5.0
 
 
@@ -50,13 +51,14 @@ def claim(
 
     Args:
         number: The result of ``next_claim``.
-        record: JSON values; "token" is in no other claim, "host" and "since" tell people who it is.
+        record: JSON values; "token" is unique to the claim; "host" and "since" tell people where it
+            is from.
 
     Returns:
-        The record of this claim, as it was made first.
+        The record of this claim, as first written.
 
     Raises:
-        SupersededError: Another claim was first, or there is a later one.
+        SupersededError: Another claim came first, or there is a later one.
     """
     owner = Owner(store, directory, number)
     data = json.dumps(dict(record)).encode()
@@ -85,13 +87,13 @@ class Owner:
         self.claim = number
 
     def require(self, *, within_s: float = 0.0) -> None:
-        """Check that this claim still counts: one read of a file that is not there.
+        """Check that this claim is still valid, by one read of a file that does not exist.
 
         Args:
-            within_s: A look of the last so many seconds is enough.
+            within_s: A check within the last so many seconds is enough.
 
         Raises:
-            SupersededError: A later claim counts.
+            SupersededError: A later claim is valid.
             StorageError: The storage cannot tell.
         """
         with self._lock:
@@ -103,9 +105,9 @@ class Owner:
                 raise self.superseded(self.claim + 1, self._next)
 
     def _look(self) -> dict[str, Any] | None:
-        """Return the record of the next number, None if there is none."""
+        """Return the record of the next number, or None if there is none."""
         try:
-            # A read: object stores answer ``exists`` by two requests.
+            # A read, because object stores answer ``exists`` with two requests.
             return _read(self._store, self._directory, self.claim + 1)
         except StorageError as error:
             if not error.facts.get("missing"):
@@ -113,15 +115,15 @@ class Owner:
             return None
 
     def superseded(self, number: int, record: Mapping[str, Any]) -> SupersededError:
-        """Return the error that says which claim counts instead."""
+        """Return the error that says which claim is valid instead."""
         made = (
             f"claim {number} was made at {record.get('since', 'an unknown time')} on "
             f"{record.get('host', 'an unknown host')}, so this one writes nothing more and ends; "
             f"see `everstep status {self._directory}`"
             if record
-            else f"claim {number} holds no record, because the process that made it ended before "
-            "it had written one: when and where that was is not known. This one writes nothing "
-            "more and ends; if no other process trains there, run again"
+            else f"claim {number} holds no record, because the process that made it ended "
+                 "before it had written one: when and where that was is not known. This one "
+                 "writes nothing more and ends; if no other process trains there, run again"
         )
         return SupersededError(
             f"the run in {self._directory} was taken over: {made}",
@@ -136,7 +138,7 @@ def _path(directory: str, number: int) -> str:
 
 
 def _read(store: Store, directory: str, number: int) -> dict[str, Any]:
-    """Return a record; {} if its writer died in the middle of it."""
+    """Return a record; {} if its writer died while writing it."""
     data = store.read(_path(directory, number))
     try:
         value = json.loads(data)

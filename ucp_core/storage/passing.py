@@ -1,7 +1,7 @@
-"""Errors that pass by themselves, of file systems and of services, and how to repeat an act.
+"""Recognise temporary errors of file systems and services, and retry.
 
-Clients wrap one another and raise at every layer. Errors are classified by the answer that they
-carry and by the names of their classes, so no client has to be installed.
+Clients wrap one another and raise at every layer. Errors are classified by the answer they carry
+and by the names of their classes, so no client has to be installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ucp_core.errors import StorageError
 
 T = TypeVar("T")
 
-#: A server of files that restarted or moved what a handle named, a signal, a busy resource.
+#: A file server that restarted or moved what a handle named, a signal, a busy resource.
 _ERRNOS = {errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.EBUSY}
 #: HTTP statuses and codes of S3.
 _CODES = {
@@ -31,8 +31,8 @@ _CODES = {
     "ThrottlingException",
     "XAmzContentSHA256Mismatch",
 }
-#: Broken connections in botocore, aiohttp and requests; subclasses count too. A throttled answer
-#: that is not XML is a ResponseParserError.
+#: Broken connections in botocore, aiohttp and requests, including subclasses. An answer that is
+#: throttled and not XML is a ResponseParserError.
 _CLASSES = {
     "ChunkedEncodingError",
     "ClientConnectionError",
@@ -43,13 +43,13 @@ _CLASSES = {
     "ResponseParserError",
     "TimeoutError",
 }
-#: A generator of its own: a thread that stores takes none of the script's random numbers.
+#: A separate generator: a thread that stores must not draw the script's random numbers.
 _JITTER = random.Random()  # noqa: S311  no secrets here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retries:
-    """How to repeat an act that failed for a reason that passes.
+    """How to retry after a temporary failure.
 
     Pauses double from ``first_s`` to ``longest_s``; each is shortened at random by up to half, so
     that ranks do not return at the same instant. The defaults give a service 17 to 33 seconds.
@@ -63,7 +63,7 @@ class Retries:
         """Return what ``act`` returns; raise its last error.
 
         Args:
-            act: It may take effect and fail all the same, so it must be safe to repeat.
+            act: It may take effect and still fail, so it must be safe to repeat.
         """
         for attempt in range(1, self.attempts + 1):
             try:
@@ -78,21 +78,21 @@ class Retries:
         raise AssertionError("attempts is at least 1")
 
 
-#: A mount answers within a second, or its own client has waited for it already.
+#: A mount answers within a second, or its client has waited for it already.
 _MOUNTED = Retries(attempts=7, first_s=0.01, longest_s=0.5)
 
 
 def retried(act: Callable[[], T]) -> T:
-    """Return what ``act`` on files returns; repeat it while its error passes by itself.
+    """Return what ``act`` on files returns; retry while its error is temporary.
 
     Args:
-        act: Must be safe to repeat: never an append, or a creation that must not be there.
+        act: Must be safe to repeat: never an append, or an exclusive creation.
     """
     return _MOUNTED.call(act)
 
 
 def passes(error: BaseException) -> bool:
-    """Return whether the same act may succeed a moment later."""
+    """Return whether the same call may succeed a moment later."""
     if isinstance(error, OSError) and error.errno in _ERRNOS:
         return True
     return bool(codes(error) & _CODES or classes(error) & _CLASSES)
@@ -107,7 +107,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def codes(error: BaseException) -> set[str]:
-    """Return the service's codes: ``NoSuchBucket``, ``503``."""
+    """Return the service's codes, such as ``NoSuchBucket`` or ``503``."""
     found: set[str] = set()
     for each in _chain(error):
         response: Any = getattr(each, "response", None)
@@ -120,5 +120,5 @@ def codes(error: BaseException) -> set[str]:
 
 
 def classes(error: BaseException) -> set[str]:
-    """Return the names of the error's classes and of its causes'."""
+    """Return the names of the error's classes and those of its causes."""
     return {kind.__name__ for each in _chain(error) for kind in type(each).__mro__}

@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 #: What services call the identity of an object's content (S3 and HTTP, GCS, Azure).
 _OF_CONTENT: Final = ("ETag", "md5Hash", "generation", "etag", "checksum")
-#: What others know of a file.
+#: What other services know about a file.
 _OF_TIME: Final = ("mtime", "modified", "last_modified", "LastModified", "created")
-#: Object stores: a file appears when it is complete. In fsspec's memory it appears at once.
+#: Object stores: a file appears once it is complete. In fsspec's memory store it appears at once.
 _ATOMIC_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "oss"}
-#: Long reads become requests of this size, several at once: providers' guides say that one
+#: Long reads become several parallel requests of this size: providers' guides say that one
 #: connection carries about 90 MB/s.
 _REQUEST_BYTES = 8 << 20
 _REQUESTS_AT_ONCE = 8
-#: Writers of one file that meet look again for the next number; each time at least one goes on.
+#: Writers of one file that collide look again for the next number; each time at least one succeeds.
 _MEETINGS_MAX = 8
 
 
@@ -50,7 +50,7 @@ class FsspecStore:
     """
 
     request_bytes = 32 << 20
-    #: Whether the service refuses an exclusive write of what is there; emulators may not.
+    #: Whether the service refuses an exclusive write of an existing file; emulators may not.
     _refuses_itself = False
 
     def __init__(
@@ -74,7 +74,7 @@ class FsspecStore:
         return b"".join(self._fetched(path, [(offset_bytes, offset_bytes + size_bytes)]))
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
-        """Fill the buffers of every range, by several requests at once."""
+        """Fill the buffers of every range, with several parallel requests."""
         buffers = (buffer for _, each in ranges for buffer in each)
         spans = [(start, start + sum(map(len, each))) for start, each in ranges]
         target = memoryview(b"")
@@ -110,7 +110,7 @@ class FsspecStore:
     def write_atomic(
         self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
     ) -> bool:
-        """Put ``data`` at ``path`` at once."""
+        """Replace the file at ``path`` atomically."""
         if exclusive and not self._refuses_itself and self.exists(path):
             return self._is_atomic and self.read(path) == bytes(data)
         # Where files grow in place, only a rename makes them appear whole, and it replaces.
@@ -119,7 +119,7 @@ class FsspecStore:
             return True
         for _ in range(_MEETINGS_MAX):
             try:
-                # S3 and GCS refuse themselves; for others fsspec looks.
+                # S3 and GCS refuse by themselves; for others fsspec checks first.
                 self._call(path, lambda: self._fs.pipe_file(path, bytes(data), mode="create"))
             except StorageError as error:
                 if not error.facts.get("taken"):
@@ -127,16 +127,16 @@ class FsspecStore:
             else:
                 return True
             try:
-                # If the answer to our own request was lost, the next one finds our file.
+                # If the answer to our own request was lost, the next request finds our file.
                 return self.read(path) == bytes(data)
             except StorageError as error:
-                # Refused because of another write at the same instant, which failed.
+                # Refused because of a simultaneous write, which failed.
                 if not error.facts.get("missing"):
                     raise
         raise StorageError(f"{path} is said to be there and cannot be read", path=path)
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
-        """Write ``chunks`` one after the other and return the size."""
+        """Write ``chunks`` in order and return the total size."""
         del fsync
         folder, name = posixpath.split(path)
         goal = path if self._is_atomic else f"{folder}/{temporary_name(name)}"
@@ -148,7 +148,7 @@ class FsspecStore:
         try:
             for chunk in chunks:
                 size_bytes += memoryview(chunk).nbytes
-                # A stream cannot be retried: we no longer have what was sent.
+                # A stream cannot be retried: the data it sent is gone.
                 self._call(path, partial(file.write, chunk), once=True)
             self._call(path, file.close, once=True)
         except BaseException:
@@ -161,7 +161,7 @@ class FsspecStore:
         return size_bytes
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
-        """Add ``data`` at the end of the file; on object stores, as the next piece."""
+        """Append ``data`` to the file; on object stores, write it as the next piece."""
         del fsync
         if self._is_atomic:
             for _ in range(_MEETINGS_MAX):
@@ -196,7 +196,7 @@ class FsspecStore:
         }
 
     def exists(self, path: str) -> bool:
-        """Return whether a file or directory is there."""
+        """Return whether a file or directory exists."""
         # fsspec's own ``exists`` returns False for every error.
         try:
             self._info(path)
@@ -211,19 +211,19 @@ class FsspecStore:
         return int(self._info(path)["size"])
 
     def stamp(self, path: str) -> Stamp:
-        """Return what tells a file from another one in its place, as its service names it."""
+        """Return what tells a file from another one put in its place, as its service names it."""
         info = self._info(path)
         named = next(((key, info[key]) for key in _OF_CONTENT if info.get(key)), None)
         other = [(key, info[key]) for key in _OF_TIME if info.get(key)]
         return Stamp(
             size_bytes=int(info["size"]),
             text=f"{info['size']} {named or other}",
-            # A web server may derive one from the file system of its machine.
+            # A web server may derive it from the file system of its machine.
             is_of_content=named is not None and self._is_atomic,
         )
 
     def delete(self, path: str) -> None:
-        """Remove a file, or a directory with all in it."""
+        """Remove a file, or a directory with its content."""
         try:
             request(self._retries, path, lambda: self._fs.rm(path, recursive=True))
         except StorageError as error:
@@ -231,7 +231,7 @@ class FsspecStore:
                 raise
 
     def delete_files(self, paths: Sequence[str]) -> None:
-        """Remove files; on object stores by one request for 1,000."""
+        """Remove files; on object stores with one request per 1,000."""
         if not paths:
             return
         try:
@@ -239,12 +239,12 @@ class FsspecStore:
         except StorageError as error:
             if not error.facts.get("missing"):
                 raise
-            # Where a missing one is an error, those behind it are left.
+            # Where a missing file is an error, the files after it are left.
             for path in paths if len(paths) > 1 else ():
                 self.delete_files([path])
 
     def makedirs(self, path: str) -> None:
-        """Make a directory and its parents where the storage has such a thing."""
+        """Make a directory and its parents, if the storage has directories."""
         # On an object store this would create a bucket from a misspelt name.
         if not self._is_atomic:
             self._call(path, lambda: self._fs.makedirs(path, exist_ok=True))
@@ -300,7 +300,7 @@ class FsspecStore:
 
 
 class _Fetch:
-    """Reads pieces of a file at once; a retry reads only pieces that are not ``done``."""
+    """Reads pieces of a file in parallel; a retry reads only pieces that are not ``done``."""
 
     def __init__(
         self, filesystem: fsspec.AbstractFileSystem, path: str, pieces: Iterable[tuple[int, int]]

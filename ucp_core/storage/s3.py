@@ -1,4 +1,4 @@
-"""S3 and compatible services: large files are uploaded in parts, several at once."""
+"""S3 and compatible services: large files are uploaded in parts, several in parallel."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 
     from ucp_core.storage.base import Buffer
 
-#: S3 takes 10,000 parts and files of 5 TiB, so parts double after every 2,000. Up to 31 GiB all
-#: parts have one size, as some services demand.
+#: S3 takes 10,000 parts and files of 5 TiB, so the part size doubles after every 2,000 parts. Up to
+#: 31 GiB all parts have the same size, as some services require.
 _PART_BYTES = 16 << 20
 _PARTS_OF_ONE_SIZE = 2000
 _PARTS_AT_ONCE = 6
 
 
 class S3Store(FsspecStore):
-    """Files of a bucket, through s3fs; a file appears when it is complete.
+    """Files of a bucket, through s3fs; a file appears once it is complete.
 
-    A killed writer leaves the parts that it sent, invisible but paid for. The bucket's rule
+    A killed writer leaves the parts that it sent, invisible but billed. The bucket's rule
     ``AbortIncompleteMultipartUpload`` removes them.
     """
 
     _refuses_itself = True
 
     def read(self, path: str) -> bytes:
-        """Return the whole file, by one request: s3fs would ask for the size first."""
+        """Return the whole file with one request: s3fs would ask for the size first."""
         data: bytes = request(
             self._retries, path, lambda: self._fs.cat_file(path, max_concurrency=1)
         )
         return data
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
-        """Write ``chunks`` one after the other and return the size."""
+        """Write ``chunks`` in order and return the total size."""
         del fsync
         bucket, key, _ = self._fs.split_path(path)
         names = {"Bucket": bucket, "Key": key}
@@ -89,14 +89,14 @@ class S3Store(FsspecStore):
 
 
 class _Body(io.BytesIO):
-    """The body of a request. Plain bytes would be copied, and sent in one call."""
+    """The body of a request. Plain bytes would be copied and sent in one call."""
 
     def close(self) -> None:
-        """Stay open: the client closes a body that it has sent, but a retry sends it again."""
+        """Stay open: the client closes a body after sending it, but a retry sends it again."""
 
 
 class _Upload:
-    """A multipart upload: parts go up while the next ones are filled."""
+    """A multipart upload: parts are sent while the next ones are filled."""
 
     def __init__(self, store: S3Store, path: str, names: dict[str, Any]) -> None:
         self._store = store
@@ -114,7 +114,7 @@ class _Upload:
         return _PART_BYTES << (self._num_parts // _PARTS_OF_ONE_SIZE)
 
     def part(self, data: _Body) -> None:
-        """Send a part; wait if too many are under way."""
+        """Send a part; wait if too many are being sent."""
         self._num_parts += 1
         self._under_way.append(self._pool.submit(self._send, self._num_parts, data))
         while len(self._under_way) >= _PARTS_AT_ONCE:

@@ -1,4 +1,4 @@
-"""Errors of a storage service: what to tell the user."""
+"""Turn errors of a storage service into advice for the user."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _MISSING_CODES = {"404", "NoSuchKey"}
 
 
 def request(retries: Retries, path: str, act: Callable[[], T], *, needs_bucket: bool = False) -> T:
-    """Return what ``act`` returns; raise a ``StorageError`` about ``path`` if it cannot.
+    """Return what ``act`` returns; raise a ``StorageError`` about ``path`` if it fails.
 
     Args:
-        retries: How to repeat ``act``.
+        retries: How to retry ``act``.
         path: The path that ``act`` reads or writes.
-        act: One request; it may take effect and fail all the same.
+        act: One request; it may take effect and still fail.
         needs_bucket: ``act`` writes, so a missing thing can only be the bucket.
     """
     try:
@@ -51,7 +51,7 @@ def request(retries: Retries, path: str, act: Callable[[], T], *, needs_bucket: 
 
 
 def _is_forbidden(error: Exception) -> bool:
-    """Return whether this is gcsfs's error for a refused request: only its text says so."""
+    """Return whether this is gcsfs's error for a refused request; only its text tells."""
     return isinstance(error, OSError) and str(error).startswith("Forbidden: ")
 
 
@@ -77,7 +77,7 @@ def _described(error: Exception, path: str, attempts: int, *, needs_bucket: bool
             "the bucket's policy and the role's rights"
         )
     elif said_codes & {"416", "InvalidRange"}:
-        what, facts["truncated"] = "ends before the bytes that were asked for: truncated", True
+        what, facts["truncated"] = "ends before the requested bytes: truncated", True
     elif passes(error):
         what = (
             f"could not be reached in {attempts} attempts, the last one failed with "

@@ -1,4 +1,4 @@
-"""Cleans up after a writer of several files that fails."""
+"""Clean up after a writer of several files that fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def undone(store: Store, directory: str) -> Iterator[list[str]]:
     """Delete what a block has written below ``directory`` if the block fails.
 
     Yields:
-        A list: add each path before you write it. The last one is deleted first.
+        A list: add each path before writing it. The last one is deleted first.
     """
     written: list[str] = []
     with tidied(store, directory):
@@ -33,10 +33,10 @@ def undone(store: Store, directory: str) -> Iterator[list[str]]:
 
 @contextmanager
 def tidied(store: Store, directory: str) -> Iterator[None]:
-    """Remove ``directory`` and its parents if a block made them and left them empty.
+    """Remove ``directory`` and its parents if a block created them and left them empty.
 
-    Only on local and mounted file systems: object stores have no directories, and ``rmdir`` of
-    other fsspec file systems may delete files too.
+    This happens only on local and mounted file systems: object stores have no directories, and
+    ``rmdir`` of other fsspec file systems may delete files, too.
     """
     made: list[Path] = []
     if isinstance(store, LocalStore):
@@ -45,6 +45,6 @@ def tidied(store: Store, directory: str) -> Iterator[None]:
         yield
     finally:
         for path in made:
-            # It does not exist, or something is in it.
+            # It does not exist or is not empty.
             with suppress(OSError):
                 path.rmdir()

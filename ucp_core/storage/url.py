@@ -12,16 +12,16 @@ from ucp_core.storage.local import LocalStore
 if TYPE_CHECKING:
     from ucp_core.storage.base import Store
 
-#: Scheme to the extra of everstep that installs its client.
+#: The extra of everstep that installs the client of a scheme.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 def open_store(url: str) -> tuple[Store, str]:
     """Return the store that serves ``url``, and the path of ``url`` in that store.
 
-    A path without a scheme, or with ``file://``, is local and comes back absolute; fsspec serves
+    A path without a scheme, or with ``file://``, is local and comes back absolute; fsspec handles
     everything else (``s3://bucket/key``, ``gs://...``, ``memory://...``). Credentials, region and
-    endpoint come from where the service's own tools take them (``AWS_PROFILE``,
+    endpoint come from where the service's own tools find them (``AWS_PROFILE``,
     ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``, ...) or from fsspec's configuration.
 
     Raises:
@@ -46,7 +46,7 @@ def open_store(url: str) -> tuple[Store, str]:
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    """Return options for the client; what the user configured for fsspec stays."""
+    """Return options for the client; the user's own fsspec configuration stays."""
     import fsspec
 
     if scheme not in _EXTRAS:
@@ -54,7 +54,7 @@ def _options(scheme: str) -> dict[str, Any]:
     # A cached listing would hide what another process committed.
     options: dict[str, Any] = {"use_listings_cache": False}
     if _EXTRAS[scheme] == "s3":
-        # Only we retry: three layers of retries would wait for many minutes.
+        # Retry in one place only: three layers of retries would wait for many minutes.
         configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}} | configured
     return options

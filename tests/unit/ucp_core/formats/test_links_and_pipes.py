@@ -42,7 +42,7 @@ def _device(path: Path) -> None:
 
 
 KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a link that leads out": (_link, "which is outside .*: it is not read"),
+    "a link that leads out": (_link, "which is outside .* and is not read"),
     "a named pipe": (_pipe, "is a named pipe, not a file"),
     "a folder": (_folder, "is a folder, not a file"),
     "a device": (_device, "/dev/zero, which is outside|is a device, not a file"),
