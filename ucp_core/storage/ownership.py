@@ -1,11 +1,10 @@
 """Decide which claim on a run's directory is valid.
 
-The start or resumption of a run claims the directory with a record, ``claims/000002.json``,
-numbered from
-1. The record is created once and never replaced: where the storage creates exclusively (S3, GCS,
-Azure, file systems), one of two claims with the same number fails. A claim is valid until the next
-number has a record. An older claimant, whose cluster is unreachable but still trains, thus learns
-from storage itself that it must commit and delete nothing more.
+The start or resumption of a run claims the directory with a record such as
+``claims/000002.json``. The record is created once and never replaced: where the storage creates
+exclusively (S3, GCS, Azure, file systems), one of two claims with the same number fails. A claim is
+valid until the next number has a record. An older claimant, whose cluster is unreachable but still
+trains, thus learns from storage itself that it must commit and delete nothing more.
 """
 
 from __future__ import annotations
