@@ -1,9 +1,10 @@
-"""Makes a universal checkpoint of any checkpoint.
+"""Convert any checkpoint to a universal one.
 
-``convert`` does it (``run``); ``forecast`` says beforehand what it costs. A conversion is laid out
-as files and items (``job``). A worker does an item (``work_items``), here, in threads or in
-processes (``workers``); a cluster gives ``do_batch`` to its tasks. ``outputs`` (local) or
-``streams`` (remote) is where bytes are written, and a ``resume_journal`` notes what is done.
+``convert`` does it (``run``); ``forecast`` says in advance what it costs. A conversion is divided
+into files and items (``job``). A worker does an item (``work_items``), in this thread, in other
+threads or in processes (``workers``); a cluster passes ``do_batch`` to its tasks. ``outputs``
+(local) or ``streams`` (remote) decide where bytes are written, and a ``resume_journal`` records
+what is done.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The cost of a conversion or a load: arithmetic on the source's map."""
+"""The cost of a conversion or a load, computed from the source's map."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ if TYPE_CHECKING:
     from ucp_core.layout import ParallelLayout
     from ucp_core.native import Checkpoint
 
-#: Memory that the plans are made for; it changes nothing that is forecast.
+#: The memory to plan for; the forecast does not depend on it.
 _MEMORY_BYTES = 64 << 20
 
 
 class Forecast(NamedTuple):
-    """The work of a conversion, and of a load under a layout."""
+    """The work of a conversion and of a load under a layout."""
 
     tensors: int
     fragments: int
     files: int
     size_bytes: int
-    read_bytes: int  #: Read by a conversion, replicas and padding of records included.
-    gathered_bytes: int  #: The part of those that is put together element by element.
-    written_bytes: int  #: Written by a conversion.
+    read_bytes: int  #: Bytes a conversion reads, including replicas and padding of records.
+    gathered_bytes: int  #: The part of these that is assembled element by element.
+    written_bytes: int  #: Bytes a conversion writes.
     target_files: int  #: Files with tensors that a conversion writes.
     layout: str = ""  #: Layout of the load, if one was given.
-    load_bytes: int = 0  #: Read by all its ranks.
-    load_bytes_max: int = 0  #: Read by the rank that reads most.
+    load_bytes: int = 0  #: Bytes all its ranks read.
+    load_bytes_max: int = 0  #: Bytes the rank that reads most reads.
 
 
 def forecast(
     checkpoint: Checkpoint, *, layout: ParallelLayout | None = None, rules: Rules | None = None
 ) -> Forecast:
-    """Return what converting ``checkpoint``, and loading it under ``layout``, would cost.
+    """Return what it costs to convert ``checkpoint`` and to load it under ``layout``.
 
     Args:
         layout: Layout of a run that would load it.
-        rules: How the run's ranks cut tensors. Default: the shipped rules of the family whose
-            names the checkpoint has; tensors of no family are held whole.
+        rules: How the run's ranks cut tensors. Default: the built-in rules of the family that
+            matches the names; tensors outside of it are whole on every rank.
 
     Raises:
         CheckpointCorruptError: The checkpoint cannot be converted.
@@ -80,7 +80,7 @@ def forecast(
 
 
 def _gathered_bytes(checkpoint: Checkpoint) -> int:
-    """Return the bytes of fragments that do not lie in the target as they lie in the source."""
+    """Return the bytes of fragments whose order differs between source and target."""
     total = 0
     for entry in checkpoint.state_map.entries.values():
         if not is_plain(entry):

@@ -1,4 +1,4 @@
-"""A conversion laid out: every work item is known before a byte moves; one process commits."""
+"""A conversion as work items, all known before a byte moves; one process commits."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from ucp_core.storage import Store, is_link, is_local, join
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-#: Large enough that the cost of handing it out does not count, small enough that workers end
-#: together.
+#: Large enough to make the cost of dispatch negligible, small enough that workers finish together.
 _ITEM_BYTES_MAX = 16 * BLOCK_BYTES
 _ITEMS_MIN = 64
-#: Gathered at a time of tensors that are averaged or strided.
+#: Gathered at a time, for tensors that are averaged or strided.
 GENERAL_BYTES_MAX = 8 * BLOCK_BYTES
 _NAMES_TOLD = 4
 
 
 class Conversion:
-    """One conversion: its items, the results of those that are done, the commit.
+    """One conversion: its items, the results of finished ones, and the commit.
 
-    Items may be done in any order and place. ``take`` gets their results; ``commit`` comes last.
+    Items may be done in any order and on any machine. ``take`` gets their results; ``commit`` comes
+    last.
 
     Attributes:
-        read_bytes: Read in this run.
-        written_bytes: Written in this run.
-        resumed_bytes: Taken over from an interrupted run.
+        read_bytes: Bytes read in this run.
+        written_bytes: Bytes written in this run.
+        resumed_bytes: Bytes taken over from an interrupted run.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Conversion:
         workers: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Check the source and lay the destination out; nothing is written.
+        """Check the source and plan the destination; write nothing.
 
         Raises:
             UcpError: The destination holds a checkpoint or other files, or is the source.
@@ -84,7 +84,7 @@ class Conversion:
         self._blocks: dict[WorkItem, tuple[int, ...]] = {}
 
     def resume(self, results: Iterable[Result]) -> None:
-        """Take over what an interrupted run did; raise ``ChecksumMismatchError`` on damage."""
+        """Take over the work of an interrupted run; raise ``ChecksumMismatchError`` on damage."""
         known = set(self.items)
         for result in results:
             if result.item in known:
@@ -93,7 +93,7 @@ class Conversion:
                     self.resumed_bytes += result.item.stop - result.item.start
 
     def rename(self, targets: Sequence[TargetFile]) -> None:
-        """Give the targets other names."""
+        """Rename the targets."""
         self.job = replace(self.job, targets=tuple(targets))
 
     def take(self, result: Result) -> None:
@@ -104,7 +104,7 @@ class Conversion:
         self._add(result)
 
     def _add(self, result: Result) -> None:
-        # A task that was thought dead may still deliver: the first result counts.
+        # A task believed dead may still deliver: the first result counts.
         if result.item in self._blocks:
             return
         self._blocks[result.item] = result.blocks
@@ -126,7 +126,7 @@ class Conversion:
             raise UcpError(f"extra cannot be kept as JSON: {error}") from error
 
     def manifest(self, small: dict[str, bytes]) -> Manifest:
-        """Return the result's manifest; raise ``CheckpointCorruptError`` if the source changed."""
+        """Return the manifest; raise ``CheckpointCorruptError`` if the source has changed."""
         self.collector.finish()
         if _check_files(self.checkpoint) != self._found:
             raise CheckpointCorruptError(
@@ -163,20 +163,20 @@ class Conversion:
             is_ours = self.store.write_atomic(path, content, fsync=fsync, exclusive=True)
             if not is_ours and self.store.read(path) != content:
                 raise UcpError(
-                    f"{path} is not from this conversion: if no other one to {self.directory} is "
-                    "under way or has ended, move it away and give the same command again",
+                    f"{path} is not from this conversion: if no other one to {self.directory} "
+                    "is running or has finished, move it away and give the same command again",
                     path=path,
                 )
 
     def commit(self, manifest: Manifest, *, fsync: bool) -> Checkpoint:
-        """Write the manifest, when everything else is there; return the checkpoint.
+        """Write the manifest once everything else is there; return the checkpoint.
 
         Raises:
             UcpError: Another checkpoint was committed there during the conversion.
         """
         path = join(self.directory, MANIFEST_NAME)
         data = to_bytes(manifest)
-        # A manifest that no reader would accept must not be committed.
+        # Never commit a manifest that readers would reject.
         parsed = from_bytes(data, where=path)
         if not self.store.write_atomic(path, data, fsync=fsync, exclusive=True):
             raise UcpError(f"another process committed a checkpoint to {self.directory}", path=path)
@@ -188,8 +188,8 @@ def _check_destination(checkpoint: Checkpoint, store: Store, directory: str) -> 
     if store.exists(path):
         if not store.size(path):
             raise UcpError(
-                f"{path} is empty: a process was killed before it wrote it, or writes it now; if "
-                "none does, remove it and give the same command again",
+                f"{path} is empty: a process is writing it now or was killed before it could; "
+                "if none is, remove it and give the same command again",
                 path=path,
             )
         raise UcpError(
@@ -243,7 +243,7 @@ def _file_ends(state_map: StateMap) -> dict[str, int]:
 
 
 def _check_files(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
-    """Return ``(name, size, time of change)`` of the source's files."""
+    """Return ``(name, size, modification time)`` of the source's files."""
     found: list[tuple[str, int, int]] = []
     for file, end in sorted(_file_ends(checkpoint.state_map).items()):
         path = join(checkpoint.directory, file)
@@ -276,7 +276,7 @@ def _of(checkpoint: Checkpoint, file: str) -> str:
 
 
 def _identity(checkpoint: Checkpoint, files: Sequence[tuple[str, int, int]]) -> str:
-    """Return a hash of the source and of how it is cut into items."""
+    """Return a hash of the source and of its division into items."""
     digest = hashlib.sha256(repr((checkpoint.directory, _ITEM_BYTES_MAX, files)).encode())
     for key, entry in sorted(checkpoint.state_map.entries.items()):
         # As plain tuples, which Python prints in a quarter of the time, and without checksums.
@@ -293,7 +293,7 @@ def _job(
     share = memory_bytes // workers // BLOCK_BYTES
     chunk = BLOCK_BYTES
     if not (is_local(checkpoint.store) and is_local(to)):
-        # Every request waits for an answer, so few large ones.
+        # Every request waits for an answer, so make few large ones.
         wanted = min(checkpoint.store.request_bytes, _ITEM_BYTES_MAX) // BLOCK_BYTES
         chunk = max(1, min(wanted, share // 4)) * BLOCK_BYTES
     return Job(
@@ -350,9 +350,9 @@ def _entries(target: TargetFile, blocks: list[int]) -> tuple[dict[TensorKey, Ten
 def differing_replicas(
     checkpoint: Checkpoint, keys: Collection[TensorKey]
 ) -> Iterator[tuple[TensorKey, CheckpointCorruptError]]:
-    """Read those of the tensors that have replicas; yield the ones whose replicas differ.
+    """Read the tensors that have replicas; yield those whose replicas differ.
 
-    No checksum is verified.
+    This verifies no checksums.
     """
     entries = {
         key: replace(

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 REMOTE_BATCH_ITEMS = 8
 
 
-#: Bytes of one write call. The kernel allocates page cache in units as large as a call. Virtual
-#: machines whose free memory goes back to the host lack the large ones: 1.25 GiB took 0.26 to
-#: 0.31 s by calls of 128 KiB, and 0.2 to 2.4 s by calls of 1 MiB.
+#: Bytes of one write call. The kernel allocates page cache in units as large as the call. Virtual
+#: machines that return free memory to the host lack large units: 1.25 GiB took 0.26 to 0.31 s in
+#: calls of 128 KiB, and 0.2 to 2.4 s in calls of 1 MiB.
 _WRITE_BYTES = 128 << 10
 
 
 @contextmanager
 def _told(path: str) -> Iterator[None]:
-    """Raise what the kernel refuses as an error that says what to do."""
+    """Turn the kernel's refusal into an error that says what to do."""
     try:
         yield
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be written: {error.strerror}; repair that and give the same command "
+            f"{path} cannot be written: {error.strerror}; fix that and give the same command "
             "again: it continues from here",
             path=path,
             errno=error.errno,
@@ -78,11 +78,11 @@ class Placed(NamedTuple):
 
 
 class LocalFiles:
-    """Temporary files in the destination, renamed at the end, and their journal.
+    """Temporary files in the destination, renamed at the end, with their journal.
 
     Attributes:
-        targets: The files, by the names that they get.
-        paths: Where they are written.
+        targets: The files, by their final names.
+        paths: Where they are written until then.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class LocalFiles:
         return sound
 
     def _take_back(self, number: int) -> None:
-        """Rename a file back that an earlier run had renamed when it was killed."""
+        """Undo the rename of a file by an earlier run that was then killed."""
         path, final = self.paths[number], self._directory / self.targets[number].name
         results = [each for each in self._journal.results if each.item.target == number]
         if (
@@ -139,7 +139,7 @@ class LocalFiles:
         final.rename(path)
 
     def resumed(self) -> Iterator[Result]:
-        """Yield the journal's results whose bytes are in the files: they are hashed again."""
+        """Yield the journal's results whose bytes are in the files; they are hashed again."""
         for result in self._journal.results:
             if result.item.target < 0 or (
                 result.item.target in self._sound
@@ -159,7 +159,7 @@ class LocalFiles:
         return tuple(blocks) == result.blocks
 
     def batches(self, left: Sequence[WorkItem], num_items: int) -> list[Placed]:
-        """Return the items that are left in batches of ``num_items``.
+        """Return the remaining items in batches of ``num_items``.
 
         Batches of different files alternate: on most file systems only one process at a time can
         write a file.
@@ -192,7 +192,7 @@ class LocalFiles:
                 os.close(fd)
             Path(path).replace(self._directory / target.name)
         if fsync:
-            # The manifest must not be there without the names.
+            # The manifest must not exist without the names.
             fd = retried(partial(os.open, self._directory, os.O_RDONLY | os.O_CLOEXEC))
             os.fsync(fd)
             os.close(fd)
@@ -229,8 +229,8 @@ def _has_size(path: Path, num_bytes: int) -> bool:
 
 def _not_ours(path: str) -> UcpError:
     return UcpError(
-        f"{path} is not from this conversion, which would replace it: move it away and give the "
-        "same command again",
+        f"{path} is not from this conversion, which would replace it: move it away and give "
+        "the same command again",
         path=path,
     )
 
@@ -243,7 +243,7 @@ def _allocate(path: Path, target: TargetFile) -> None:
     fd = retried(create)
     try:
         if may_reserve(fd):
-            # A full disk shows now; and writing is 30 % faster on ext4.
+            # A full disk shows now, and writing is 30 % faster on ext4.
             os.posix_fallocate(fd, 0, target.num_bytes)
         else:
             os.ftruncate(fd, target.num_bytes)

@@ -1,7 +1,7 @@
-"""The journal of a conversion: one line for each finished item, beside the files it writes.
+"""The journal of a conversion: one line per finished item, beside the files it writes.
 
-Every line has a checksum; a line that a kill cut short ends the journal. A resumed conversion
-hashes again what the journal says was written.
+Every line has a checksum; a line cut short by a kill ends the journal. A resumed conversion hashes
+again what was written according to the journal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CRC_DIGITS = 8
 
 
 def encode(results: Iterable[Result]) -> bytes:
-    """Return one line for each result."""
+    """Return one line per result."""
     lines: list[bytes] = []
     for item, blocks, notes, read_bytes in results:
         flat = [[*note.check, *note[1:]] for note in notes]
@@ -49,7 +49,7 @@ def decode(data: bytes) -> list[Result]:
 
 
 def _is_line(line: bytes) -> bool:
-    """Return whether a line is whole: it begins with its checksum."""
+    """Return whether a line is whole: it starts with its checksum."""
     return line[:_CRC_DIGITS] == b"%08x" % crc32(line[_CRC_DIGITS + 1 :].removesuffix(b"\n"))
 
 
@@ -60,12 +60,12 @@ def _line(value: object) -> bytes:
 
 #: The part of a line that a kill leaves.
 _TORN_LINE = re.compile(rb"[0-9a-f]{0,8}|[0-9a-f]{8} .*", re.DOTALL)
-#: A child that was just forked when its parent was killed holds the lock until it first runs.
+#: A child that was forked just before its parent was killed holds the lock until it first runs.
 _LOCK_S = 2.0
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether a conversion made the folder and all that is in it, or may make it."""
+    """Return whether a conversion made the folder and everything in it, or may make it."""
     if folder.is_symlink():
         return False
     held = list(folder.iterdir()) if folder.is_dir() else []
@@ -79,7 +79,7 @@ def _is_name(path: Path) -> bool:
 
 
 def _begins(path: Path, *, alone: bool) -> bool:
-    """Return whether a file is a journal; a kill may have left half a line, with nothing beside."""
+    """Return whether a file is a journal; a kill may have left half a line and no other files."""
     with path.open("rb") as file:
         line = file.readline(1 << 10)
     is_torn = not line.endswith(b"\n") and _TORN_LINE.fullmatch(line) is not None
@@ -90,11 +90,11 @@ class Journal:
     """The journal of a conversion to a local directory; locked while it is open."""
 
     def __init__(self, directory: str, identity: str, *, resume: bool) -> None:
-        """Open the journal; empty it unless it is of the conversion ``identity``.
+        """Open the journal; empty it unless it belongs to the conversion ``identity``.
 
         Raises:
             UcpError: Another process converts or exports to the same directory, or its folder of
-                that name is not one of a conversion: what is in it would be deleted.
+                that name is not from a conversion: its content would be deleted.
             StorageError: The directory cannot be written.
         """
         self.folder = Path(directory) / UNFINISHED_NAME
@@ -143,7 +143,7 @@ class Journal:
                 path=str(self.folder),
             )
         try:
-            # The process that held the lock may have deleted the file that was opened here.
+            # The process that held the lock may have deleted the file opened here.
             there = retried((self.folder / _NAME).stat)
         except FileNotFoundError:
             return False
@@ -164,7 +164,7 @@ class Journal:
         return results
 
     def _begin(self, identity: str) -> None:
-        # First the files: without its first line a journal does not tell whose they are.
+        # Files first: without its first line a journal does not say whose they are.
         for path in self.folder.iterdir():
             if path.name != _NAME and _is_name(path):
                 path.unlink()
@@ -185,7 +185,7 @@ class Journal:
     def remove(self) -> None:
         """Delete the journal and the files of conversions beside it."""
         try:
-            # The journal last: it tells whose folder this is.
+            # The journal last: it says whose folder this is.
             for path in sorted(self.folder.iterdir(), key=lambda path: path.name == _NAME):
                 if _is_name(path):
                     path.unlink()

@@ -1,7 +1,7 @@
-"""Converts any checkpoint to a universal one: in parallel, in bounded memory, resumable.
+"""Convert any checkpoint to a universal one: in parallel, in bounded memory, resumable.
 
-The destination is laid out before a byte moves. A work item is a range of a target file; its bytes
-are read once, verified, hashed and written, block by block. A journal notes finished items, so a
+The destination is planned before a byte moves. A work item is a range of a target file; its bytes
+are read once, verified, hashed and written, block by block. A journal records finished items, so a
 killed conversion can continue. The manifest, written last, commits the result.
 """
 
@@ -30,11 +30,11 @@ from ucp_core.storage import LocalStore, Store, is_local, tidied
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-#: From here on a second process pays: starting one costs 5 ms.
+#: From this size a second process pays off: starting one costs 5 ms.
 _PROCESS_BYTES_MIN = 32 << 20
-#: Memory of a worker beside its buffers: interpreter state that it writes to, stacks.
+#: Memory of a worker beside its buffers: interpreter state that it writes to, and stacks.
 _WORKER_BYTES = 8 << 20
-#: Does batches anywhere and gives every result to its last argument.
+#: Does batches anywhere and passes every result to its last argument.
 Runner: TypeAlias = "Callable[[Job, Sequence[Batch], Callable[[Result], None]], None]"
 
 
@@ -43,9 +43,9 @@ class ConvertResult:
     """The result of ``convert``."""
 
     size_bytes: int
-    read_bytes: int  #: Read from the source in this run.
-    written_bytes: int  #: Written to the destination in this run.
-    resumed_bytes: int  #: Taken over from an interrupted run.
+    read_bytes: int  #: Bytes read from the source in this run.
+    written_bytes: int  #: Bytes written to the destination in this run.
+    resumed_bytes: int  #: Bytes taken over from an interrupted run.
     seconds: float
     processes: int
     threads: int
@@ -69,20 +69,20 @@ def convert(  # noqa: PLR0913 - each is an option of the command
     Args:
         checkpoint: The source: native, universal or foreign.
         directory: New, empty, or left by an interrupted conversion.
-        memory_bytes: Bound of the memory beside the caller's own, worker processes included; at
+        memory_bytes: Limit for the memory beside the caller's own, including worker processes; at
             least ``MEMORY_BYTES_MIN``.
-        processes: At most so many at once; fewer if the memory is small or the state is. Default:
-            one for each core. They are threads if the source or the destination is remote, or if
-            this process has threads already.
+        processes: At most this many at once; fewer if the memory or the state is small. Default:
+            one per core. They are threads if the source or the destination is remote, or if this
+            process already has threads.
         progress: Called with the bytes done and the bytes of the whole state.
         resume: Continue an interrupted conversion of the same source.
-        fsync: Whether the result must survive a loss of power before it is committed.
-        runner: Does the work elsewhere, and returns when every result is taken.
+        fsync: Whether the result must survive a power loss before it is committed.
+        runner: Does the work elsewhere, and returns once every result is taken.
 
     Raises:
-        UcpError: The destination holds a checkpoint or other files, or the bound is too small.
+        UcpError: The destination holds a checkpoint or other files, or the limit is too small.
         CheckpointCorruptError: The source is damaged; nothing is committed.
-        StorageError: A storage refused.
+        StorageError: A storage refused a request.
     """
     begun = perf_counter()
     check_memory(memory_bytes)
@@ -95,7 +95,7 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         workers=workers,
         progress=progress,
     )
-    # Values that are not JSON are reported before anything is written.
+    # Report values that are not JSON before anything is written.
     conversion.small_files()
     with tidied(store, directory), _kept(_files(conversion, resume=resume)) as files:
         conversion.resume(files.resumed())
@@ -107,7 +107,7 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         files.finish(fsync=fsync)
         conversion.write_small(small, fsync=fsync)
         made = conversion.commit(manifest, fsync=fsync)
-        # Readers ignore temporary files, so failing to delete them is no failure.
+        # Readers ignore temporary files, so failing to delete them is not an error.
         with suppress(StorageError):
             files.remove()
     return ConvertResult(
@@ -137,7 +137,7 @@ def _kept(files: LocalFiles | StreamedFiles) -> Iterator[LocalFiles | StreamedFi
     try:
         yield files
     except CheckpointCorruptError:
-        # No part of the result can be used.
+        # The result is useless in any part.
         files.discard()
         raise
     finally:
@@ -150,11 +150,11 @@ def _work(
     workers: int,
     runner: Runner | None,
 ) -> tuple[int, int]:
-    """Do all items that are left; return how many processes, and threads in each, did them."""
+    """Do all remaining items; return how many processes, and threads in each, did them."""
     job, left = conversion.job, conversion.left
 
     def take(result: Result) -> None:
-        # In this order: what progress tells of is not lost by a kill.
+        # In this order, so that a kill loses nothing that progress has reported.
         files.note(result)
         conversion.take(result)
 
@@ -173,27 +173,27 @@ def _work(
 
 
 def memory_left(memory_bytes: int) -> int:
-    """Return what a process's bound leaves for ``convert``; raise ``UcpError`` if too little."""
+    """Return what the memory limit leaves for ``convert``; raise ``UcpError`` if too little."""
     used = _resident_bytes()
     if memory_bytes - used < MEMORY_BYTES_MIN:
         needed = -(-(used + MEMORY_BYTES_MIN) // BLOCK_BYTES)
         raise UcpError(
-            f"{memory_bytes} bytes of memory are too few: this program alone uses {used}; give at "
-            f"least {needed}MiB",
+            f"{memory_bytes} bytes of memory are too few: this program alone uses {used}; give "
+            f"at least {needed}MiB",
             memory_bytes=memory_bytes,
         )
     return memory_bytes - used
 
 
 def _num_cores() -> int:
-    """Return how many cores this process may use; on macOS, how many there are."""
+    """Return how many cores this process may use; on macOS, how many exist."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _workers(checkpoint: Checkpoint, memory_bytes: int, processes: int | None) -> int:
-    """Return how many processes or threads to use: as asked for, as is useful, and as fits."""
+    """Return how many processes or threads to use: the fewest of asked, useful and fitting."""
     wanted = processes or _num_cores()
     useful = max(1, checkpoint.state_map.num_bytes // _PROCESS_BYTES_MIN)
     per_worker = _WORKER_BYTES
@@ -201,7 +201,7 @@ def _workers(checkpoint: Checkpoint, memory_bytes: int, processes: int | None) -
         if _is_scattered(checkpoint):
             # Imported before this process's size is read, and once for all children.
             import_module("numpy")
-        # A child shares this process's pages, but they count in its size.
+        # A child shares this process's pages, but they count towards its size.
         per_worker += _resident_bytes()
         if not all(map(is_plain, checkpoint.state_map.entries.values())):
             per_worker += 2 * GENERAL_BYTES_MAX

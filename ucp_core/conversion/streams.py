@@ -1,6 +1,6 @@
-"""Where a conversion writes to a storage without locks: each file as a stream, by names of its own.
+"""Where a conversion writes to storage without locks: each file as a stream, under its own names.
 
-There a claim cannot tell whether who made it lives; so the last one that began may commit.
+There, a claim does not show whether its owner is alive, so the last conversion to begin may commit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOKEN = re.compile(rf"-[0-9a-f]{{{2 * _TOKEN_BYTES}}}(?=\.safetensors$)")
 
 
 class Claim(NamedTuple):
-    """The conversion that owns a directory of a store without locks: the last one that began."""
+    """Ownership of a directory in a store without locks: the last conversion to begin has it."""
 
     store: Store
     directory: str  #: The destination.
@@ -43,23 +43,23 @@ class Claim(NamedTuple):
         return join(self.directory, UNFINISHED_NAME, CLAIM_NAME)
 
     def check(self) -> None:
-        """Raise ``UcpError`` if another conversion took the directory, or has ended there."""
+        """Raise ``UcpError`` if another conversion took the directory, or has finished there."""
         is_ours = self.store.exists(self.path) and self.store.read(self.path) == self.content
         if not is_ours or self.store.exists(join(self.directory, MANIFEST_NAME)):
             raise UcpError(
                 f"another process is converting to {self.directory}, or did so meanwhile: give "
-                "another destination, or the same command again when it is alone",
+                "another destination, or the same command again once it is alone",
                 path=self.directory,
             )
 
 
 def unclaimed_name(name: str) -> str:
-    """Return the name without the token of a claim."""
+    """Return the name without a claim's token."""
     return _TOKEN.sub("", name)
 
 
 class Streamed(NamedTuple):
-    """A whole file to write to a store, or an item to read only."""
+    """A whole file to write to a store, or an item that is only read."""
 
     claim: Claim
     head: bytes
@@ -92,13 +92,13 @@ class Streamed(NamedTuple):
 
 
 class StreamedFiles:
-    """Files that are written from the first byte to the last, to any store.
+    """Files that are written from first to last byte, to any store.
 
-    Where an earlier conversion began, it may live and write still. So no two write to one name:
-    who is not the first has its claim in the names of its files.
+    An earlier conversion that began here may still be alive and writing. No two conversions may
+    write to one name, so every one but the first has its claim in its file names.
 
     Attributes:
-        targets: The files, by the names that they have.
+        targets: The files, by their names.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class StreamedFiles:
                 raise in_use(directory)
             store.write_atomic(self._claim.path, self._claim.content, fsync=False)
         self._numbers = {target.name: number for number, target in enumerate(targets)}
-        # Written between the look at the destination and the claim, and complete.
+        # Written, and complete, between the look at the destination and the claim.
         taken = [] if self._is_second else [n for n in store.list(directory) if n in self._numbers]
         if taken:
             store.delete(self._claim.path)
@@ -134,7 +134,7 @@ class StreamedFiles:
                 "destination",
                 path=join(directory, taken[0]),
             )
-        # With the token in its name, a target is that of this claim only.
+        # With the token in its name, a target belongs to this claim alone.
         suffix = f"-{token}{_SUFFIX}" if self._is_second else _SUFFIX
         self.targets = [
             target._replace(name=target.name.removesuffix(_SUFFIX) + suffix) for target in targets
@@ -152,7 +152,7 @@ class StreamedFiles:
         }
 
     def resumed(self) -> Iterator[Result]:
-        """Yield the results of the files that an earlier run completed: they are hashed again."""
+        """Yield the results of the files that an earlier run completed; they are hashed again."""
         markers = self._markers() if self._is_second and self._resume else {}
         for name, path in markers.items():
             number = self._numbers.get(unclaimed_name(name), -1)
@@ -182,7 +182,7 @@ class StreamedFiles:
         return tuple(map(crc32, buffers)) == result.blocks
 
     def batches(self, left: Sequence[WorkItem], num_items: int) -> list[Streamed]:  # noqa: ARG002
-        """Return one batch for each file that is left, and one for each item that only reads."""
+        """Return one batch for each remaining file, and one for each item that is only read."""
         by_file: dict[int, list[WorkItem]] = {}
         for item in left:
             by_file.setdefault(item.target, []).append(item)
@@ -203,7 +203,7 @@ class StreamedFiles:
         self._claim.check()
 
     def remove(self) -> None:
-        """Delete the markers, and what else earlier conversions left, which cannot commit now."""
+        """Delete the markers and the remains of earlier conversions, which can no longer commit."""
         self._is_over = True
         markers = self._markers()
         names = {target.name for target in self.targets}

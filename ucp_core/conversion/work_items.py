@@ -1,11 +1,11 @@
-"""The work of one worker of a conversion: read a range of a target file, verify it, hash it.
+"""The work of a conversion's worker: read a range of a target file, verify it, hash it.
 
 A block is read, hashed and written before the next one, so it stays in the processor's cache.
 
 A load (``ucp_core.reading.execute``) reads whole blocks around boxes; a conversion reads whole
-tensors, and each byte once, whatever the blocks of the source are. Done by plans of a load,
-gathering took 2.2 times the CPU time from ZeRO-1 files, and read 2.5 times the bytes of a native
-checkpoint of 3 ranks.
+tensors, each byte once, whatever the source's blocks are. With a load's plans, gathering took 2.2
+times the CPU time from ZeRO-1 files, and read 2.5 times the bytes of a native checkpoint of 3
+ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ucp_core.formats import TargetFile
 
-#: A process may have 1024 files open, and others need some.
+#: A process may have 1024 files open, and others need some of them.
 _OPEN_FILES_MAX = 200
 
 
@@ -43,17 +43,17 @@ class WorkItem(NamedTuple):
     """A range of a target file to write, or of a source file to verify."""
 
     target: int  #: Index of the target file; -1 if the range is only verified.
-    source: int  #: Index of the source file then; else -1.
+    source: int  #: Index of the source file in that case; else -1.
     start: int  #: First byte in that file.
-    stop: int  #: Behind the last one.
+    stop: int  #: One past the last byte.
 
 
 class Result(NamedTuple):
-    """The findings of a worker."""
+    """What a worker found."""
 
     item: WorkItem
     blocks: tuple[int, ...]  #: crc32 of every block of the target's tensors in the item, in order.
-    notes: tuple[Note, ...]  #: The part that was read of checks that are not complete or not right.
+    notes: tuple[Note, ...]  #: The parts read of checks that are incomplete or wrong.
     read_bytes: int
 
 
@@ -64,11 +64,11 @@ class Job:
     store: Store
     directory: str
     state_map: StateMap
-    files: tuple[str, ...]  #: The source's files; items and checks name them by index.
+    files: tuple[str, ...]  #: The source's files; items and checks refer to them by index.
     targets: tuple[TargetFile, ...]
-    extents: ExtentPlan  #: How the source's own checksums are verified.
-    chunk_bytes: int  #: Gathered at a time; whole blocks.
-    general_bytes: int  #: The same for tensors that are averaged or strided.
+    extents: ExtentPlan  #: How to verify the source's own checksums.
+    chunk_bytes: int  #: Gathered at a time, in whole blocks.
+    general_bytes: int  #: The same, for tensors that are averaged or strided.
     file_index: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Job:
 
 
 class Files:
-    """Reads of the source's files: by descriptors that stay open where the store is local."""
+    """Reads the source's files; if the store is local, through descriptors that stay open."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -112,7 +112,7 @@ class Files:
 
 
 class Worker:
-    """Does items, one at a time; every thread or process has its own."""
+    """Does items one at a time; every thread or process has its own."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -158,7 +158,7 @@ class Worker:
         return Result(item, tuple(self._blocks), tuple(self._notes.all()), self._files.read_bytes)
 
     def _tensor(self, entry: TensorEntry, low: int, high: int) -> Iterator[memoryview]:
-        """Yield bytes ``[low, high)`` of a tensor; ``low`` is at the start of a block."""
+        """Yield bytes ``[low, high)`` of a tensor; ``low`` is the start of a block."""
         if self._holders is None or self._holders.entry is not entry:
             self._holders = Holders(entry) if is_plain(entry) else None
         if self._holders is None:
@@ -205,7 +205,7 @@ class Worker:
         return value
 
     def _read(self, fragment: Fragment, low: int, target: memoryview) -> int:
-        """Read bytes from ``low`` of a fragment and note them; return their crc32."""
+        """Read bytes of a fragment from ``low`` on and note them; return their crc32."""
         self._files.read(fragment.file, fragment.offset_bytes + low, target)
         file = self._job.file_index[fragment.file]
         if fragment.crc32 is not None:
@@ -218,7 +218,7 @@ class Worker:
         return value
 
     def _note_blocks(self, fragment: Fragment, file: int, low: int, target: memoryview) -> int:
-        """Note the parts of the fragment's blocks that were read."""
+        """Note which parts of the fragment's blocks were read."""
         block_bytes = self._job.state_map.block_bytes
         value = 0
         done = 0
@@ -241,14 +241,14 @@ class Worker:
         itemsize = DTYPE_BYTES[entry.dtype]
         runs = holders.replica_runs(start // itemsize, (start + len(chunk)) // itemsize)
         for run in runs:
-            # A bytearray, because views compare byte by byte and it by memcmp.
+            # A bytearray compares by memcmp, views byte by byte.
             other = bytearray(chunk)
             self._take(entry, run, memoryview(other), start)
             if other != chunk:
                 raise _differs(entry, run.fragment)
 
     def _general_chunks(self, entry: TensorEntry, low: int, high: int) -> Iterator[memoryview]:
-        """Yield bytes of a tensor that is averaged or strided, by one plan for each slab."""
+        """Yield bytes of a tensor that is averaged or strided, with one plan per slab."""
         if self._general is None:
             self._general = memoryview(mmap.mmap(-1, self._job.general_bytes))
         itemsize = DTYPE_BYTES[entry.dtype]
@@ -263,7 +263,7 @@ class Worker:
             yield slab
 
     def _load(self, entry: TensorEntry, boxes: Sequence[Box], target: memoryview) -> None:
-        """Fill ``target`` with the boxes of a tensor, one after the other."""
+        """Fill ``target`` with the boxes of a tensor, in order."""
         # Most conversions do not need numpy, which takes 60 ms to import.
         from ucp_core.reading import Part, Source, execute, plan
 
@@ -282,7 +282,7 @@ class Worker:
         self._files.read_bytes += reads.read_bytes
 
     def _compare_general(self, entry: TensorEntry, replica: Fragment, boxes: Sequence[Box]) -> None:
-        """Check that a replica holds what the primary fragments of its copy do."""
+        """Check that a replica holds the same as the primary fragments of its copy."""
         primary = tuple(
             fragment._replace(copy=0)
             for fragment in entry.fragments
@@ -303,7 +303,7 @@ class Worker:
                 raise _differs(entry, replica)
 
     def _verify(self, item: WorkItem) -> None:
-        """Read bytes that no tensor has, for the checksum of the extent that they are in."""
+        """Read bytes that belong to no tensor, for the checksum of their extent."""
         check = self._job.extents.at(item.source, item.start)
         assert check is not None, f"{item} is in no checked range"
         for start in range(item.start, item.stop, len(self._buffer)):
@@ -315,9 +315,9 @@ class Worker:
 def _differs(entry: TensorEntry, replica: Fragment) -> CheckpointCorruptError:
     primary = sorted({f.file for f in entry.fragments if not f.replica})
     return CheckpointCorruptError(
-        f"{entry.key}: box {replica.box} in file {replica.file} is said to be a replica, but "
-        f"differs from {', '.join(primary[:4])}; if the first one shall count, say so in the rules "
-        "(check: first)",
+        f"{entry.key}: box {replica.box} in file {replica.file} is declared a replica, but "
+        f"differs from {', '.join(primary[:4])}; if the first one shall count, say so in the "
+        "rules (check: first)",
         fqn=entry.key.fqn,
         slot=entry.key.slot,
         box=replica.box,

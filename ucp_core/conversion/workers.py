@@ -1,7 +1,7 @@
-"""Runs the batches of a conversion: in this thread, in threads, or in processes.
+"""Run the batches of a conversion: in this thread, in threads, or in processes.
 
-Each way gives every batch to a ``Worker``, and every result to ``take`` in the caller's thread.
-``orchestrator.driver.convert`` does the same on a Ray cluster.
+Each way gives batches to ``Worker`` objects and passes every result to ``take`` in the caller's
+thread. ``orchestrator.driver.convert`` does the same on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Executor, Future
 
-#: Batches for each worker: one that it does, and one so that it never waits for the next.
+#: Batches per worker: the current one, and one so that it never waits for the next.
 _BATCHES_EACH = 2
 
 
@@ -86,13 +86,13 @@ def run_processes(
 ) -> None:
     """Do all batches in forked processes; see ``may_fork``.
 
-    If the kernel kills a process, half as many start again and do what is left.
+    If the kernel kills a process, half as many start again and do the rest.
 
     Args:
         in_child: Each child calls it first.
 
     Raises:
-        UcpError: The last process was killed too.
+        UcpError: The last process was killed as well.
     """
     # 20 ms that conversions in one process need not pay.
     from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
@@ -112,7 +112,7 @@ def run_processes(
             processes //= 2
             if not processes:
                 raise UcpError(
-                    "the worker processes were killed, perhaps for want of memory: give less "
+                    "the worker processes were killed, perhaps for lack of memory: give less "
                     "--memory or fewer --processes; the same command continues from here"
                 ) from error
         finally:
@@ -120,14 +120,14 @@ def run_processes(
 
 
 class _Child:
-    """The state that a forked process keeps from batch to batch."""
+    """The state that a forked process keeps between batches."""
 
     worker: ClassVar[Worker]
     batches: ClassVar[Sequence[Batch]]
 
     @classmethod
     def begin(cls, job: Job, batches: Sequence[Batch], in_child: Callable[[], None]) -> None:
-        # The terminal interrupts the parent too, and that one ends its children.
+        # The terminal interrupts the parent, too, which ends its children.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         in_child()
         threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -139,7 +139,7 @@ class _Child:
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent is gone: it would wait for work for ever."""
+    """End this process when its parent dies: it would otherwise wait for work forever."""
     from multiprocessing import connection, parent_process
 
     parent = parent_process()
@@ -151,7 +151,7 @@ def _exit_with_parent() -> None:
 def _results(
     pool: Executor, do: Callable[[int], list[Result]], numbers: Iterable[int], workers: int
 ) -> Iterator[tuple[int, list[Result]]]:
-    """Yield what each batch found, as they end; few are handed to the pool at a time."""
+    """Yield what each batch found, as they finish; only a few are in the pool at a time."""
     waiting = iter(numbers)
     under_way: dict[Future[list[Result]], int] = {}
     while True:

@@ -1,4 +1,4 @@
-"""Compares (``diff``), verifies (``verify``) and extracts from checkpoints of any format."""
+"""Compare (``diff``), verify (``verify``) and extract from checkpoints of any format."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Compares two checkpoints of any formats and layouts, tensor by tensor, in bounded memory.
+"""Compare two checkpoints of any formats and layouts, tensor by tensor, in bounded memory.
 
 Both are read as boxes of whole tensors. Tensors whose checksums prove them equal are not read.
 """
@@ -45,11 +45,11 @@ class TensorDiff:
     dtypes: tuple[str | None, str | None]  #: In a and b; None where it is missing.
     #: In a and b; None where it is missing.
     shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
-    num_elements: int = 0  #: 0 unless values were compared, as with all that follows.
+    num_elements: int = 0  #: 0 unless values were compared; the same holds for all fields below.
     num_different: int = 0
-    num_nan: int = 0  #: The part of those that are not a number on either side.
+    num_nan: int = 0  #: How many of these are NaN on either side.
     max_abs: float | None = None  #: Largest difference of the others.
-    #: The same, counted in numbers of the dtype between the two; floats only.
+    #: The same, counted in representable numbers between the two; floats only.
     max_ulp: int | None = None
     first_index: tuple[int, ...] | None = None  #: Index of the first element that differs.
     first_values: tuple[Any, Any] | None = None  #: That element in a and b.
@@ -62,7 +62,7 @@ class ValueDiff:
     path: str  #: Such as ``param_groups[0].lr`` or ``extra.scaler.scale``.
     in_a: Any  #: The value in a; None if it is missing.
     in_b: Any  #: The value in b; None if it is missing.
-    only_in: str = ""  #: ``a`` or ``b`` if the other has none; else empty.
+    only_in: str = ""  #: ``a`` or ``b`` if the other checkpoint has none; else empty.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class DiffReport:
     tensors: tuple[TensorDiff, ...]  #: Tensors that differ, by name.
     values: tuple[ValueDiff, ...]  #: Small values that differ.
     num_equal: int
-    num_proven: int  #: The part of those that checksums proved equal.
+    num_proven: int  #: How many of these were proven equal by their checksums.
     compared_bytes: int  #: Bytes of a that were read and compared.
     seconds: float
 
@@ -96,7 +96,7 @@ class _Pair(NamedTuple):
 
 
 class _PairBox(NamedTuple):
-    """A box of a pair, which is named by its number."""
+    """A box of a pair, which has a number."""
 
     pair: int
     a: TensorBox
@@ -123,15 +123,15 @@ def diff(  # noqa: PLR0913 - options that have nothing to do with each other
 
     Args:
         tolerance: Differences to ignore; None: every bit counts.
-        names: Only tensors in whose fqn this regular expression matches.
+        names: Only tensors whose fqn matches this regular expression.
         cast: Compare floats of two dtypes as the coarser one; else the dtype is a difference.
-        read_all: Read also tensors that checksums prove equal: that shows that they can be read.
-        threads: Readers at most.
-        memory_bytes: Bound of the buffers.
+        read_all: Also read tensors that checksums prove equal, to show that they can be read.
+        threads: At most this many readers.
+        memory_bytes: Limit for the buffers.
         progress: Called with the bytes done and the bytes to compare.
 
     Raises:
-        UcpError: The expression or the bound of memory is wrong.
+        UcpError: The expression or the memory limit is wrong.
         CheckpointCorruptError: One of the two is damaged.
         StorageError: A file cannot be read.
     """
@@ -171,7 +171,7 @@ def _pattern(names: str | None) -> re.Pattern[str] | None:
 def _keys(
     a: Checkpoint, b: Checkpoint, names: re.Pattern[str] | None, slots: Collection[str] | None
 ) -> list[TensorKey]:
-    """Return the tensors of both that are selected."""
+    """Return the selected tensors of both."""
     return [
         key
         for key in sorted({*a.state_map.entries, *b.state_map.entries})
@@ -189,7 +189,7 @@ def _entry(checkpoint: Checkpoint, key: TensorKey) -> TensorEntry | None:
 
 
 def _kind(a: TensorEntry | None, b: TensorEntry | None, *, cast: bool) -> str:
-    """Return what differs before any element is compared, or nothing."""
+    """Return what differs before any element is compared, or None."""
     if a is None or b is None:
         return "only in b" if a is None else "only in a"
     if a.shape != b.shape:
@@ -236,7 +236,7 @@ def _proven(pair: _Pair) -> bool:
 
 
 def _whole_crc32(entry: TensorEntry) -> int | None:
-    """Return the crc32 of a tensor's bytes, if the checksums of its fragments combine to it."""
+    """Return the crc32 of a tensor's bytes, if the checksums of its fragments can be combined."""
     if entry.copies > 1:
         return None
     whole = Box.full(entry.shape)
@@ -270,7 +270,7 @@ class _Comparison:
         self._pairs = pairs
         self._tolerance = tolerance
         self._threads = max(1, min(threads, memory_bytes // MEMORY_BYTES_MIN))
-        # Each thread has two buffers, and for each the scratch of reading.
+        # Each thread has two buffers, each with the scratch memory for reading.
         self._slab_bytes = memory_bytes // self._threads // 4
         self._readers: SimpleQueue[tuple[SlabReader, SlabReader]] = SimpleQueue()
         seen: tuple[set[tuple[str, Extent]], ...] = set(), set()
@@ -337,7 +337,7 @@ def _values(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDiff]:
 
 
 def _groups_of(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Return the groups; the order of names in a group does not count."""
+    """Return the groups; the order of names within a group does not count."""
     return [
         {**group, "params": dict.fromkeys(group.get("params", ()), True)}
         for group in checkpoint.param_groups
@@ -371,7 +371,7 @@ def _members(value: Any) -> Mapping[Any, Any] | None:
 
 
 def json_value(value: Any) -> Any:
-    """Return ``value`` as JSON has it; numbers that JSON does not have become texts."""
+    """Return ``value`` as JSON; numbers that JSON lacks become text."""
     if isinstance(value, dict):
         return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

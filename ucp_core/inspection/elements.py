@@ -1,6 +1,6 @@
-"""Compares the elements of two boxes: how many differ, by how much, and which is the first.
+"""Compare the elements of two boxes: how many differ, by how much, and which is the first.
 
-Equality is that of bits: NaN equals itself, and -0.0 differs from 0.0.
+Elements are equal if their bits are: NaN equals itself, and -0.0 differs from 0.0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ucp_core.geometry import DTYPE_BYTES
 from ucp_core.numerics import FLOATS, cast, decode, numpy_dtype
 
-#: Elements compared at a time; bounds the memory.
+#: Elements to compare at a time; bounds the memory.
 _CHUNK_ELEMENTS = 1 << 17
 _EIGHT = 8
 
@@ -29,9 +29,9 @@ class Difference(NamedTuple):
     """How two boxes or tensors differ."""
 
     num_different: int
-    num_nan: int  #: The part of those that are not a number on either side.
+    num_nan: int  #: How many of these are NaN on either side.
     max_abs: float | None  #: Largest difference of the others; None if there are none.
-    #: The same, counted in numbers of the dtype between the two; None unless floats.
+    #: The same, counted in representable numbers between the two; None unless they are floats.
     max_ulp: int | None
     first: int  #: Flat position of the first element that differs.
     values: tuple[Any, Any]  #: That element on both sides.
@@ -55,7 +55,8 @@ def _larger(one: Any, two: Any) -> Any:
 def common_dtype(one: str, two: str) -> str | None:
     """Return the dtype to cast both to for a comparison, or None if there is none.
 
-    It is the coarser one: one side has lost what that cannot hold. For F16 and BF16 it is F32.
+    It is the coarser one, since one side has lost what that cannot hold. For F16 and BF16 it is
+    F32.
     """
     if one == two:
         return one
@@ -72,7 +73,7 @@ def compare(
     """Return how two boxes of the same shape differ, or None if they do not.
 
     Args:
-        dtypes: Different ones are cast to ``common_dtype``.
+        dtypes: If they differ, both are cast to ``common_dtype``.
         tolerance: Differences to ignore.
     """
     if dtypes[0] == dtypes[1] and _equal(one, two):
@@ -136,7 +137,7 @@ def _compare(
 
 
 def _values(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any] | None:
-    """Return the elements as numbers, or None for a dtype of which only the bits are known."""
+    """Return the elements as numbers, or None for a dtype known only by its bits."""
     if dtype == "C64":
         return bits.view("<c8")
     if dtype[0] in "BF" and dtype != "BOOL":
@@ -176,7 +177,7 @@ def _counts(
 
 
 def _ulps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return how many numbers of the dtype lie between two floats."""
+    """Return how many representable numbers lie between two floats."""
     x, y = _ordered(a), _ordered(b)
     steps: npt.NDArray[Any] = np.maximum(x, y) - np.minimum(x, y)
     return steps

@@ -1,4 +1,4 @@
-"""Extracts a tensor or a box of it to a file that other tools open."""
+"""Extract a tensor or a box of it to a file that other tools open."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def find(checkpoint: Checkpoint, fqn: str, slot: str) -> TensorEntry:
 
 
 def parse_box(text: str, shape: tuple[int, ...]) -> Box:
-    """Return the box that ``0:4,:,3`` means; missing dims are whole.
+    """Parse a box such as ``0:4,:,3``; missing dims are whole.
 
     Raises:
-        UcpError: It is no box, or lies outside the tensor.
+        UcpError: It is not a box, or lies outside the tensor.
     """
     start, stop = [0] * len(shape), list(shape)
     parts = text.split(",") if text.strip() else []
@@ -69,10 +69,10 @@ def extract(
 ) -> tuple[list[Any], int]:
     """Return the first elements of ``box`` and the crc32 of its bytes; write it to a file if given.
 
-    A dtype that is known only by its bits has no first elements.
+    A dtype known only by its bits has no first elements.
 
     Args:
-        memory_bytes: Bound of the buffers.
+        memory_bytes: Limit for the buffers.
         out: Store and path of a file that ends in ``.safetensors`` or ``.npy``.
 
     Raises:

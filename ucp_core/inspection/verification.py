@@ -1,4 +1,4 @@
-"""Reads every byte of a checkpoint and names what is not as it was written."""
+"""Read every byte of a checkpoint and name what is not as it was written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TENSORS_NAMED_MAX = 4
 
 
 class _Range(NamedTuple):
-    """Bytes of a file, and their checksum; None if there is none."""
+    """Bytes of a file and their checksum; None if there is none."""
 
     low: int
     num_bytes: int
@@ -58,7 +58,7 @@ def verify(
 
 
 def _holes(checkpoint: Checkpoint) -> dict[TensorKey, Problem]:
-    """Return the tensors whose fragments do not hold each element once."""
+    """Return the tensors whose fragments do not hold each element exactly once."""
     found: dict[TensorKey, Problem] = {}
     for key, entry in checkpoint.state_map.entries.items():
         try:
@@ -87,7 +87,7 @@ def _native_problems(
             yield Problem(name, str(error))
             continue
         if size != file.num_bytes:
-            yield Problem(name, f"has {size} bytes, written were {file.num_bytes}")
+            yield Problem(name, f"has {size} bytes, but {file.num_bytes} were written")
         elif crc32_of(checkpoint.store, path, 0, size) != file.crc32:
             inside = held.get(name, [])
             damaged = [
@@ -102,7 +102,7 @@ def _native_problems(
 
 
 def _document_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Read the manifest again, and the rank records that it was merged from."""
+    """Read the manifest again, and the rank records from which it was merged."""
     names = [MANIFEST_NAME]
     if checkpoint.manifest.kind is Kind.DISTRIBUTED:
         ranks = range(checkpoint.manifest.world_size)
@@ -121,7 +121,7 @@ def _foreign_problems(
 ) -> Iterator[Problem]:
     """Yield missing and short files, wrong checksums, and replicas that differ.
 
-    ``broken`` are tensors that are known to be wrong: their replicas are not compared.
+    ``broken`` tensors are known to be wrong: their replicas are not compared.
     """
     state_map = checkpoint.state_map
     held = _held(state_map)
@@ -206,7 +206,7 @@ def _damage(file: str, one: _Range, inside: Iterable[_Held]) -> Problem:
 
 
 def unchecked_bytes(checkpoint: Checkpoint) -> int:
-    """Return how many bytes of tensors have no checksum in the checkpoint's own format."""
+    """Return how many bytes of tensors have no checksum in the checkpoint's format."""
     return sum(
         one.num_bytes
         for file, inside in _held(checkpoint.state_map).items()
@@ -215,7 +215,7 @@ def unchecked_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _unchecked(checkpoint: Checkpoint, file: str, inside: Iterable[_Held]) -> Iterator[_Range]:
-    """Yield the bytes of the fragments that have no checksum of their own and are in no extent."""
+    """Yield the bytes of the fragments that have no checksum of their own and lie in no extent."""
     extents = sorted(checkpoint.state_map.extents.get(file, ()))
     for _, fragment in inside:
         index = bisect_right(extents, fragment.offset_bytes, key=lambda e: e.offset_bytes) - 1
