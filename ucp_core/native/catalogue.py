@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints count: search, validity under fencing, garbage collection."""
+"""Which of a run's checkpoints are valid: search, fencing, garbage collection."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ if TYPE_CHECKING:
 
     from ucp_core.lineage import Lineage
 
-#: Reading 1 TB at 300 MB/s takes less.
+#: Larger than what it takes to read 1 TB at 300 MB/s.
 GRACE_S = 3600.0
-#: Where ``extra`` says that weights are not finite: ``sound_step`` is the newest step whose are.
+#: Where ``extra`` says that weights are not finite: ``sound_step`` is the newest step with finite
+#: ones.
 NOT_FINITE = "not_finite"
 
-#: Where ``extra`` names the best steps so far by a value: ``kept``, rows of step and value.
+#: Where ``extra`` lists the best steps so far by a value: ``kept``, rows of step and value.
 BEST = "best"
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
-#: The data of a rank, which is whole, or its record.
+#: The data of a rank, complete, or its record.
 _RANK_FILE = re.compile(r"a(\d{4,})-r\d{5,}\.(?:bin|json)")
 _WITHDRAWN_NAME = "withdrawn.json"
 
@@ -57,9 +58,9 @@ class Found:
     attempt: int  #: The attempt that committed it.
     directory: str
     checkpoint: Checkpoint = field(repr=False, compare=False)
-    #: ``(name, reason)`` of every newer directory that does not count.
+    #: ``(name, reason)`` of every newer directory that is not valid.
     skipped: tuple[tuple[str, str], ...]
-    #: Steps of those that were committed and whose bytes are not what was written.
+    #: Steps that were committed but whose bytes have changed since.
     damaged: tuple[int, ...] = ()
 
 
@@ -72,8 +73,8 @@ def find_committed(
 ) -> Found | None:
     """Return the newest checkpoint that is committed, valid under ``lineage`` and complete.
 
-    Reads the manifest and one listing of each directory, newest first, until one counts. Loading
-    verifies the bytes of tensors. Nothing is deleted.
+    Reads the manifest and one listing of each directory, newest first, until one is valid. Loading
+    verifies the bytes of tensors. It deletes nothing.
 
     Args:
         checkpoints_directory: Directory of ``step-00001200``, ...
@@ -81,7 +82,7 @@ def find_committed(
         exclude: Names of directories that could not be loaded.
 
     Raises:
-        StorageError: The storage refused to show a checkpoint, and no newer one counts.
+        StorageError: The storage refused to show a checkpoint, and no newer one is valid.
     """
     skipped: list[tuple[str, str]] = []
     damaged: list[int] = []
@@ -98,7 +99,7 @@ def find_committed(
         except UcpError as error:
             is_storage = isinstance(error, StorageError) and error.facts.get("errno") != EIO
             if is_storage and not error.facts.get("missing"):
-                # An expired password must not send the run back to an older step, or to nothing.
+                # An expired password must not send the run back to an older step, or to none.
                 raise
             skipped.append((name, str(error)))
             is_gone = is_storage or isinstance(error, CheckpointNotFoundError)
@@ -119,16 +120,16 @@ def find_committed(
 def unloadable(
     store: Store, checkpoints_directory: str, *, lineage: Lineage, with_data: bool = False
 ) -> tuple[tuple[int, str], ...]:
-    """Return ``(step, reason)`` of checkpoints that were committed and count, newest first.
+    """Return ``(step, reason)`` of committed, unfenced checkpoints, newest first.
 
-    Ask when ``find_committed`` finds nothing: a run must not restart beside these, because somebody
-    may repair one. The reason is empty if only loading the bytes shows the damage.
+    Call it when ``find_committed`` finds nothing: a run must not restart beside these, because
+    somebody may repair one. The reason is empty if only loading the bytes reveals the damage.
 
     Args:
         checkpoints_directory: See ``find_committed``.
         lineage: See ``ucp_core.lineage``.
-        with_data: Also return those that have data but no manifest. That is also what a save leaves
-            that was cut off, so ask for them if something was committed.
+        with_data: Also return those that have data but no manifest. An interrupted save leaves the
+            same, so ask for them only if something was committed.
 
     Raises:
         StorageError: The storage refused to show a checkpoint.
@@ -154,9 +155,9 @@ def unloadable(
 
 
 def newest_finite(store: Store, checkpoints_directory: str, *, lineage: Lineage) -> tuple[int, int]:
-    """Return the newest step that counts, and the newest of them whose weights are finite.
+    """Return the newest valid step, and the newest one with finite weights.
 
-    0 for none. A later checkpoint may say that an earlier one is not finite.
+    0 if there is none. A later checkpoint may say that an earlier one is not finite.
 
     Raises:
         StorageError: The storage refused to show a checkpoint.
@@ -183,7 +184,7 @@ def _newest_finite(newest_first: Iterable[tuple[str, tuple[int, int]]]) -> str:
     """Return the name of the newest checkpoint with finite weights; "" without one.
 
     Args:
-        newest_first: Name and step of each, and the newest finite step that it knows of.
+        newest_first: Name and step of each, and the newest finite step that it records.
     """
     bound = math.inf
     for name, (step, sound_step) in newest_first:
@@ -200,23 +201,23 @@ def _sound_step(checkpoint: Checkpoint) -> int:
 
 
 def best_steps(checkpoint: Checkpoint) -> list[int]:
-    """Return the steps up to this one that a run keeps because a value was best, best first."""
+    """Return the steps up to this one that a run keeps for their value, best first."""
     told = checkpoint.manifest.extra.get(BEST)
     rows = told.get("kept", ()) if isinstance(told, dict) else ()
     return [row[0] for row in rows if isinstance(row, list) and row and isinstance(row[0], int)]
 
 
 def last_attempt(store: Store, checkpoints_directory: str, names: Iterable[str]) -> int:
-    """Return the highest attempt that has a file in the directories ``names``; 0 without any.
+    """Return the highest attempt with a file in the directories ``names``; 0 if there is none.
 
-    A later attempt needs a higher number: one of this number would take the files for its own.
+    A later attempt needs a higher number: with the same one it would take the files for its own.
     """
     found = (_attempts(store, join(checkpoints_directory, name)) for name in names)
     return max((attempt for attempts in found for attempt in attempts), default=0)
 
 
 def _attempts(store: Store, directory: str) -> set[int]:
-    """Return the attempts that have a file in a checkpoint's directory."""
+    """Return the attempts with a file in a checkpoint's directory."""
     matches = map(_RANK_FILE.fullmatch, store.list(directory))
     return {int(match[1]) for match in matches if match}
 
@@ -232,8 +233,8 @@ def _open_valid(store: Store, directory: str, lineage: Lineage) -> Checkpoint:
     checkpoint = open_checkpoint(store, directory)
     if counts(step=checkpoint.step, attempt=checkpoint.attempt, lineage=lineage):
         return checkpoint
-    # A slow fenced process can replace a newer attempt's manifest between its check and its
-    # write. The newer records still exist and commit again.
+    # A slow fenced process can replace a newer attempt's manifest between its check and its write.
+    # The newer records still exist and commit again.
     for attempt, world_size in _complete_attempts(store, directory):
         step = checkpoint.step
         if (
@@ -254,7 +255,7 @@ def _open_valid(store: Store, directory: str, lineage: Lineage) -> Checkpoint:
 
 
 def _complete_attempts(store: Store, directory: str) -> list[tuple[int, int]]:
-    """Return ``(attempt, world_size)`` by the records of rank 0, newest first."""
+    """Return ``(attempt, world_size)`` from the records of rank 0, newest first."""
     found: list[tuple[int, int]] = []
     for name in store.list(directory):
         match = re.fullmatch(r"a(\d+)-r00000\.json", name)
@@ -296,27 +297,27 @@ def collect_garbage(
 
 
 class _Seen(NamedTuple):
-    """The facts of a complete checkpoint that retention needs."""
+    """The facts about a complete checkpoint that retention needs."""
 
     attempt: int
     step: int
-    sound_step: int  #: The newest step whose weights are finite, as it knows.
+    sound_step: int  #: The newest step with finite weights, as this checkpoint records it.
     best: tuple[int, ...]  #: The best steps up to it.
 
 
 class Collector:
-    """Deletes the directories that are older than the ``keep`` newest valid checkpoints.
+    """Deletes directories older than the ``keep`` newest valid checkpoints.
 
-    Newer directories may be unfinished and are left. With fewer than ``keep`` valid checkpoints
-    nothing is deleted. The newest one with finite weights never is, nor are the best ones that the
-    newest names (``best_steps``). A checkpoint that a reader
-    holds (``reading``) is left for the next call. On storages without locks a checkpoint is first
-    withdrawn, so that nobody opens it any more; a call at least ``grace_s`` later deletes it.
+    Newer directories may be unfinished and stay. With fewer than ``keep`` valid checkpoints it
+    deletes nothing. It never deletes the newest one with finite weights, nor the best ones that the
+    newest names (``best_steps``). A checkpoint that a reader holds (``reading``) stays until the
+    next call. On storage without locks a checkpoint is first withdrawn, so that no reader opens it;
+    a call at least ``grace_s`` later deletes it.
 
-    What the next claimant of the run resumes from is never deleted: it is at least as new as the
-    newest checkpoint here, because that one begins after ``require_owner`` was asked.
+    It never deletes what the next claimant of the run resumes from: that is at least as new as the
+    newest checkpoint here, because the claimant begins after ``require_owner`` was asked.
 
-    It remembers what it saw, so that each checkpoint is looked at once. Not thread-safe.
+    It remembers what it saw, so that it looks at each checkpoint once. Not thread-safe.
 
     Args:
         checkpoints_directory: See ``find_committed``.
@@ -337,9 +338,9 @@ class Collector:
         assert keep >= 1, f"keep={keep} would delete the last committed checkpoint"
         self._store, self._directory = store, checkpoints_directory
         self._keep, self._grace_s, self._now_s = keep, grace_s, now_s
-        #: Those that were seen to be complete.
+        #: Checkpoints seen to be complete.
         self._complete: dict[str, _Seen] = {}
-        #: When those were withdrawn that are not deleted yet.
+        #: When checkpoints were withdrawn that are not yet deleted.
         self._withdrawn_s: dict[str, float] = {}
         self._collected_s = -math.inf
 
@@ -349,11 +350,11 @@ class Collector:
         *,
         require_owner: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """Delete what is due, and return its names.
+        """Delete what is due and return its names.
 
         Args:
             lineage: See ``ucp_core.lineage``.
-            require_owner: See ``try_commit``; called when it is known what to delete, and before.
+            require_owner: See ``try_commit``; called after the search, before anything is deleted.
         """
         self._collected_s = self._now_s()
         names = step_names(self._store, self._directory)
@@ -370,16 +371,16 @@ class Collector:
         return [name for name in doomed if self._delete(name)]
 
     def collect_sometimes(self, lineage: Lineage, *, require_owner: Callable[[], None]) -> None:
-        """Do the same, but where every look costs a request not after each checkpoint.
+        """Do the same, but where every look costs a request, not after each checkpoint.
 
-        What is withdrawn stays for ``grace_s``, so a sixtieth of it later matters little.
+        A withdrawn checkpoint stays for ``grace_s``, so a sixtieth of that later matters little.
         """
         is_recent = self._now_s() - self._collected_s < self._grace_s / 60
         if self._store.appends or not is_recent:
             self.collect(lineage, require_owner=require_owner)
 
     def _look(self, name: str, lineage: Lineage) -> _Seen | None:
-        """Return what a checkpoint says; None if it does not count."""
+        """Return what a checkpoint says; None if it is not valid."""
         found = self._complete.get(name)
         if found is None or not counts(step=found.step, attempt=found.attempt, lineage=lineage):
             try:
@@ -400,9 +401,9 @@ class Collector:
         return found
 
     def _delete(self, name: str) -> bool:
-        """Delete one checkpoint if nobody can be reading it; return whether it is gone.
+        """Delete one checkpoint if no reader can hold it; return whether it is gone.
 
-        A link is left: somebody laid it there, and what it leads to is not the run's.
+        A link stays: somebody made it, and its target does not belong to the run.
         """
         store, directory, now_s = self._store, join(self._directory, name), self._now_s()
         if is_link(store, directory):
@@ -414,10 +415,10 @@ class Collector:
                 if held is False:
                     return False
                 if held is None:
-                    # First the note: a crash after it leaves a whole checkpoint.
+                    # The note first: a crash after it leaves a whole checkpoint.
                     note = json.dumps({"withdrawn_s": now_s}).encode()
                     store.write_atomic(withdrawn_path, note, fsync=False)
-                # First the manifest: a half-deleted checkpoint is not committed.
+                # The manifest first: a half-deleted checkpoint is not committed.
                 store.delete_files([join(directory, MANIFEST_NAME)])
                 if held:
                     store.delete(directory)
@@ -440,7 +441,7 @@ class _GoneError(Exception):
 def _locked(store: Store, path: str) -> Iterator[bool | None]:
     with ExitStack() as stack:
         try:
-            # Storages without locks do not check that the file exists.
+            # Storage without locks does not check that the file exists.
             if not store.exists(path):
                 raise _GoneError
             held = stack.enter_context(store.lock(path, shared=False))

@@ -1,4 +1,4 @@
-"""Claims of folders: at most one of two exports or conversions into one folder continues."""
+"""Claims on folders: of two exports or conversions into one folder, at most one continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ucp_core.storage import Store, join, tidied
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: In ``UNFINISHED_NAME``, made exclusively: tells who began there.
+#: In ``UNFINISHED_NAME``, created exclusively: says who began there.
 CLAIM_NAME = "begun"
 _EXPORT = b"export "
 
@@ -22,7 +22,7 @@ _EXPORT = b"export "
 def claimed(store: Store, directory: str) -> Iterator[None]:
     """Hold ``directory`` for an export while a block runs.
 
-    The claim of an export that was killed stays, as do the files that it wrote.
+    The claim of a killed export stays, as do the files that it wrote.
 
     Raises:
         UcpError: Another export or conversion began there.
@@ -53,8 +53,8 @@ def is_of_export(content: bytes) -> bool:
 def in_use(directory: str) -> UcpError:
     """Return the error for a folder that another process claimed."""
     return UcpError(
-        f"another process exports or converts to {directory}, or was killed there: give another "
-        f"destination; if none does, remove {join(directory, UNFINISHED_NAME)} and the files that "
-        "it wrote",
+        f"another process exports or converts to {directory}, or was killed there: give "
+        f"another destination; if none does, remove {join(directory, UNFINISHED_NAME)} and the "
+        "files that it wrote",
         path=directory,
     )

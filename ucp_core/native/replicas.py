@@ -1,9 +1,9 @@
-"""Replicas load together: each reads a share of what all need, and sends it to the others.
+"""Let replicas load together: each reads a share of what all need and sends it to the others.
 
-``n`` ranks that need the same tensors read ``1/n`` of the bytes each (the redundancy-bypassing
-load of the Universal Checkpointing paper). All make the same plan without communication, read and
-verify their share, and send it in chunks. Every chunk says whether its sender could read it, so
-no rank waits for one that failed.
+``n`` ranks that need the same tensors read ``1/n`` of the bytes each (the redundancy-bypassing load
+of the Universal Checkpointing paper). All make the same plan without communication, read and verify
+their share, and send it in chunks. Every chunk says whether its sender could read it, so no rank
+waits for one that failed.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Transport(Protocol):
     def all_gather(self, mine: memoryview, held: Sequence[memoryview]) -> None:
         """Fill ``held[r]`` with ``mine`` of rank ``r``, for every rank.
 
-        Every rank calls it, in the same order, with buffers of one size. It blocks until all
-        have arrived, and raises if a rank is lost.
+        Every rank calls it, in the same order, with buffers of one size. It blocks until all have
+        arrived, and raises if a rank is lost.
         """
 
 
@@ -78,7 +78,7 @@ class Share(NamedTuple):
 
 
 def shares(reads: ReadPlan, num_shares: int) -> list[Share]:
-    """Return the plan in disjoint shares of about equal bytes; some may be empty.
+    """Split the plan into disjoint shares of about equal bytes; some may be empty.
 
     Each share is contiguous in the plan's order, so neighbours in a file stay together.
     """
@@ -110,19 +110,19 @@ def load_together(
 ) -> LoadResult:
     """Fill the data of every tensor in ``need``; each rank reads only a share.
 
-    Every rank of the transport calls it with tensors of the same names and boxes, and waits for
+    Every rank of the transport must call it with tensors of the same names and boxes; it waits for
     the slowest.
 
     Args:
         checkpoint: The source, the same on all ranks.
         need: Boxes and writable memory.
-        transport: The ranks that need the same.
-        threads: Most readers of this rank.
+        transport: The ranks with the same need.
+        threads: Most readers on this rank.
 
     Raises:
         CheckpointCorruptError: A rank cannot read its share, or needs something else. All ranks
-            raise; do not use ``need``. ``facts["peer"]`` is that rank if it is another one.
-        StorageError: A file of this rank's share cannot be read; the others raise too.
+            raise it; do not use ``need``. ``facts["peer"]`` is the rank if it is not this one.
+        StorageError: A file of this rank's share cannot be read; the others raise as well.
     """
     if transport.size == 1:
         return load(checkpoint, need, threads=threads)
@@ -163,7 +163,7 @@ class _Fill(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """The bytes that are read, then sent, in one message."""
+    """Bytes that are read, then sent in one message."""
 
     items: tuple[_Fill, ...]
 
@@ -182,7 +182,7 @@ class _Chunk(NamedTuple):
         )
 
     def read_bytes(self, block_bytes: int) -> int:
-        """Return what is read for it."""
+        """Return what to read for it."""
         return sum(read_bytes_of(item.step, block_bytes) for item in self.items)
 
 
@@ -191,7 +191,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _chunks(reads: ReadPlan, share: Share, chunk_bytes: int) -> list[_Chunk]:
-    """Return a share in messages of at most ``chunk_bytes``, or of one step."""
+    """Return a share as messages of at most ``chunk_bytes``, or of one step."""
     chunks: list[_Chunk] = []
     items: list[_Fill] = []
     num_bytes = 0
@@ -251,7 +251,7 @@ class _Loader:
     def _pairs(
         self, chunk: _Chunk, message: memoryview
     ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """Yield each item's elements in the target, and the same in the message."""
+        """Yield each item's elements in the target and in the message."""
         low = 0
         for item in chunk.items:
             step, part = item.step, self._reads.parts[item.step.part]
@@ -303,10 +303,10 @@ class _Messages:
 
 
 def _rounds(loader: _Loader, work: Sequence[Sequence[_Chunk]], transport: Transport) -> None:
-    """Read this rank's chunks, each while the one before is exchanged.
+    """Read this rank's chunks, each during the exchange of the one before.
 
-    A rank that fails says so in the next message, and all stop after it. So a last message, empty,
-    follows the last chunks.
+    A rank that fails says so in the next message, and all stop after it. An empty last message
+    therefore follows the last chunks.
     """
     mine = work[transport.rank]
     messages = _Messages(transport, max((c.num_bytes for w in work for c in w), default=0))
@@ -334,7 +334,7 @@ def _rounds(loader: _Loader, work: Sequence[Sequence[_Chunk]], transport: Transp
 def _stop_if_failed(
     own: int, heads: Sequence[tuple[bool, int]], failure: BaseException | None
 ) -> None:
-    """Raise this rank's failure, or that of another one, which each rank has been told."""
+    """Raise this rank's failure, or another one that was reported to all ranks."""
     if failure is not None:
         raise failure
     for rank, (failed, _) in enumerate(heads):
@@ -352,7 +352,7 @@ def _take(
     """Unpack another rank's message; return what is wrong with it."""
     if crc32(held[: chunk.num_bytes]) != value:
         return CheckpointCorruptError(
-            f"what rank {rank} of those that load together gave arrived damaged", peer=rank
+            f"what rank {rank} of those that load together sent arrived damaged", peer=rank
         )
     loader.unpack(chunk, held)
     return None

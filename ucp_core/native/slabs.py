@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ucp_core.reading import ReadPlan
 
-#: Alignment of a box in its buffer: a line of the cache.
+#: Alignment of a box in its buffer: a cache line.
 _ALIGNMENT_BYTES = 64
 
 
@@ -38,7 +38,7 @@ class TensorBox(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """A box and its bytes, C-contiguous; they are valid until the next slab is taken."""
+    """A box and its bytes, C-contiguous; valid until the next slab is taken."""
 
     piece: TensorBox
     data: memoryview
@@ -62,12 +62,12 @@ def stream(
     """Yield the bytes of every tensor in order; an empty one yields nothing.
 
     Args:
-        checkpoint: The source, of whatever format.
-        memory_bytes: Bound of the buffers; at least ``MEMORY_BYTES_MIN``.
-        piece_bytes_max: Slabs are no larger than this either.
+        checkpoint: The source, in any format.
+        memory_bytes: Limit for the buffers; at least ``MEMORY_BYTES_MIN``.
+        piece_bytes_max: Slabs are at most this large.
 
     Raises:
-        UcpError: The bound is too small, or the source is damaged.
+        UcpError: The limit is too small, or the source is damaged.
     """
     slab_bytes = _slab_bytes(memory_bytes)
     pieces = pieces_of(entries, min(slab_bytes, piece_bytes_max or slab_bytes))
@@ -77,7 +77,7 @@ def stream(
 def stream_box(
     checkpoint: Checkpoint, entry: TensorEntry, box: Box, *, memory_bytes: int
 ) -> Iterator[Slab]:
-    """Yield the bytes of a box of one tensor in order, as ``stream`` does."""
+    """Yield the bytes of a box of one tensor in order, like ``stream``."""
     slab_bytes = _slab_bytes(memory_bytes)
     boxes = slabs(box, max(1, slab_bytes // DTYPE_BYTES[entry.dtype]))
     yield from _stream(checkpoint, (TensorBox(entry, one) for one in boxes), slab_bytes)
@@ -85,14 +85,14 @@ def stream_box(
 
 def _slab_bytes(memory_bytes: int) -> int:
     check_memory(memory_bytes)
-    # Two buffers, the scratch memory of reading, and as much for the caller's output.
+    # Two buffers, the scratch memory for reading, and as much for the caller's output.
     return memory_bytes // 4
 
 
 def _stream(checkpoint: Checkpoint, pieces: Iterable[TensorBox], slab_bytes: int) -> Iterator[Slab]:
     verified: set[tuple[str, Extent]] = set()
     readers = [SlabReader(checkpoint, slab_bytes, verified) for _ in range(2)]
-    # In this order: the lock is released when nobody reads any more.
+    # In this order: the lock is released once no thread reads.
     with reading(checkpoint), ThreadPoolExecutor(1, thread_name_prefix="ucp-ahead") as pool:
         ahead: Future[list[Slab]] | None = None
         # Small tensors are read together.
@@ -114,8 +114,8 @@ def aligned(num_bytes: int) -> int:
 class SlabReader:
     """Reads boxes of one checkpoint into memory that the next call reuses.
 
-    It verifies a record of a foreign file when the first of its bytes is needed; readers that
-    share ``verified`` verify it once together.
+    It verifies a record of a foreign file when the first of its bytes is needed; readers that share
+    ``verified`` verify it once together.
     """
 
     def __init__(
