@@ -1,4 +1,4 @@
-"""Half-open boxes of tensor elements, and where their elements lie in memory or in a file. Pure.
+"""Half-open boxes of tensor elements, and where their elements are in memory or in a file. Pure.
 
 The box of a 0-d tensor is ``Box((), ())`` and holds one element. Without strides, memory is
 C-contiguous: the last dim varies fastest.
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Box(NamedTuple):
     """The elements ``start[d] <= i[d] < stop[d]`` of a tensor, for every dim ``d``.
 
-    Opening a checkpoint makes one for each fragment: a NamedTuple takes 0.3 us, a frozen dataclass
-    1.5 us. Methods use ``map``, which is three times as fast as a generator.
+    Opening a checkpoint creates one per fragment: a NamedTuple takes 0.3 us, a frozen dataclass 1.5
+    us. Methods use ``map``, which is three times as fast as a generator.
     """
 
     start: tuple[int, ...]
@@ -26,7 +26,7 @@ class Box(NamedTuple):
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
-        """Return the box that holds every element of ``shape``."""
+        """Return the box of all elements of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -45,7 +45,7 @@ class Box(NamedTuple):
         return any(map(ge, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the box of common elements, or None if there are none."""
+        """Return the box of the common elements, or None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(map(ge, start, stop)):
@@ -53,11 +53,11 @@ class Box(NamedTuple):
         return Box(start, stop)
 
     def contains(self, other: Box) -> bool:
-        """Return whether every element of ``other`` is in this box."""
+        """Return whether this box contains ``other``."""
         return all(map(le, self.start, other.start)) and all(map(le, other.stop, self.stop))
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
-        """Return disjoint boxes with the elements of this box that are not in ``other``."""
+        """Return disjoint boxes with the elements of this box outside ``other``."""
         inner = self.intersect(other)
         if inner is None:
             return () if self.is_empty else (self,)
@@ -94,14 +94,14 @@ class Box(NamedTuple):
         )
 
     def relative_to(self, outer: Box) -> Box:
-        """Return the same elements, counted from the start of ``outer``."""
+        """Return the same elements in the coordinates of ``outer``."""
         return Box(
             tuple(a - o for a, o in zip(self.start, outer.start, strict=True)),
             tuple(b - o for b, o in zip(self.stop, outer.start, strict=True)),
         )
 
     def __str__(self) -> str:
-        """Return the bounds as in ``[0:4, 2:8]``."""
+        """Return the bounds as text, such as ``[0:4, 2:8]``."""
         bounds = (f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True))
         return f"[{', '.join(bounds)}]"
 
@@ -130,7 +130,7 @@ def packed_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def is_packed(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether elements at ``strides`` lie side by side and in order."""
+    """Return whether elements at ``strides`` are adjacent and in order."""
     expected = itemsize
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         if extent != 1:
@@ -153,7 +153,7 @@ def reach(inner: Box, outer: Box, strides: Sequence[int], itemsize: int) -> tupl
 
 
 def is_contiguous(inner: Box, outer: Box) -> bool:
-    """Return whether the elements of ``inner`` lie side by side in the memory of ``outer``."""
+    """Return whether the elements of ``inner`` are adjacent in the memory of ``outer``."""
     first, last = span(inner, outer)
     return last - first == inner.num_elements
 
@@ -185,7 +185,7 @@ def runs(inner: Box, outer: Box) -> Iterator[tuple[int, int]]:
 
 
 def slabs(box: Box, num_elements_max: int) -> Iterator[Box]:
-    """Yield boxes of at most ``num_elements_max`` that follow one another in memory."""
+    """Yield boxes of at most ``num_elements_max`` elements that are adjacent in memory."""
     assert num_elements_max >= 1, f"num_elements_max={num_elements_max} holds nothing"
     if box.is_empty:
         return
@@ -202,7 +202,7 @@ def slabs(box: Box, num_elements_max: int) -> Iterator[Box]:
 def flat_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Return at most ``2 * ndim - 1`` disjoint boxes with the flat positions ``[start, stop)``.
 
-    In memory order. ZeRO, which cuts flattened tensors, is described by them.
+    In memory order. They describe the shards of ZeRO, which cuts flattened tensors.
     """
     total = prod(shape)
     assert 0 <= start <= stop <= total, f"[{start}, {stop}) is not in a tensor of {total} elements"

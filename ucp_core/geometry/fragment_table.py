@@ -1,8 +1,8 @@
 """Fragments of many tensors as columns of numbers, which become objects when needed. Pure.
 
-A checkpoint of 1,000 ranks has a million fragments, of which one rank needs a few thousand. Rows
-take a fifth of the memory of objects, and numpy handles a million rows in the time in which
-Python makes ten thousand objects.
+A checkpoint of 1,000 ranks has a million fragments, and one rank needs a few thousand of them. Rows
+take a fifth of the memory of objects, and numpy handles a million rows in the time that Python
+needs for ten thousand objects.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: Columns of ``Table.places``.
 FILE, OFFSET, NUM_BYTES, CRC, FIRST_BLOCK, NUM_BLOCKS = range(6)
 START, STOP = range(2)
-#: Bound of positions if all tensors lie side by side; the sum of two still fits int64.
+#: Limit of positions if all tensors are adjacent; the sum of two still fits int64.
 _POSITION_MAX = 1 << 61
 
 
@@ -78,7 +78,7 @@ class TableTensors:
 
     @cached_property
     def ndim(self) -> int:
-        """Return the most dims of any tensor."""
+        """Return the largest number of dims of any tensor."""
         return int(self.ndims.max(initial=0))
 
     @cached_property
@@ -88,17 +88,17 @@ class TableTensors:
 
     @cached_property
     def itemsizes(self) -> Numbers:
-        """Return the bytes of one element of every tensor."""
+        """Return the bytes per element of every tensor."""
         return np.array([DTYPE_BYTES[tensor.dtype] for tensor in self.every], np.int64)
 
 
 class _Ranges(NamedTuple):
-    """Tensors that are cut into ranges of their memory, for example by rows; most are."""
+    """Tensors cut into ranges of their memory, for example by rows; most are."""
 
-    #: By tensor: whether it is cut so, which proves that every element is held once. Other
-    #: tensors may be valid too: tensor parallelism cuts columns.
+    #: By tensor: whether it is cut this way, which proves that every element is held once. Other
+    #: tensors may be valid, too: tensor parallelism cuts columns.
     is_range: NDArray[np.bool_]
-    bases: Numbers  #: By tensor: its first position if all tensors lie side by side.
+    bases: Numbers  #: By tensor: its first position if all tensors are adjacent.
     firsts: Numbers  #: By row: its first position. Rows of other tensors are empty.
     lasts: Numbers  #: By row: its end.
 
@@ -176,7 +176,7 @@ class Table:
         start, stop, size = spans(inner, self.bounds[row])
         target, _, _ = spans(inner, bounds[place])
         itemsize = self.tensors.itemsizes[number[place]]
-        # Bytes that are contiguous in a range of a tensor are so in every box of it.
+        # Bytes that are contiguous in a range of a tensor are contiguous in every box of it.
         target = np.where(stop - start == size, target * itemsize, -1)
         numbers = np.stack([start * itemsize, stop * itemsize, target], axis=1)
         found = [
@@ -250,7 +250,7 @@ class Table:
 
 
 class TableEntries(Mapping[TensorKey, TensorEntry]):
-    """The tensors of a table as a ``StateMap`` needs them; each is made on demand."""
+    """The tensors of a table, as a ``StateMap`` needs them; created on demand."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -282,9 +282,9 @@ def bounds_of(boxes: Sequence[Box], ndim: int) -> Numbers:
 
 
 def spans(inner: Numbers, outer: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Return flat positions of boxes in others that they lie in: first, behind the last, and size.
+    """Return flat positions of boxes within larger ones: first, end, and size.
 
-    Where the box is not empty, it lies side by side in the other if size is what is between them.
+    A non-empty box is contiguous in the other one if its size equals the distance between the two.
     """
     first = np.zeros(len(inner), np.int64)
     last = np.zeros(len(inner), np.int64)

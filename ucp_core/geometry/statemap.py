@@ -37,7 +37,7 @@ DTYPE_BYTES = {
     "F64": 8,
     "C64": 8,
 }
-#: Ways of cutting tensors to remember; a layer has about ten.
+#: How many ways of cutting tensors to remember; a layer has about ten.
 _CUTS_KEPT = 64
 
 
@@ -57,7 +57,7 @@ class Fragment(NamedTuple):
 
     box: Box  #: The elements, in coordinates of the whole tensor.
     file: str  #: Name in the checkpoint's directory.
-    offset_bytes: int  #: Place of the first element in the file.
+    offset_bytes: int  #: Offset of the first element in the file.
     num_bytes: int  #: Bytes from there to the end of the last element.
     #: Checksum of all its bytes; None if a foreign format has no checksum of this range.
     crc32: int | None
@@ -67,10 +67,10 @@ class Fragment(NamedTuple):
     replica: bool = False  #: Another fragment without this flag holds the same elements.
     #: Bytes between neighbours along each dim; None if the box is C-contiguous.
     strides: tuple[int, ...] | None = None
-    copy: int = 0  #: Number of the independently updated copy of the tensor that it belongs to.
+    copy: int = 0  #: Number of the independently updated copy that it belongs to.
 
     def byte_strides(self, itemsize: int) -> tuple[int, ...]:
-        """Return the bytes between neighbours along each dim, also of a C-contiguous box."""
+        """Return the bytes between neighbours along each dim, also for a C-contiguous box."""
         if self.strides is not None:
             return self.strides
         return packed_strides(self.box.shape, itemsize)
@@ -113,7 +113,7 @@ class StateMap:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all tensors, replicas counted once."""
+        """Return the size of all tensors, counting replicas once."""
         return sum(entry.num_bytes for entry in self.entries.values())
 
     def prove_coverage(self) -> None:
@@ -132,10 +132,10 @@ class StateMap:
 
 
 def prove_entry(entry: TensorEntry) -> None:
-    """Check one tensor, and each of its copies, as ``StateMap.prove_coverage`` does.
+    """Check one tensor and each of its copies; see ``StateMap.prove_coverage``.
 
-    Disjoint boxes inside the tensor whose sizes add up to its size cover it. That takes n log n
-    for n fragments along one dim, and less for a tensor that is cut like one before it.
+    Disjoint boxes inside the tensor whose sizes add up to its size cover it. That takes n log n for
+    n fragments along one dim, and less for a tensor cut like an earlier one.
     """
     whole, itemsize = Box.full(entry.shape), DTYPE_BYTES[entry.dtype]
     sizes = _sizes_inside(entry.shape, tuple([fragment.box for fragment in entry.fragments]))
@@ -220,7 +220,7 @@ def _prove_once(entry: TensorEntry, whole: Box, primary: Sequence[Fragment], of:
 
 @lru_cache(maxsize=_CUTS_KEPT)
 def _overlap(ndim: int, boxes: tuple[Box, ...]) -> tuple[int, int] | None:
-    """Return two boxes that share an element, or None; sweeps along the most cut dim."""
+    """Return two boxes that share an element, or None; sweep along the dim with the most cuts."""
     filled = [number for number, box in enumerate(boxes) if not box.is_empty]
     if len(filled) <= 1:
         return None

@@ -1,7 +1,7 @@
-"""Casts between float dtypes, bfloat16 and float8 included: one rounding, ties to even.
+"""Casts between float dtypes, including bfloat16 and float8: one rounding, ties to even.
 
-As in IEEE 754, NaN stays NaN, infinities and zeros keep their sign, and too large values become
-infinite (NaN in F8_E4M3, which has no infinity).
+As in IEEE 754, NaN stays NaN, infinities and zeros keep their sign, and values that are too large
+become infinite (NaN in F8_E4M3, which has no infinity).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {
     "C64": np.dtype("<c8"),
     "BOOL": np.dtype("?"),
 }
-#: Dtypes that numpy itself does not have.
+#: Dtypes that numpy itself lacks.
 _SMALL: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -31,7 +31,7 @@ _SMALL: dict[str, np.dtype[Any]] = {
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any] | None:
-    """Return numpy's dtype for a name of safetensors, or None if there is none."""
+    """Return numpy's dtype for a safetensors name, or None if there is none."""
     if dtype in _NUMPY:
         return _NUMPY[dtype]
     if dtype[0] in "IU":
@@ -75,7 +75,7 @@ def _cast(values: NDArray[Any], target: str) -> NDArray[Any]:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if target not in _SMALL:
             return values.astype(_NUMPY[target])
-        # ml_dtypes goes through float32, and so would round a float64 twice.
+        # ml_dtypes goes through float32, and would therefore round a float64 twice.
         return (_odd_f32(values) if values.dtype == np.float64 else values).astype(_SMALL[target])
 
 

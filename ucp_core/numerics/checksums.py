@@ -1,4 +1,4 @@
-"""crc32 of blocks: the unit in which a fragment is read and verified.
+"""crc32 of blocks, the unit in which fragments are read and verified.
 
 isal computes the same value as zlib, 8 times as fast.
 """
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 try:
     from isal import isal_zlib as _zlib
-except ImportError:  # a platform without isal wheels
+except ImportError:  # A platform without isal wheels.
     import zlib as _zlib  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def joined(first: Sums, second: Sums, second_bytes: int) -> Sums:
-    """Return the checksums of two pieces, of which the first ends with a whole block."""
+    """Return the checksums of two pieces, the first of which ends with a whole block."""
     return combine(first[0], second[0], second_bytes), f"{first[1]},{second[1]}"
 
 
@@ -46,7 +46,7 @@ def sums_of_blocks(blocks: Sequence[int], num_bytes: int, block_bytes: int) -> S
 
 
 def combine_slowly(first: int, second: int, second_bytes: int) -> int:
-    """Do what ``combine`` does, if isal is missing.
+    """Do what ``combine`` does, without isal.
 
     Mark Adler's method in zlib: moving a crc32 over zero bytes is a linear map over GF(2), whose
     powers are reached by squaring.

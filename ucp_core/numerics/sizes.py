@@ -1,4 +1,4 @@
-"""Numbers as people write and read them, and bytes as the bound of a group."""
+"""Sizes as people write and read them, and groups limited by bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS = {
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that ``512MiB`` or the like means; a ``ValueError`` shows the form."""
+    """Parse a size such as ``512MiB`` into bytes; a ``ValueError`` shows the form."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2] not in _UNITS:
         units = ", ".join(unit for unit in _UNITS if unit)
@@ -31,7 +31,7 @@ def parse_bytes(text: str) -> int:
 def grouped(
     items: Iterable[_T], bytes_of: Callable[[_T], int], bytes_max: int
 ) -> Iterator[list[_T]]:
-    """Yield items in groups, in order; only an item alone may exceed ``bytes_max``."""
+    """Yield items in groups, in order; only a single item may exceed ``bytes_max``."""
     group: list[_T] = []
     used_bytes = 0
     for item in items:

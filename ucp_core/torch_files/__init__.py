@@ -1,9 +1,9 @@
-"""Torch files, read and written without torch; nothing in them is executed.
+"""Read and write torch files without torch; nothing in them is executed.
 
 A torch file (``torch_reader``, ``torch_writer``) is a zip (``zip_reader``, ``zip_writer``) with a
-pickle (``pickle_reader``, ``pickle_writer``). A pickle holds names of classes
-(``pickle_classes``), tensors (``pickle_tensors``), arrays of numpy (``pickle_arrays``) and small
-values, which become JSON (``pickle_values``). Conversion draws from a ``budget``.
+pickle (``pickle_reader``, ``pickle_writer``). A pickle holds names of classes (``pickle_classes``),
+tensors (``pickle_tensors``), arrays of numpy (``pickle_arrays``) and small values, which become
+JSON (``pickle_values``). A ``budget`` limits the memory of a conversion.
 """
 
 from ucp_core.torch_files.budget import current_budget, reading_within, use_budget

@@ -1,7 +1,7 @@
 """The memory that all readers of one checkpoint may take together.
 
-A pickle of a megabyte can describe gigabytes, and a folder can hold many. So whatever is made of
-a foreign file is paid for beforehand, by what it would take, from one account.
+A pickle of a megabyte can describe gigabytes, and a folder can hold many of them. Everything made
+from a foreign file is therefore paid for in advance, by its estimated size, from one account.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from ucp_core.numerics import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Where nobody gives a bound: the metadata of a million fragments take 4 GiB.
+#: The default limit: the metadata of a million fragments take 4 GiB.
 _MEMORY_BYTES = 6 << 30
 
 
 class Budget:
-    """Bytes that are left; several threads may draw."""
+    """The remaining bytes; several threads may draw."""
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes = self._left = memory_bytes
         self._lock = Lock()
 
     def draw(self, num_bytes: int, where: str) -> None:
-        """Take ``num_bytes`` for good.
+        """Take ``num_bytes``; they are never returned.
 
         Args:
-            num_bytes: About what comes next will take.
+            num_bytes: Estimate of what comes next.
 
         Raises:
-            MemoryBudgetError: There are not so many left.
+            MemoryBudgetError: Fewer are left.
         """
         with self._lock:
             self._left -= num_bytes
@@ -54,18 +54,18 @@ _CURRENT: ContextVar[Budget | None] = ContextVar("ucp_budget", default=None)
 
 
 def current_budget() -> Budget:
-    """Return the budget of the checkpoint that is being opened; outside of that, a new one."""
+    """Return the budget of the checkpoint being opened; outside of that, a new one."""
     return _CURRENT.get() or Budget(_MEMORY_BYTES)
 
 
 def use_budget(budget: Budget) -> None:
-    """Let this thread draw from ``budget``: a pool's threads do not inherit it."""
+    """Make this thread draw from ``budget``: threads of a pool do not inherit it."""
     _CURRENT.set(budget)
 
 
 @contextmanager
 def reading_within(memory_bytes: int | None) -> Iterator[None]:
-    """Let all that the block reads draw from one budget."""
+    """Make everything that the block reads draw from one budget."""
     token = _CURRENT.set(Budget(memory_bytes or _MEMORY_BYTES))
     try:
         yield

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-#: Kinds and sizes of numpy as struct calls them; a complex number is two of them.
+#: Kinds and sizes of numpy in struct's terms; a complex number is two of them.
 _CODES = {
     "b1": "?",
     "i1": "b",
@@ -33,18 +33,18 @@ _NDIM_MAX = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumpyArray:
-    """An array of numbers or booleans as its pickle has it.
+    """An array of numbers or booleans, as its pickle has it.
 
     Raises:
-        TypeError: Its dtype is no kind of number.
-        ValueError: Its shape needs another number of bytes.
+        TypeError: Its dtype is not numeric.
+        ValueError: Its shape does not match its number of bytes.
     """
 
     shape: tuple[int, ...]  #: The shape of the array; empty for a scalar.
     data: bytes | bytearray  #: Its elements, without gaps.
     dtype: str  #: numpy's name without the byte order, such as ``f4``.
-    byte_order: str  #: ``<``, ``>``, or ``=`` or ``|`` for this machine's.
-    is_fortran: bool  #: Whether neighbours along the first dim are side by side.
+    byte_order: str  #: ``<``, ``>``, or ``=`` or ``|`` for this machine's order.
+    is_fortran: bool  #: Whether neighbours along the first dim are adjacent.
 
     def __post_init__(self) -> None:
         if self.dtype not in _CODES or self.byte_order not in _BYTE_ORDERS:
@@ -59,11 +59,11 @@ class NumpyArray:
 
     @property
     def num_elements(self) -> int:
-        """Return how many elements it has."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     def tolist(self) -> Any:
-        """Return its elements in lists of lists, as numpy does; a scalar as its number."""
+        """Return its elements as nested lists, like numpy; a scalar as its number."""
         code = _CODES[self.dtype]
         count = len(self.data) // struct.calcsize(f"={code}")
         values: Any = struct.unpack(f"{_BYTE_ORDERS[self.byte_order]}{count}{code}", self.data)

@@ -1,4 +1,4 @@
-"""Our stand-ins for the classes of foreign pickles, by name. Nothing is imported for a name.
+"""Our stand-ins for the classes of foreign pickles, by name. A name never causes an import.
 
 ``DEFAULT`` lists the classes that occur in the files of torch, DeepSpeed, Megatron and their
 dependencies. Each value is a function of ours that checks the types of its arguments and returns
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Allow: TypeAlias = "frozenset[str] | Mapping[str, Callable[..., Any]]"
 
-#: Elements of a tuple that is a key, nested ones included. Hashing follows nested tuples; a tuple
-#: that contains another twice at each of 64 levels would be hashed for ever.
+#: Limit for the elements of a tuple used as a key, including nested ones. Hashing follows nested
+#: tuples; a tuple that contains another twice at each of 64 levels would be hashed forever.
 _KEY_ELEMENTS_MAX = 64
 _NAME_CHARACTERS_MAX = 500
 
@@ -37,7 +37,7 @@ class Global:
     """A name in a pickle: of a class, a function or a dtype."""
 
     name: str  #: The name with its module.
-    #: Returns what a call of it becomes.
+    #: Returns the result of calling it.
     make: Callable[..., Any] = field(repr=False, compare=False)
 
 
@@ -47,11 +47,11 @@ class Opaque:
 
     name: str  #: Name of the class, with its module.
     args: tuple[Any, ...] = ()  #: Arguments of the call that made it.
-    state: Any = None  #: Its state; usually a dict of its attributes.
+    state: Any = None  #: Its state, usually a dict of its attributes.
 
 
 class Array:
-    """A numpy array whose content comes later."""
+    """A numpy array whose content follows later."""
 
     def with_state(self, state: Any) -> Any:
         """Return the array: ``(version, shape, dtype, is_fortran, bytes)``."""
@@ -216,7 +216,7 @@ def _path(*parts: Any) -> str:
 
 
 def _attribute(owner: Any, name: Any) -> Opaque:
-    # For members of an enumeration and nested classes: only the names are joined.
+    # For members of an enumeration and nested classes: only joins the names.
     return Opaque(f"{_kind(owner, Global).name}.{_kind(name, str)}")
 
 
@@ -246,7 +246,7 @@ def _numpy_scalar(dtype: Any, data: Any = None) -> Any:
 
 
 def array_of(data: Any, dtype: Any, shape: Any, order: Any) -> NumpyArray:
-    """Return the numpy array that a pickle describes; only of numbers and booleans."""
+    """Return the numpy array that a pickle describes; numbers and booleans only."""
     if type(dtype) is not Opaque or dtype.name != "numpy.dtype":
         msg = "an array without a dtype"
         raise TypeError(msg)
@@ -272,7 +272,7 @@ def _int(value: Any = 0) -> int:
     return int(_kind(value, int, bool))
 
 
-#: Modules under the names that older or newer pickles have for them.
+#: Modules under the names that older or newer pickles use for them.
 _RENAMED = {
     "__builtin__": "builtins",
     "copy_reg": "copyreg",
@@ -376,7 +376,7 @@ DEFAULT: dict[str, Callable[..., Any]] = {
     "builtins.tuple": _size,
     "builtins.dict": _dict,
     "builtins.int": _int,
-    # Names of protocol 2, which torch writes, for int and str.
+    # Names that protocol 2, which torch writes, uses for int and str.
     "builtins.long": _int,
     "builtins.unicode": _plain,
     "builtins.float": _float,

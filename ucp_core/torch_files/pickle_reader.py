@@ -1,21 +1,21 @@
-"""Reads a pickle as plain values and executes nothing: it knows data, and names of classes.
+"""Read a pickle as plain values and execute nothing: the reader knows data and names of classes.
 
-The machine can neither import nor call what a pickle names: a name is looked up in a table of our
-own functions (``pickle_classes``), and a name that is not there is an error. Every opcode costs
-bounded time and memory: what a pickle builds is not larger than the pickle, except for what it
-shares with itself. Protocols 2 to 5, which torch, DeepSpeed and Megatron write. Source: the
-comments of ``Lib/pickletools.py`` of CPython 3.11, which define the opcodes.
+The machine can neither import nor call what a pickle names: it looks a name up in a table of our
+own functions (``pickle_classes``), and an unknown name is an error. Every opcode costs bounded time
+and memory: what a pickle builds is no larger than the pickle, except for values it shares with
+itself. It reads protocols 2 to 5, which torch, DeepSpeed and Megatron write. Source: the comments
+of ``Lib/pickletools.py`` of CPython 3.11, which define the opcodes.
 
 ``pickle.Unpickler`` with ``find_class`` imports nothing unlisted either, and is 5 times as fast.
-But its dicts and its memo are C code without a hook, and these pickles break it (CPython 3.11;
+But its dicts and its memo are C code without hooks, and these pickles break it (CPython 3.11;
 ``tests/support/hostile_pickles.py`` has them):
 
-- "endless hash", 133 bytes: a tuple that holds itself twice at 64 levels is the key of a dict.
-  Hashing it never ends and ignores signals.
+- "endless hash", 133 bytes: a dict key is a tuple that holds itself twice at 64 levels. Hashing it
+  never ends and ignores signals.
 - "deep key", 300 KB: a tuple nested 300,000 levels deep is a key. The process ends by SIGSEGV.
 - "memo index", 7 bytes: LONG_BINPUT with index 2**31 takes 32 GiB.
 
-To find them beforehand means to follow the stack opcode by opcode, which is this machine.
+To find these in advance means to follow the stack opcode by opcode, which is this machine.
 ``pickle._Unpickler``, in Python, is 2 to 3 times as slow.
 """
 
@@ -40,7 +40,7 @@ from ucp_core.torch_files.pickle_classes import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: The largest pickle that is read. The metadata of a million fragments has about 250 MB.
+#: The largest pickle to read. The metadata of a million fragments has about 250 MB.
 PICKLE_BYTES_MAX = 1 << 30
 _PROTOCOL_MAX = 5
 #: Size of the largest integer; the state of a generator has 19,968 bits.
@@ -48,9 +48,9 @@ _LONG_BYTES_MAX = 4096
 _DEPTH_MAX = 1 << 20
 _COPIED_MIN = 1 << 16
 _SIZED = frozenset((list, tuple, dict, set, frozenset, str, bytes))
-#: About what an opcode takes at most, by CPython 3.11: its object with room to grow, its place on
-#: the stack, its number in the memo. The bytes of a pickle are counted, those in texts too, so the
-#: opcodes that are small letters pay when they come (``_pay``).
+#: Estimate of what an opcode takes at most in CPython 3.11: its object with room to grow, its place
+#: on the stack, its number in the memo. The budget counts the bytes of a pickle, including those of
+#: texts, so opcodes that are small letters pay when they come (``_pay``).
 _COSTS = {
     b"]": 96,
     b"}": 192,
@@ -81,7 +81,7 @@ _COSTS = {
 _BYTE_COST = 2
 _OBJECT_BYTES = 256
 _ELEMENT_BYTES = 128
-#: Entries of the memo, or values of a container, that are paid for at once.
+#: Entries of the memo, or values of a container, that are paid for together.
 _MANY = 1 << 12
 
 _INT32 = struct.Struct("<i").unpack_from
@@ -105,14 +105,14 @@ def read_pickle(
 
     Args:
         data: One pickle.
-        allow: More classes: names (a name that ends with a dot allows all below it) that become
-            ``Opaque``, or a mapping from a name to the function that makes the value.
+        allow: More classes: names (a name that ends with a dot allows everything below it) that
+            become ``Opaque``, or a mapping from a name to the function that makes the value.
         persistent: Resolves persistent ids; without it they are an error.
 
     Raises:
-        ForeignClassError: Names a class that is not allowed, or data that cannot be read.
-        MemoryBudgetError: Its content takes more memory than is left for the checkpoint.
-        CheckpointCorruptError: Not a pickle of these protocols, cut short, or too large.
+        ForeignClassError: It names a class that is not allowed, or data that cannot be read.
+        MemoryBudgetError: Its content takes more memory than the checkpoint has left.
+        CheckpointCorruptError: It is not a pickle of these protocols, cut short, or too large.
     """
     if len(data) > PICKLE_BYTES_MAX:
         raise CheckpointCorruptError(
@@ -199,7 +199,7 @@ class _Machine:
             while True:
                 code = data[pos]
                 pos += 1
-                # These five are half of all opcodes; method calls for them took a third of the
+                # These five are half of all opcodes; calling methods for them took a third of the
                 # time.
                 if code == _LONG_BINGET:
                     stack.append(memo[_UINT32(data, pos)[0]])
@@ -264,7 +264,7 @@ class _Machine:
         self.budget.draw(num_bytes, self.where)
 
     def _text(self, data: bytes) -> str:
-        # One wide character makes all of a text's characters wide.
+        # One wide character makes all characters of a text wide.
         if len(data) > _COPIED_MIN and not data.isascii():
             self._pay(4 * len(data))
         return str(data, "utf-8", "surrogatepass")
@@ -305,7 +305,7 @@ class _Machine:
         self._pay(_ELEMENT_BYTES)
         self.stack.append(self.stack[-1])
 
-    # The memo: what is mentioned again.
+    # The memo, for values used again.
 
     def op_binput(self) -> None:
         self.memo[self.data[self.pos]] = self.stack[-1]
@@ -442,7 +442,7 @@ class _Machine:
         _filled(self.stack[-1], [key, value])
 
     def op_setitems(self) -> None:
-        # This makes no list of its own, because every object with attributes comes here.
+        # No separate list is made, because every object with attributes comes here.
         stack, mark = self.stack, self.marks.pop()
         if not mark or (len(stack) - mark) % 2:
             msg = "a key has no value, or no dict to be in"
@@ -463,7 +463,7 @@ class _Machine:
             check_key(item)
         _expect(self.stack[-1], set).update(items)
 
-    # Names and objects. Nothing here reaches Python's own names.
+    # Names and objects. None of this reaches Python's own names.
 
     def op_global(self) -> None:
         module = self._line()

@@ -53,7 +53,7 @@ class TensorRef(NamedTuple):
 
     dtype: str  #: safetensors' name.
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  #: Elements between neighbours along each dim.
+    strides: tuple[int, ...]  #: Strides, in elements, along each dim.
     file: str  #: The name given to ``read_torch_file``.
     offset_bytes: int  #: Position of the first element in the file.
     extent: Extent | None  #: Its whole storage with the crc32; None if torch wrote no checksum.
@@ -65,12 +65,12 @@ class TensorRef(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes from the first element to behind the last one."""
+        """Return the bytes from the first element to the end of the last one."""
         return _span(self.shape, self.strides) * DTYPE_BYTES[self.dtype]
 
     @property
     def byte_strides(self) -> tuple[int, ...] | None:
-        """Return the strides in bytes, or None where the elements are C-contiguous."""
+        """Return the strides in bytes, or None if the elements are C-contiguous."""
         if 0 in self.shape or _is_packed(self.shape, self.strides, 1):
             return None
         return tuple(stride * DTYPE_BYTES[self.dtype] for stride in self.strides)
@@ -98,7 +98,7 @@ class StorageRef:
 
 @lru_cache(maxsize=64)
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return the elements from the first to behind the last."""
+    """Return the elements from the first to the end of the last."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))

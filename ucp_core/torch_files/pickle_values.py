@@ -1,4 +1,4 @@
-"""Converts values of a pickle to JSON: the small ones that are kept beside tensors. Pure."""
+"""Convert the values of a pickle to JSON: the small ones, kept beside tensors. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _DEPTH_MAX = 100
 #: Memory of a value beside its text: its place, and the pieces of JSON around it.
 _NODE_BYTES = 256
-#: Memory of a reader's notes about each value that it keeps: its name, and what became of it.
+#: Memory of a reader's notes about each value that it keeps: its name and its fate.
 _NOTE_BYTES = 512
-#: JSON is a text, the pieces of it, and the bytes of a file, some of them twice for a moment.
+#: JSON is a text, the pieces of it, and the bytes of a file, some of them briefly twice.
 _TEXT_COPIES = 4
 #: The budget has a lock, which is slower than converting a number.
 _OWED_MAX = 64 << 10
@@ -44,13 +44,13 @@ def as_json(
     Args:
         value: A result of ``read_pickle``.
         where: The file and the key of the value, for messages.
-        tensor: Makes the value of a tensor; without it a tensor is an error.
-        exact: Mark what JSON does not have, so that it can be converted back: ``{"tuple": [...]}``,
+        tensor: Converts a tensor; without it a tensor is an error.
+        exact: Mark what JSON lacks, so that it can be converted back: ``{"tuple": [...]}``,
             ``{"float": "inf"}``, and ``{"dict": [[key, value], ...]}`` if a key is a number.
 
     Raises:
-        ForeignClassError: It holds a tensor, or is deeper than any small value.
-        MemoryBudgetError: It takes more memory than is left for the checkpoint.
+        ForeignClassError: It holds a tensor, or is nested deeper than any small value.
+        MemoryBudgetError: It takes more memory than the checkpoint has left.
     """
     converter = _Converter(tensor, where, exact=exact)
     made = converter.convert(value, 0)
@@ -59,7 +59,7 @@ def as_json(
 
 
 class _Converter:
-    """Pays for every value beforehand: JSON repeats what a pickle shares."""
+    """Pays for every value in advance: JSON repeats what a pickle shares."""
 
     def __init__(
         self, tensor: Callable[[TensorRef], Any] | None, where: str, *, exact: bool
@@ -88,7 +88,7 @@ class _Converter:
             self._count(0, len(encode_basestring_ascii(value)))
             return value
         if isinstance(value, int):
-            # Three bits are a digit or less. Printing takes time by the square of the digits.
+            # Three bits are a digit or less. Printing takes time quadratic in the digits.
             self._count(0, value.bit_length() // 3)
             if value.bit_length() > _INTEGER_BITS_MAX:
                 raise ForeignClassError(
@@ -133,7 +133,7 @@ class _Converter:
             made = self._tensor(value)
             return self.convert(made, depth) if isinstance(made, float) else made
         if type(value) is NumpyArray:
-            # Empty lists count too: an array without elements may have many.
+            # Empty lists count, too: an array without elements may have many.
             self._count(prod(max(extent, 1) for extent in value.shape))
             return self.convert(value.tolist(), depth + 1)
         raise ForeignClassError(f"a {type(value).__name__} cannot be kept as JSON")

@@ -1,7 +1,7 @@
 """The pickle stream of a torch file, for a tree of plain values and tensors.
 
-It is written opcode by opcode (protocol 2, which torch itself uses), so that neither torch nor the
-classes must be importable: a class is only named. Counterpart:
+It is written opcode by opcode (protocol 2, which torch itself uses), so neither torch nor the
+classes need to be importable: a class is only named. Counterpart:
 ``ucp_core.torch_files.pickle_reader``.
 """
 
@@ -48,11 +48,11 @@ _INT_BYTES_MAX = 255
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorData:
-    """A tensor to write. The same object twice in a tree is one storage, as tied weights are."""
+    """A tensor to write. The same object twice in a tree is one storage, like tied weights."""
 
     dtype: str  #: By safetensors' names.
     shape: tuple[int, ...]  #: Its shape; it is written C-contiguous.
-    #: Returns its bytes in order, from the beginning at every call.
+    #: Returns its bytes in order, from the start at every call.
     chunks: Callable[[], Iterable[Buffer]]
 
     @property
@@ -86,7 +86,7 @@ class Instance(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A class, function or dtype that is only referred to: ``torch.float16``."""
+    """A class, function or dtype that is only referred to, such as ``torch.float16``."""
 
     name: str
 
@@ -101,8 +101,7 @@ def pickle_tree(tree: Any, *, allow: frozenset[str]) -> tuple[bytes, list[Tensor
     """Return the pickle of ``tree`` and its storages, in the order of their keys 0, 1, ...
 
     Raises:
-        UcpError: A value of a type that is not written, or a class that is not allowed; says
-            where in the tree.
+        UcpError: A value's type or class cannot be written; says where in the tree.
     """
     stream = _Stream(allow)
     try:

@@ -1,8 +1,8 @@
-"""Reads what ``torch.save`` wrote, without torch and without reading any tensor.
+"""Read what ``torch.save`` wrote, without torch and without reading any tensor.
 
 A ``.pt`` file is a zip of uncompressed records: ``NAME/data.pkl``, a pickle that refers to
-storages, and ``NAME/data/KEY`` for each storage. Two reads suffice: the directory at the end, and
-the small records. A tensor becomes a ``TensorRef``, which says where its bytes are. Sources:
+storages, and ``NAME/data/KEY`` for each storage. Two reads are enough: the directory at the end,
+and the small records. A tensor becomes a ``TensorRef``, which says where its bytes are. Sources:
 APPNOTE.TXT 6.3 (zip), and the files that torch 1.6 to 2.13 wrote.
 """
 
@@ -53,7 +53,7 @@ class TorchFile:
 
 
 def read_torch_file(store: Store, directory: str, file: str) -> TorchFile:
-    """Read the pickle of a torch file; no tensor is read.
+    """Read the pickle of a torch file, but no tensor.
 
     Args:
         file: Name in the directory.
@@ -73,7 +73,7 @@ def read_torch_file(store: Store, directory: str, file: str) -> TorchFile:
 def read_torch_part(
     read: zip_reader.Read, size: int, file: str, *, where: str, offset_bytes: int
 ) -> TorchFile:
-    """Read a torch file by ``read(start, length)``, which counts from the start of its zip.
+    """Read a torch file with ``read(start, length)``, which counts from the start of its zip.
 
     Tensors refer to ``file`` and count from ``offset_bytes`` before the zip: torch DCP packs many
     into one file.
@@ -106,7 +106,7 @@ def _small_names(records: Mapping[str, zip_reader.Record], where: str) -> list[s
             f"{where}: its pickle has {records[found[0]].num_bytes} bytes: not a checkpoint",
             path=where,
         )
-    # Before it is read.
+    # Checked before it is read.
     current_budget().draw(records[found[0]].num_bytes, where)
     return [name for name in (found[0], f"{prefix}byteorder") if name in records]
 
@@ -151,7 +151,7 @@ class _Storages:
         self._known: dict[str, StorageRef] = {}
 
     def known(self) -> tuple[StorageRef, ...]:
-        """Return the storages that were referred to."""
+        """Return the storages referred to."""
         return tuple(self._known.values())
 
     def find(self, identity: Any) -> StorageRef:
@@ -195,7 +195,7 @@ class _Storages:
 
 
 class _Template(NamedTuple):
-    """The part that files of one tensor can have in common."""
+    """What files with one tensor each can have in common."""
 
     small_bytes: int  #: Where its small records begin.
     small: bytes  #: The small records.
@@ -222,7 +222,7 @@ class TensorFiles:
     def read(
         self, read: zip_reader.Read, size: int, file: str, *, where: str, offset_bytes: int
     ) -> TensorRef:
-        """Return the tensor of one file; arguments and errors as of ``read_torch_part``."""
+        """Return the tensor of one file; for arguments and errors see ``read_torch_part``."""
         for template in self._known.get(size, ()):
             tail = read(template.directory_bytes, size - template.directory_bytes)
             if (

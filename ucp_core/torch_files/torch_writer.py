@@ -1,4 +1,4 @@
-"""Writes a file that ``torch.load`` reads, without torch and without its tensors in memory.
+"""Write a file that ``torch.load`` reads, without torch and without its tensors in memory.
 
 The tree may hold plain values, ``Size``, tensors (``TensorData``, streamed), and objects of the
 allowed foreign classes (``Instance``, ``Named``). The file names these classes; nothing imports
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Instance", "Named", "Size", "TensorData", "torch_file_chunks", "write_torch_file"]
 
-#: The name that torch gives to archives without a file name; readers take any.
+#: The name that torch gives to archives without a file name; readers accept any.
 _PREFIX = "archive"
 
 
@@ -39,17 +39,17 @@ def write_torch_file(
     allow: frozenset[str] = frozenset(),
     fsync: bool,
 ) -> int:
-    """Write ``tree`` to ``path``, which appears when it is complete, and return its size.
+    """Write ``tree`` to ``path``, which appears once complete, and return its size.
 
     Args:
         tree: Plain values, containers and tensors.
         allow: ``module.Class`` of every foreign class that may occur.
-        fsync: Return only when the data would survive a loss of power.
+        fsync: Return only once the data would survive a power loss.
 
     Raises:
-        UcpError: A value that cannot be written; says where in the tree. Nothing is written.
+        UcpError: A value cannot be written; says where in the tree. Nothing is written.
     """
-    # As torch does: the file's own name is in it, so a reader sees when it is under another one.
+    # Like torch: the file's own name is in it, so a reader notices a rename.
     name = path.rpartition("/")[2]
     chunks = torch_file_chunks(tree, allow=allow, name=name.rpartition(".")[0] or name)
     return store.write_file(path, chunks, fsync=fsync)
@@ -58,7 +58,7 @@ def write_torch_file(
 def torch_file_chunks(
     tree: Any, *, allow: frozenset[str] = frozenset(), name: str = _PREFIX
 ) -> Iterator[Buffer]:
-    """Return the bytes of the file as a stream; errors in the tree are raised at once."""
+    """Return the bytes of the file as a stream; raise errors in the tree at once."""
     data, storages = pickle_tree(tree, allow=CORE_NAMES | allow)
     return _chunks(data, storages, name)
 

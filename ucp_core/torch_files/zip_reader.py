@@ -1,8 +1,8 @@
-"""Reads the directory of an uncompressed zip file by ranges, as few and as small as possible.
+"""Read the directory of an uncompressed zip file by ranges, as few and as small as possible.
 
-Only what torch writes is read: stored records, one disk, no encryption. Source: APPNOTE.TXT 6.3.
+This reads only what torch writes: stored records, one disk, no encryption. Source: APPNOTE.TXT 6.3.
 
-``zipfile`` is no substitute. It reads the local header of every record: 9,022 reads for 3,000
+``zipfile`` is not a substitute. It reads the local header of every record: 9,022 reads for 3,000
 tensors instead of 2, each a request on an object store. For the directory alone it takes longer
 (3,000 records 30 ms instead of 24, one record 48 us instead of 21) and saves 40 of these lines.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Read: TypeAlias = Callable[[int, int], bytes]
 
-#: Read from the end at first: the directory of some 800 records, or a whole small file.
+#: How much to read from the end at first: the directory of some 800 records, or a whole small file.
 TAIL_BYTES = 64 << 10
 #: A zip of a million storages has a directory of 80 MB.
 _DIRECTORY_BYTES_MAX = 1 << 30
@@ -73,7 +73,7 @@ def read_records(
         tail_bytes: Bytes to read at its end at first.
 
     Raises:
-        CheckpointCorruptError: Not a zip file, truncated, damaged, or compressed.
+        CheckpointCorruptError: It is not a zip file, or is truncated, damaged or compressed.
     """
     tail_start = max(0, size - tail_bytes)
     tail = read(tail_start, size - tail_start) if size > 0 else b""
@@ -107,7 +107,7 @@ def read_records(
 def read_contents(
     read: Read, records: Mapping[str, Record], names: Sequence[str], *, where: str
 ) -> list[bytes]:
-    """Return the data of some records after a checksum test; neighbours take one read."""
+    """Return the data of some records after verifying checksums; neighbours take one read."""
     if not names:
         return []
     chosen = [records[name] for name in names]
@@ -223,7 +223,7 @@ def _zip64(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int,
 
 
 def _data_start(entry: _Entry, stop: int) -> int | None:
-    """Return where the data begin, if that follows from torch's way of padding.
+    """Return where the data begin, if torch's way of padding determines it.
 
     The local header has padding of unknown size. The rule is checked: a descriptor of a known size
     and the next record must follow the data.

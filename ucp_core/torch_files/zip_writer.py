@@ -1,7 +1,7 @@
-"""Streams a zip file as torch writes it: records are aligned and not compressed.
+"""Stream a zip file as torch writes it: records are aligned and not compressed.
 
-A record's crc32 is known only after its data. So it is in a data descriptor and in the central
-directory, where torch puts it too. Counterpart: ``zip_reader``.
+A record's crc32 is known only after its data. It is therefore in a data descriptor and in the
+central directory, where torch puts it, too. Counterpart: ``zip_reader``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Record(NamedTuple):
 
 
 class ZipStream:
-    """Gives the parts of one zip file in order: ``record`` any number of times, then ``end``."""
+    """Yields the parts of one zip file in order: ``record`` any number of times, then ``end``."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
