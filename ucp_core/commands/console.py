@@ -28,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Inspect, convert and verify checkpoints. Exit codes: 0 success, 1 missing or "
-         "damaged checkpoint, 2 wrong usage, 3 storage refused.",
+    "damaged checkpoint, 2 wrong usage, 3 storage refused.",
 )
 
 #: How often a bar moves.

@@ -32,8 +32,8 @@ def inspect_command(
     *,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     items: Annotated[
-        bool, typer.Option("--items", help=("List what happens to everything that is not a "
-                                           "tensor."))
+        bool,
+        typer.Option("--items", help=("List what happens to everything that is not a tensor.")),
     ] = False,
     rules: RulesFile = None,
     rename: RenameFile = None,

@@ -142,8 +142,9 @@ def _short(value: Any) -> str:
 
 _To = Annotated[str, typer.Option("--format", help="universal, huggingface, dcp, deepspeed, ...")]
 _Dtype = Annotated[str | None, typer.Option(help="Convert floats to fp32, fp16 or bf16.")]
-_ShardSize = Annotated[str | None, typer.Option(help=("huggingface: size of the largest file; "
-                                                     "default 5GB."))]
+_ShardSize = Annotated[
+    str | None, typer.Option(help=("huggingface: size of the largest file; default 5GB."))
+]
 _KeepTied = Annotated[
     bool, typer.Option("--keep-tied", help="huggingface: write tied tensors twice.")
 ]

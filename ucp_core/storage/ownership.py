@@ -121,8 +121,8 @@ class Owner:
             f"see `everstep status {self._directory}`"
             if record
             else f"claim {number} holds no record, because the process that made it ended "
-                 "before it had written one: when and where that was is not known. This one "
-                 "writes nothing more and ends; if no other process trains there, run again"
+            "before it had written one: when and where that was is not known. This one "
+            "writes nothing more and ends; if no other process trains there, run again"
         )
         return SupersededError(
             f"the run in {self._directory} was taken over: {made}",

@@ -73,11 +73,9 @@ class SequenceParts:
             return
         why = ""
         if not self._is_asked:
-            why = ("the script did not call session.part, which gives a worker its part of a "
-                  "batch")
+            why = "the script did not call session.part, which gives a worker its part of a batch"
         elif not self._context.is_used and not self._has_stages:
-            why = ("no attention of the model saw the other parts; call "
-                  "everstep.causal_attention")
+            why = "no attention of the model saw the other parts; call everstep.causal_attention"
         if why:
             raise LayoutRefusedError(
                 f"parallel.cp={self._size}: {why}; or write parallel.cp: 1", axis="cp"

@@ -244,8 +244,9 @@ def own_names(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
     for name, value in named:
         own = WRAPPERS.sub("", name)
         if own in found:
-            raise TaskError(f"{name} and another parameter would both be called {own}; rename "
-                            "a module", fqn=own)
+            raise TaskError(
+                f"{name} and another parameter would both be called {own}; rename a module", fqn=own
+            )
         found[own] = value
     return found
 
