@@ -450,7 +450,7 @@ def test_a_stream_that_is_taken_over_at_any_moment_shares_no_file(
         write("second", second)
 
     assert ended == [wins]
-    assert all("is converting to out, or did so" in each or "is under way" in each for each in told)
+    assert all("is converting to out, or did so" in each or "is running or has finished" in each for each in told)
     made = open_checkpoint(store, "out")
     assert_holds(made, changed if wins == "second" else large_state(8))
     assert not store.list(f"out/{UNFINISHED_NAME}")
@@ -498,7 +498,7 @@ def test_a_destination_is_not_blamed_on_another_process(
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / MANIFEST_NAME).touch()
-    with pytest.raises(UcpError, match=r"is empty: a process was killed .* remove it"):
+    with pytest.raises(UcpError, match=r"is empty: a process is writing it .* remove it"):
         convert_to(source, empty)
 
     def lost(link: Callable[..., None], *args: Any) -> None:

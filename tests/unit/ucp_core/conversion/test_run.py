@@ -209,7 +209,7 @@ def test_equal_replicas_pass_and_different_ones_do_not(tmp_path: Path) -> None:
     changed[len(whole) // 3] ^= 1
     other = ForeignRecords(tmp_path / "other", replica=bytes(changed))
     with pytest.raises(
-        CheckpointCorruptError, match=r"w \(weight\): box .* in file copy.pt is said to be a"
+        CheckpointCorruptError, match=r"w \(weight\): box .* in file copy.pt is declared a"
     ):
         convert_to(other.checkpoint, tmp_path / "out2")
     assert not (tmp_path / "out2").exists()
