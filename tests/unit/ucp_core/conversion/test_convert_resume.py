@@ -450,7 +450,10 @@ def test_a_stream_that_is_taken_over_at_any_moment_shares_no_file(
         write("second", second)
 
     assert ended == [wins]
-    assert all("is converting to out, or did so" in each or "is running or has finished" in each for each in told)
+    assert all(
+        "is converting to out, or did so" in each or "is running or has finished" in each
+        for each in told
+    )
     made = open_checkpoint(store, "out")
     assert_holds(made, changed if wins == "second" else large_state(8))
     assert not store.list(f"out/{UNFINISHED_NAME}")
