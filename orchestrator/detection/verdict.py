@@ -25,7 +25,7 @@ is not named for being waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -178,6 +178,8 @@ def judge(
     if not members or at_s - state.heard_at_s > WATCH_GAP_S:
         # The watch has a gap: the reports are late, or the controller is.
         return None
+    if _progresses(state, members, limits):
+        return None
     known = {rank: state.worker(worker) for rank, worker in enumerate(members)}
     silent = _silent_node(state, members, known, limits)
     if silent is not None:
@@ -215,6 +217,20 @@ def judge(
         all_wait = len(case.graph.waits_for) == len(members) and not case.unrecorded
         return Stalled(attempt=attempt, waited_s=still_s) if all_wait else None
     return verdict
+
+
+def _progresses(state: Detector, members: Collection[str], limits: Limits) -> bool:
+    """Return whether a member progressed of late on a node that reports: then nothing is proven.
+
+    While a run trains the first one that is looked at shows it.
+    """
+    own = frozenset(members)
+    return any(
+        name in own and node.heard_s - watched.still_since_s < limits.stopped_s
+        for node in state.nodes.values()
+        if state.watched_s - node.heard_s <= limits.suspect_s
+        for name, watched in node.workers.items()
+    )
 
 
 def _silent_node(

@@ -196,8 +196,8 @@ class _Waits:
         self._known: dict[tuple[str, str], deque[float]] = {}
         self._usual_s: dict[tuple[str, str], float] = {}
 
-    def take(self, row: WorkerReport) -> None:
-        """Take in what a rank waits in."""
+    def take(self, row: WorkerReport) -> float:
+        """Take in what a rank waits in; return for how long at most."""
         if row.step > self._step:
             self._step = row.step
             for key, longest_s in self._longest.items():
@@ -206,10 +206,13 @@ class _Waits:
                 if len(known) >= -_USUAL_PLACE:
                     self._usual_s[key] = sorted(known)[_USUAL_PLACE]
                 self._longest[key] = 0.0
+        longest_s = 0.0
         for group in row.groups:
             if group.waiting_s > 0.0:
                 key = _operation(group)
                 self._longest[key] = max(self._longest.get(key, 0.0), group.waiting_s)
+                longest_s = max(longest_s, group.waiting_s)
+        return longest_s
 
     def is_overdue(self, group: GroupState) -> bool:
         """Return whether a wait is longer than usual."""
@@ -244,6 +247,8 @@ class Live:
         self._ended_s: dict[int, float] = {}
         self._closed = first_step + _NUM_WARM - 1
         self._rows: dict[int, tuple[WorkerReport, str]] = {}
+        #: Ranks that wait for long: of many ranks only these are looked at.
+        self._held: dict[int, None] = {}
         self._judged_at_s = float("-inf")
         self._since_s: dict[tuple[str, str], float] = {}
         self._at_odds: list[Suspicion] = []
@@ -257,8 +262,10 @@ class Live:
     def take(self, rank: int, row: WorkerReport, node: str, at_s: float) -> None:
         """Take in a member's report, received at ``at_s``."""
         self._rows[rank] = (row, node)
-        if row.step_s:
-            self._waits.take(row)
+        if row.step_s and self._waits.take(row) >= _HELD_S:
+            self._held[rank] = None
+        else:
+            self._held.pop(rank, None)
         for cost in row.digest.costs if row.digest is not None else ():
             if cost.step > self._closed or cost.step in self._pending:
                 pending = self._pending.get(cost.step)
@@ -393,8 +400,7 @@ class Live:
     def _held_up(self, at_s: float, graph: Callable[[], WaitGraph]) -> list[Suspicion]:
         overdue = [
             (group.waiting_s, rank, group)
-            for rank, (row, _) in self._rows.items()
-            if row.step_s
+            for rank, row in ((rank, self._rows[rank][0]) for rank in self._held)
             for group in row.groups
             if self._waits.is_overdue(group)
         ]
