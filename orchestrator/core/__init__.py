@@ -15,6 +15,7 @@ from orchestrator.core.actions import (
     SetCadence,
     StartAttempt,
 )
+from orchestrator.core.alike import take_alike
 from orchestrator.core.events import (
     UNKNOWN_ATTEMPT,
     AttemptStalled,

@@ -197,6 +197,8 @@ class WorkerFormed:
     #: Sources that were found damaged; other holders had the same part.
     damaged: tuple[Source, ...] = ()
     skipped: tuple[str, ...] = ()  #: A line for people for each source that failed meanwhile.
+    #: Members that formed with it: all of this is true of each, and ``sources`` is what all loaded.
+    others: tuple[str, ...] = ()
 
 
 @value
@@ -252,6 +254,7 @@ class WorkerLeft:
     #: With ``PEER_LOST``: the node that its transport could not reach; "" if it named none.
     unreached: str = ""
     told: str = ""  #: With ``YIELDED``: what told its process to end; "" if nothing did.
+    others: tuple[str, ...] = ()  #: Members that left with it: all of this is true of each.
 
 
 @value

@@ -12,6 +12,7 @@ import hmac
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -66,6 +67,7 @@ class Run:
         self, *, run_id: str, config: dict[str, Any], claim: int, token: str, controller: Any
     ) -> None:
         self._events: asyncio.Queue[core.Event] = asyncio.Queue()
+        self._heard: deque[core.Event] = deque()
         self._config = RunConfig.model_validate(config)
         self._parts = Parts(
             run_id=run_id,
@@ -253,13 +255,23 @@ class Run:
     def _on_keeper(self, node: str) -> None:
         self._reads.on_keeper(node)
 
+    async def _next_event(self) -> core.Event:
+        """Return what is to be folded next: what tells the same of several members is one event."""
+        if self._heard:
+            await asyncio.sleep(0)  # the rest of the loop has its turn between two events
+        else:
+            left_s = core.next_deadline_s(self._parts.state) - self._inbox.at_s()
+            within_s = min(max(left_s, TICK_S), TICK_S_MAX)
+            try:
+                self._heard.append(await asyncio.wait_for(self._events.get(), within_s))
+            except TimeoutError:
+                return core.Ticked(at_s=self._inbox.at_s())
+        while not self._events.empty():
+            self._heard.append(self._events.get_nowait())
+        return core.take_alike(self._heard)
+
     async def _fold_next(self) -> None:
-        parts = self._parts
-        left_s = core.next_deadline_s(parts.state) - self._inbox.at_s()
-        try:
-            event = await asyncio.wait_for(self._events.get(), min(max(left_s, TICK_S), TICK_S_MAX))
-        except TimeoutError:
-            event = core.Ticked(at_s=self._inbox.at_s())
+        parts, event = self._parts, await self._next_event()
         before = parts.state
         after, actions = core.step(before, event, rules=parts.rules)
         is_news = isinstance(event, core.FaultInjected | core.SaveRequested)
@@ -279,7 +291,7 @@ class Run:
         parts.outputs.add(records)
         parts.evidence.follow(parts.outputs.stats)
         is_settled = after.phase is core.Phase.TRAINING and after.surveying_until_s == math.inf
-        is_quiet = is_settled and self._events.empty()
+        is_quiet = is_settled and not self._heard and self._events.empty()
         if parts.compaction.is_due(parts.journal.journal_bytes, is_quiet=is_quiet):
             self._spawn(parts.compaction.write(self._compacted()))
 

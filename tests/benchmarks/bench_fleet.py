@@ -97,6 +97,7 @@ class Fleet:
         self.config = config_of(num_nodes)
         self.rules = self.config.rules()
         self.report: dict[str, Any] = {}
+        self._journal_bytes = 0
         gc.collect()
         before_bytes = resident_bytes()
         journal = JournalFile(LocalStore(), str(folder), incarnation=1, before_bytes=0)
@@ -107,8 +108,13 @@ class Fleet:
         self.memory_bytes = resident_bytes() - before_bytes
 
     def _take(self, name: str) -> None:
-        self.report[name] = told(self.shell.costs)
-        self.shell.costs = Costs()
+        shell = self.shell
+        grown, self._journal_bytes = (
+            shell.journal.journal_bytes - self._journal_bytes,
+            shell.journal.journal_bytes,
+        )
+        self.report[name] = {**told(shell.costs), "journal_megabytes": round(grown / 1e6, 1)}
+        shell.costs = Costs()
         print(json.dumps({name: self.report[name]}), flush=True)
 
     def trace(self, hours: float) -> None:
@@ -145,7 +151,8 @@ class Fleet:
             "pod": lambda: self._lose(1000),
             "switch": self._switch,
             "storage": self._storage,
-            "notices": self._notices,
+            "notices": lambda: self._notices(500, replaced=True),
+            "unreplaced": lambda: self._notices(250, replaced=False),
         }
         attempt = self.shell.state.attempt.number
         storms[name]()
@@ -180,10 +187,10 @@ class Fleet:
         self.shell.run_for(600.0)
         self.shell.stored = True
 
-    def _notices(self) -> None:
-        for node in self._first(500):
-            self.shell.notice(node, 120.0)
-            self.shell.run_for(60.0 / 500)
+    def _notices(self, num: int, *, replaced: bool) -> None:
+        for node in self._first(num):
+            self.shell.notice(node, 120.0, replaced=replaced)
+            self.shell.run_for(60.0 / num)
 
     def journal(self) -> dict[str, Any]:
         """Fold the journal, all of it and as a restarted controller does."""
@@ -329,7 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time the controller of a large fleet.")
     parser.add_argument("--nodes", type=int, default=10_000)
     parser.add_argument("--hours", type=float, default=24.0, help="of the trace of faults")
-    storms = ["rack", "pod", "switch", "storage", "notices"]
+    storms = ["rack", "pod", "switch", "storage", "notices", "unreplaced"]
     parser.add_argument("--storms", nargs="*", choices=storms, default=storms)
     parts = ["decisions", "detection"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)

@@ -23,6 +23,12 @@ STEP_S = 10.0
 #: Steps that are committed, in memory or in storage.
 COMMIT_EVERY = 6
 _START_S, _FORM_S, _LEAVE_S, _READ_S, _WIRE_S = 20.0, 5.0, 0.5, 0.2, 0.05
+#: Members on different nodes leave, or form, within this.
+_SPREAD_S = 0.5
+#: What the loop takes for an event and its line in the journal: meanwhile others come.
+_CYCLE_S = 5e-4
+#: A node in so many had a connection with those that nobody reaches.
+_NEIGHBOURS = 100
 
 
 class Costs:
@@ -55,6 +61,7 @@ class FleetShell:
         self.counts: Counter[str] = Counter()
         self._seq = count()
         self._serials = count()
+        self._heard: deque[core.Event] = deque()
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.alive: dict[str, None] = {}
         self._joined = count(1)
@@ -97,11 +104,24 @@ class FleetShell:
                 self.now_s = end_s
                 return
             if at_s <= deadline_s:
-                self.now_s, _, do, arguments = heappop(self._queue)
-                do(*arguments)
+                self._next()
             else:
                 self.now_s = max(self.now_s, deadline_s)
-                self.fold(ev.Ticked(at_s=self.now_s))
+                self._heard.append(ev.Ticked(at_s=self.now_s))
+            self._take_in()
+
+    def _next(self) -> None:
+        self.now_s, _, do, arguments = heappop(self._queue)
+        do(*arguments)
+
+    def _take_in(self) -> None:
+        """Fold what was heard, and what comes meanwhile, as the loop of the shell does."""
+        busy_s = self.now_s
+        while self._heard:
+            busy_s += _CYCLE_S
+            while self._queue and self._queue[0][0] < busy_s:
+                self._next()
+            self.fold(core.take_alike(self._heard))
 
     def run_until(self, is_so: Callable[[], bool], within_s: float) -> None:
         """Let time pass until ``is_so``."""
@@ -148,7 +168,7 @@ class FleetShell:
         self._at(self.now_s + delay_s, self._tell, kind, values)
 
     def _tell(self, kind: type, values: dict[str, Any]) -> None:
-        self.fold(kind(at_s=self.now_s, **values))
+        self._heard.append(kind(at_s=self.now_s, **values))
 
     # Faults
 
@@ -175,28 +195,34 @@ class FleetShell:
             self._later(over_s * n / len(names), ev.NodeLost, node=node, cause=cause)
 
     def cut_off(self, nodes: Iterable[str]) -> None:
-        """Machines reach nobody any more, but their reports come: the others lose connections."""
+        """Machines reach nobody any more, but their reports come: the others lose connections.
+
+        Those that had a connection with one of them say which; the others were reset by these.
+        """
         assert self._attempt is not None
         self._behind = set(nodes)
         unreached = min(self._behind)
-        for worker in list(self._inside):
+        for place, worker in enumerate(list(self._inside)):
+            node = place // NUM_RANKS
             self._inside.pop(worker)
             if self._workers[worker] not in self._behind:
                 self._later(
-                    _LEAVE_S, ev.WorkerLeft, attempt=self._attempt.attempt, worker=worker,
-                    how=ev.Leaving.PEER_LOST, step=self._step, detail="reset", unreached=unreached,
+                    self._after(_LEAVE_S, node), ev.WorkerLeft, attempt=self._attempt.attempt,
+                    worker=worker, how=ev.Leaving.PEER_LOST, step=self._step, detail="reset",
+                    unreached="" if node % _NEIGHBOURS else unreached,
                 )  # fmt: skip
 
-    def notice(self, node: str, lead_s: float) -> None:
-        """The provider says that it takes a machine, gives another one, and takes it.
+    def _after(self, seconds: float, node: int) -> float:
+        """Return a delay that differs by node, and that the workers there share."""
+        return seconds + _SPREAD_S * node / len(self.alive)
 
-        Without another one each notice renews all requests that are pending, each of which names
-        all nodes to avoid: the journal grows with the third power of the notices.
-        """
+    def notice(self, node: str, lead_s: float, *, replaced: bool = True) -> None:
+        """The provider says that it takes a machine, may give another one, and takes it."""
         self._leaving.add(node)
         by_s = self.now_s + lead_s
         self.fold(ev.NodeDraining(at_s=self.now_s, node=node, deadline_s=by_s, notice="spot"))
-        self.join()
+        if replaced:
+            self.join()
         self._at(by_s, self._take, node)
 
     def _take(self, node: str) -> None:
@@ -252,7 +278,7 @@ class FleetShell:
 
     def _started(self, worker: str, node: str) -> None:
         if worker in self._workers:
-            self.fold(ev.WorkerReady(at_s=self.now_s, worker=worker, node=node, pid=1))
+            self._tell(ev.WorkerReady, {"worker": worker, "node": node, "pid": 1})
 
     def _kill_worker(self, action: act.KillWorker) -> None:
         node = self._workers.pop(action.worker, "")
@@ -268,11 +294,11 @@ class FleetShell:
             return
         if how is ev.Leaving.YIELDED:
             self._committed, self._committed_by = self._step, action.attempt
-        for worker in action.workers:
+        for place, worker in enumerate(action.workers):
             if self._inside.pop(worker, 0) is None:
                 self._later(
-                    _LEAVE_S, ev.WorkerLeft, attempt=action.attempt, worker=worker, how=how,
-                    step=self._step, detail=how,
+                    self._after(_LEAVE_S, place // NUM_RANKS), ev.WorkerLeft,
+                    attempt=action.attempt, worker=worker, how=how, step=self._step, detail=how,
                 )  # fmt: skip
 
     def _read(self, action: act.ReadCommitted) -> None:
@@ -298,13 +324,13 @@ class FleetShell:
         self._step = action.resume_step
         self._inside = {worker: None for worker, _, _ in action.members if worker in self._workers}
         self._unformed = len(action.members)
-        form_s = self.now_s + _FORM_S
-        for worker, _, _ in action.members:
+        for place, (worker, _, _) in enumerate(action.members):
+            form_s = self.now_s + self._after(_FORM_S, place // NUM_RANKS)
             self._at(form_s, self._formed, action, worker)
 
     def _formed(self, action: act.StartAttempt, worker: str) -> None:
         if action is self._attempt and worker in self._inside:
-            self.fold(ev.WorkerFormed(at_s=self.now_s, attempt=action.attempt, worker=worker))
+            self._tell(ev.WorkerFormed, {"attempt": action.attempt, "worker": worker})
             self._unformed -= 1
             if not self._unformed:
                 self._at(self.now_s + STEP_S, self._stepped, action)
@@ -314,8 +340,9 @@ class FleetShell:
             return
         self._step += 1
         number = action.attempt
-        self.fold(ev.StepCompleted(at_s=self.now_s, attempt=number, step=self._step, step_s=STEP_S))
+        done = {"attempt": number, "step": self._step}
+        self._tell(ev.StepCompleted, {**done, "step_s": STEP_S})
         if self._step % COMMIT_EVERY == 0 and self.stored:
             self._committed, self._committed_by = self._step, number
-            self.fold(ev.CheckpointCommitted(at_s=self.now_s, attempt=number, step=self._step))
+            self._tell(ev.CheckpointCommitted, done)
         self._at(self.now_s + STEP_S, self._stepped, action)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify
@@ -24,6 +25,7 @@ from orchestrator.core import (
     machine,
     next_deadline_s,
     resume_event,
+    take_alike,
 )
 from orchestrator.core import events as ev
 from orchestrator.policies import (
@@ -67,6 +69,8 @@ _ENDS_EARLY = 0.05
 _NOT_FINITE = 0.2
 #: Said of a failure for want of a version to load.
 _WITHOUT_STATE = "name another run.directory"
+#: For how long the controller is busy with something else, in a third of the histories.
+_BUSY_S = 0.03
 #: Share of those whose head is lost while the run goes on.
 _HEAD_LOST = 0.1
 #: Share of those in which connections are reset for a while, and the longest such time: attempts
@@ -217,6 +221,8 @@ class History:
         """Decide what happens when, up to the liveness phase."""
         rng, cluster = self.rng, self.cluster
         safety_s = 2.0 + self.rules.total_steps * STEP_S
+        # What members tell gathers while it is busy, and is then one event.
+        self.busy_s = _BUSY_S if self.seed % 3 == 0 else 0.0
         for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 12))):
             cluster.at(1.0 + rng.random() * safety_s, self._inject)
         # Mostly after the end of the run.
@@ -363,13 +369,19 @@ class History:
         cluster.inbox.append(resumed)
 
     def _take_in(self) -> None:
-        """Let the machine hear what arrived."""
+        """Let the machine hear what arrived; members that tell the same are heard together."""
         cluster = self.cluster
-        events, cluster.inbox = cluster.inbox, []
-        for event in events:
-            self._fold(event)
-            if not cluster.controller_up:
-                return
+        cluster.gather(self.busy_s, self._is_alike)
+        events, cluster.inbox = deque(cluster.inbox), []
+        while events and cluster.controller_up:
+            self._fold(take_alike(events))
+
+    def _is_alike(self, event: ev.Event) -> bool:
+        """Return whether an event may wait for others like it: nothing is ordered for it alone."""
+        if isinstance(event, ev.WorkerLeft):
+            is_yielded = event.how is ev.Leaving.YIELDED and self.state.phase is Phase.YIELDING
+            return is_yielded or self.state.phase is Phase.FENCING
+        return isinstance(event, ev.WorkerFormed)
 
     def _fold(self, event: ev.Event) -> None:
         if isinstance(event, _TELLING):

@@ -32,7 +32,7 @@ from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.network import links, reach, search
 from orchestrator.core.phase_table import TABLE, row
-from orchestrator.core.state import MutableRunState, Node, Pair, Worker
+from orchestrator.core.state import MutableRunState, Node, Pair, worker_number
 from orchestrator.core.transition import Transition
 from orchestrator.diagnosis import live
 from orchestrator.diagnosis.slow import Lag
@@ -51,9 +51,8 @@ def _members_out(transition: Transition) -> None:
     """Take all members for gone, without having heard from them."""
     run = transition.run
     for number in run.attempt.members:
-        worker = run.fleet.workers.get(number)
-        if worker is not None and worker.inside:
-            fleet.put_worker(transition, number, worker._replace(inside=False))
+        if number in run.attempt.inside:
+            fleet.leave(transition, [number])
 
 
 def _first_lags(slower: Any, *_: Any, **__: Any) -> dict[int, Lag]:
@@ -96,11 +95,9 @@ def _resume_where_the_attempt_began(transition: Transition) -> None:
     _WAIT(transition)
 
 
-def _forget_the_attempt_number(
-    transition: Transition, _attempt: int, name: str
-) -> tuple[int, Worker] | None:
-    found = fleet.find_worker(transition, name)
-    return found if found is not None and found[1].inside else None
+def _forget_the_attempt_number(transition: Transition, event: Any) -> list[int]:
+    numbers = map(worker_number, (event.worker, *event.others))
+    return [number for number in numbers if number in transition.run.attempt.inside]
 
 
 def _blame_who_reports_first(transition: Transition, event: ev.WorkerLeft) -> None:
@@ -112,7 +109,8 @@ def _blame_who_reports_first(transition: Transition, event: ev.WorkerLeft) -> No
 
 def _kill_who_lost_its_peers(transition: Transition, event: ev.WorkerLeft) -> None:
     found = fleet.find_worker(transition, event.worker)
-    if found is not None and found[1].inside and event.how == ev.Leaving.PEER_LOST:
+    is_inside = found is not None and found[0] in transition.run.attempt.inside
+    if found is not None and is_inside and event.how == ev.Leaving.PEER_LOST:
         fleet.kill_worker(transition, found[0], "lost its peers")
     _WORKER_LEFT[transition.run.phase](transition, event)
 
@@ -235,7 +233,11 @@ BUGS = {
         recovery, "wait", _resume_where_the_attempt_began, ("S3", "S6")
     ),
     "forgets the attempt number": Bug(
-        on_members, "_member", _forget_the_attempt_number, ("S1", "S3", "invariant"), first_seed=150
+        on_members,
+        "_members",
+        _forget_the_attempt_number,
+        ("S1", "S3", "invariant"),
+        first_seed=150,
     ),
     "blames who reports first": Bug(TABLE, ev.WorkerLeft, row(_blame_who_reports_first), ("S5",)),
     "kills who lost its peers": Bug(TABLE, ev.WorkerLeft, row(_kill_who_lost_its_peers), ("S5",)),

@@ -32,7 +32,8 @@ class _Books:
 
     def take(self, event: Event, state: RunState, actions: Sequence[Action]) -> None:
         if isinstance(event, WorkerLeft | WorkerRaised):
-            self._left.add((event.attempt, event.worker))
+            others = event.others if isinstance(event, WorkerLeft) else ()
+            self._left |= {(event.attempt, worker) for worker in (event.worker, *others)}
         for action in actions:
             if isinstance(action, StartAttempt):
                 self.is_told &= self._first in {None, *self._left}

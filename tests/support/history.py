@@ -112,5 +112,5 @@ def check_lost_steps(
 def _first_rank_left(directory: str, attempt: int) -> bool:
     records = [each for each in read_run(directory).journal if each["attempt"] == attempt]
     first = next(each["members"][0][0] for each in records if each["kind"] == "StartAttempt")
-    left = [each["worker"] for each in records if each["kind"] in ("WorkerLeft", "WorkerRaised")]
-    return first in left
+    left = [each for each in records if each["kind"] in ("WorkerLeft", "WorkerRaised")]
+    return any(first in (each["worker"], *each.get("others", ())) for each in left)

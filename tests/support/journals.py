@@ -190,9 +190,9 @@ class Journaled:
                 (
                     worker.name,
                     state.fleet.nodes[worker.node].name,
-                    state.attempt.number if worker.inside else 0,
+                    state.attempt.number if number in state.attempt.inside else 0,
                 )
-                for worker in state.fleet.workers.values()
+                for number, worker in state.fleet.workers.items()
             ),
             reservations=tuple(
                 (n, state.fleet.nodes[s.node].name) for n, s in state.fleet.reservations.items()

@@ -76,7 +76,7 @@ def _look_at_workers(transition: Transition) -> None:
             late = f"not ready after {transition.now_s - worker.begun_s:.0f} s, so it was killed"
             fleet.kill_worker(transition, number, late)
             demand.note_failed_start(transition, worker.node, late)
-        elif worker.status is WorkerStatus.DYING and not worker.inside:
+        elif worker.status is WorkerStatus.DYING and number not in transition.run.attempt.inside:
             recovery.give_up(transition, number)
 
 

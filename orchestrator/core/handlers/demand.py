@@ -18,7 +18,7 @@ from orchestrator.core.consequences import EventFolded, ReachChanged
 from orchestrator.core.events import CapacityRefused
 from orchestrator.core.handlers import fleet
 from orchestrator.core.network import reach
-from orchestrator.core.state import Node, Phase, Reservation, RunOutcome, WorkerStatus
+from orchestrator.core.state import Node, Phase, RunOutcome, WorkerStatus, is_pending
 from orchestrator.core.transition import Transition
 from orchestrator.policies import capacity
 
@@ -62,24 +62,38 @@ def _settle(transition: Transition, *, trains: bool) -> bool:
 
 def _staff_nodes(transition: Transition, *, trains: bool) -> None:
     fleet = transition.run.fleet
+    if any(_is_left(transition, number) for number in fleet.short):
+        # First: what waits for room that is released would be placed there.
+        renew_pending(transition)
     for number in fleet.short:
         _staff(transition, number, trains=trains)
     # Releasing a reservation or killing a worker lists its node; these were just looked at.
     fleet.short = ()
 
 
+def _is_left(transition: Transition, number: int) -> bool:
+    """Return whether a node is to be left and has reservations that no worker uses any longer."""
+    node = transition.run.fleet.nodes[number]
+    trains = transition.run.phase is Phase.TRAINING
+    return node.draining and trains and bool(fleet.free_reservations(transition, node))
+
+
 def renew_pending(transition: Transition) -> None:
-    """Request every pending reservation again if the nodes to avoid have changed."""
+    """Request every pending reservation again that was to avoid other nodes than those of now.
+
+    This is due before room may come free on a node that is to be avoided, and when one need not be
+    any longer. A notice alone frees no room, and each renewal costs as much as all that is pending.
+    """
     run = transition.run
     avoid = avoided_nodes(transition)
-    pending = _outdated(transition, avoid)
+    pending = sorted(_outdated(transition, avoid))
     offers = run.fleet.offers
-    alternatives = [run.fleet.reservations[number].alternative for number in sorted(pending)]
-    for number in sorted(pending):
-        release_reservation(transition, number)
+    counts = Counter(run.fleet.reservations[number].alternative for number in pending)
+    fleet.drop_pending(transition, pending)
+    transition.actions += (ReleaseReservation(reservation=number) for number in pending)
     if transition.rules.capacity.has_choice:
-        for alternative in alternatives:
-            _request_some(transition, avoid, alternative, 1)
+        for alternative, num in sorted(counts.items()):
+            _request_some(transition, avoid, alternative, num)
     else:
         _request(transition)
     for alternative, before in enumerate(offers):
@@ -89,11 +103,6 @@ def renew_pending(transition: Transition) -> None:
             since_s, refused_s = before.since_s, before.refused_s
             asked = after._replace(since_s=since_s, refused_s=refused_s)
             fleet.put_offer(transition, alternative, asked)
-
-
-def is_pending(reservation: Reservation) -> bool:
-    """Return whether it is not granted yet."""
-    return reservation.node < 0
 
 
 def _outdated(transition: Transition, avoid: tuple[str, ...]) -> list[int]:
@@ -299,13 +308,11 @@ def _staff(transition: Transition, number: int, *, trains: bool) -> None:
             transition.actions.append(StartWorker(worker=name, node=node.name))
     elif len(live) > allowed and node.alive:
         idle = [
-            w
-            for w in live
-            if not run.fleet.workers[w].inside and not run.fleet.workers[w].reservation
+            w for w in live if w not in run.attempt.inside and not run.fleet.workers[w].reservation
         ]
         for worker in sorted(idle, reverse=True)[: len(live) - allowed]:
             fleet.kill_worker(transition, worker, "no reservation for it on its node")
-    if node.draining and run.phase is Phase.TRAINING:
+    if _is_left(transition, number):
         for reservation in fleet.free_reservations(transition, run.fleet.nodes[number]):
             release_reservation(transition, reservation)
 

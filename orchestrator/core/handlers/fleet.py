@@ -6,6 +6,8 @@ request, ``formation`` who trains.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Sequence
 from math import inf
 
 from orchestrator.core.actions import EndKeeper, KillWorker, StartKeeper
@@ -88,8 +90,6 @@ def put_worker(transition: Transition, number: int, worker: Worker) -> None:
     run = transition.run
     before = run.fleet.workers[number]
     run.fleet.workers = run.fleet.workers.set(number, worker)
-    if before.inside != worker.inside:
-        run.attempt.num_inside += 1 if worker.inside else -1
     if before.status is not worker.status:
         run.fleet.num_starting += (worker.status is WorkerStatus.STARTING) - (
             before.status is WorkerStatus.STARTING
@@ -120,12 +120,20 @@ def add_worker(transition: Transition, node_number: int) -> str:
     return name
 
 
+def leave(transition: Transition, numbers: Collection[int]) -> None:
+    """Note that members are out of the attempt."""
+    attempt = transition.run.attempt
+    attempt.inside = attempt.inside.without(*numbers)
+    attempt.num_inside -= len(numbers)
+
+
 def drop_worker(transition: Transition, number: int) -> None:
     """Forget a worker that is gone."""
     run = transition.run
     worker = run.fleet.workers[number]
     run.fleet.workers = run.fleet.workers.without(number)
-    run.attempt.num_inside -= worker.inside
+    if number in run.attempt.inside:
+        leave(transition, [number])
     run.fleet.num_starting -= worker.status is WorkerStatus.STARTING
     node = run.fleet.nodes[worker.node]
     rest = tuple(w for w in node.workers if w != number)
@@ -189,7 +197,7 @@ def place_reservation(transition: Transition, number: int, node_number: int) -> 
     reservation = run.fleet.reservations[number]
     assert reservation.node < 0, f"reservation {number} is already on node {reservation.node}"
     run.fleet.reservations = run.fleet.reservations.set(
-        number, reservation._replace(node=node_number)
+        number, reservation._replace(node=node_number, avoid=())
     )
     run.fleet.num_reservations -= 1
     node = run.fleet.nodes[node_number]
@@ -242,18 +250,26 @@ def end_needless_keepers(transition: Transition) -> None:
         transition.actions.append(EndKeeper(node=node.name))
 
 
+def drop_pending(transition: Transition, numbers: Sequence[int]) -> None:
+    """Forget pending reservations, in about the time of one of them."""
+    run = transition.run
+    counts = Counter(run.fleet.reservations[number].alternative for number in numbers)
+    run.fleet.reservations = run.fleet.reservations.without(*numbers)
+    run.fleet.num_reservations -= len(numbers)
+    for alternative, num in counts.items():
+        asked = offer(transition, alternative)
+        put_offer(transition, alternative, asked._replace(num_pending=asked.num_pending - num))
+
+
 def drop_reservation(transition: Transition, number: int) -> None:
     """Forget a reservation; its worker uses none any more."""
     run = transition.run
     reservation = run.fleet.reservations[number]
+    if reservation.node < 0:
+        drop_pending(transition, [number])
+        return
     run.fleet.reservations = run.fleet.reservations.without(number)
     asked = offer(transition, reservation.alternative)
-    if reservation.node < 0:
-        run.fleet.num_reservations -= 1
-        put_offer(
-            transition, reservation.alternative, asked._replace(num_pending=asked.num_pending - 1)
-        )
-        return
     put_offer(
         transition, reservation.alternative, asked._replace(num_granted=asked.num_granted - 1)
     )

@@ -118,7 +118,7 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
     members: list[str] = []
     for worker_number in node.workers:
         worker = run.fleet.workers[worker_number]
-        if worker.inside:
+        if worker_number in run.attempt.inside:
             members.append(worker.name)
         fleet.drop_worker(transition, worker_number)
         # Workers on a node that is only cut off still train: kill the ones that can be reached.
@@ -126,7 +126,9 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
     for reservation in node.reservations:
         demand.release_reservation(transition, reservation)
     preempted = run.fleet.nodes[number].is_taken
-    run.network = run.network._replace(links=links.without(run.network.links, node.name))
+    known = run.network.links
+    run.network = run.network._replace(links=links.without(known, node.name))
+    had_links = len(run.network.links) < len(known)
     if not preempted:
         search.note(transition, [(CONTROLLER, node.name)])
     node = run.fleet.nodes[number]._replace(alive=False, keeper_by_s=inf, budget_bytes=0)
@@ -141,8 +143,9 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
             evidence = f"node {node.name[:8]} with {', '.join(names)}: {cause}"
             transition.follow(IdleLoss(kind, evidence))
         recovery.advance(transition)
-    # A worker that was given up because it did not reach this node is wanted again.
-    demand.renew_pending(transition)
+    if had_links:
+        # A worker that was given up because it did not reach this node is wanted again.
+        demand.renew_pending(transition)
 
 
 def node_draining(transition: Transition, event: NodeDraining) -> None:
@@ -152,7 +155,8 @@ def node_draining(transition: Transition, event: NodeDraining) -> None:
     if node.leave_by_s != event.deadline_s:
         drained = node._replace(leave_by_s=event.deadline_s, notice=event.notice, slow=Slow())
         fleet.put_node(transition, number, drained)
-        demand.renew_pending(transition)
+        if not drained.draining:
+            demand.renew_pending(transition)
         transition.follow(CapacityChanged())
 
 
@@ -173,7 +177,11 @@ def reservation_granted(transition: Transition, event: ReservationGranted) -> No
         return
     if reservation.node >= 0 or run.fleet.nodes[number].draining:
         # It was moved, or is on a node that is about to leave: request another one.
-        demand.release_reservation(transition, event.reservation)
+        if reservation.node < 0:
+            # First: what else waits for room would be placed there next.
+            demand.renew_pending(transition)
+        if event.reservation in run.fleet.reservations:
+            demand.release_reservation(transition, event.reservation)
         return
     if not run.fleet.nodes[number].alive:
         fleet.revive_node(transition, number)
@@ -223,6 +231,7 @@ def worker_exited(transition: Transition, event: WorkerExited) -> None:
     if event.cause == "node" and node.alive:
         lose_node(transition, worker.node, event.detail)
         return
+    was_inside = number in run.attempt.inside
     fleet.drop_worker(transition, number)
     has_died = event.cause in (FaultKind.CRASH, FaultKind.OUT_OF_MEMORY)
     if worker.status is WorkerStatus.STARTING and has_died:
@@ -230,7 +239,7 @@ def worker_exited(transition: Transition, event: WorkerExited) -> None:
     elif worker.status is WorkerStatus.READY and has_died:
         fleet.strike(transition, worker.node)
     demand.release_failing_reservations(transition, worker.node)
-    if not worker.inside:
+    if not was_inside:
         return
     if worker.status is not WorkerStatus.DYING:
         preempted = event.cause == "preempted" or node.is_taken

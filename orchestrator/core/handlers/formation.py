@@ -15,7 +15,16 @@ from orchestrator.core.consequences import (
 )
 from orchestrator.core.handlers import demand, fleet, protection
 from orchestrator.core.network import reach, search
-from orchestrator.core.state import Attempt, Node, Phase, Reads, RunOutcome, Worker, WorkerStatus
+from orchestrator.core.state import (
+    Attempt,
+    Node,
+    Phase,
+    Reads,
+    RunOutcome,
+    Table,
+    Worker,
+    WorkerStatus,
+)
 from orchestrator.core.transition import Transition
 from orchestrator.policies import (
     bad_sources,
@@ -163,6 +172,7 @@ def _start(transition: Transition) -> None:
         members=tuple(members),
         nodes=nodes,
         plan=protection.plan(transition, nodes, layout),
+        inside=Table.of((number, False) for number in members),
         num_inside=len(members),
         num_unformed=len(members),
         started_s=transition.now_s,
@@ -265,7 +275,7 @@ def _ready_on(transition: Transition, node: Node, ranks: dict[int, int]) -> list
 def _bind(
     transition: Transition, members: list[int]
 ) -> tuple[tuple[tuple[str, str, int], ...], tuple[int, ...]]:
-    """Give every member a reservation on its node.
+    """Give every member a reservation on its node; most have kept theirs.
 
     Returns:
         The three of each, and the number of its node, in rank order.
@@ -284,15 +294,16 @@ def _bind(
     free: dict[int, Iterator[int]] = {}
     workers, nodes = run.fleet.workers, run.fleet.nodes
     for number in members:
-        name, on, status, deadline_s, reservation, _, _, pid, begun_s = workers[number]
+        worker = workers[number]
+        on, reservation = worker.node, worker.reservation
         if not used or used[-1] != on:
             node = nodes[on]
         if not reservation:
             if on not in free:
                 free[on] = iter(fleet.free_reservations(transition, node))
             reservation = next(free[on])
-        bound[number] = Worker(name, on, status, deadline_s, reservation, True, False, pid, begun_s)
-        placed.append((name, node.name, reservation))
+            bound[number] = worker._replace(reservation=reservation)
+        placed.append((worker.name, node.name, reservation))
         used.append(on)
     run.fleet.workers = workers.update(bound)
     return tuple(placed), tuple(used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import inf
 
 from orchestrator.core.consequences import AttemptFailed, KeepersOutdated
@@ -20,7 +21,7 @@ from orchestrator.core.events import (
 )
 from orchestrator.core.handlers import fleet, planned, recovery
 from orchestrator.core.network import search
-from orchestrator.core.state import MutableRunState, Phase, Worker
+from orchestrator.core.state import MutableRunState, Phase, Worker, worker_number
 from orchestrator.core.transition import Transition
 from orchestrator.policies import STORAGE, FaultKind, Refused, UserError
 from ucp_core.layout import ParallelLayout
@@ -35,22 +36,22 @@ _STEP_NEWS = 0.05
 
 
 def worker_formed(transition: Transition, event: WorkerFormed) -> None:
-    """Note that a member is ready to step, and what it loaded from."""
-    found = _member(transition, event.attempt, event.worker)
-    if found is None:
+    """Note that members are ready to step, and what they loaded from."""
+    found = _members(transition, event)
+    if not found:
         recovery.heard_late(transition, event)
         return
-    if found[1].formed:
-        return
     run = transition.run
+    formed = [number for number in found if not run.attempt.inside[number]]
+    if not formed:
+        return
     if recovery.leave_out(transition, event.damaged):
         transition.follow(KeepersOutdated())
-    number, worker = found
     if not run.attempt.from_storage and any(kind == STORAGE for kind, _ in event.sources):
         run.attempt.from_storage = True
         run.faults_seen = run.faults_seen.and_load(run.cause.kind if run.cause else None)
-    run.fleet.workers = run.fleet.workers.set(number, worker._replace(formed=True))
-    run.attempt.num_unformed -= 1
+    run.attempt.inside = run.attempt.inside.update(dict.fromkeys(formed, True))
+    run.attempt.num_unformed -= len(formed)
 
 
 def worker_formed_forming(transition: Transition, event: WorkerFormed) -> None:
@@ -175,17 +176,17 @@ def worker_left_fencing(transition: Transition, event: WorkerLeft) -> None:
 
 
 def _leaves(transition: Transition, event: WorkerLeft) -> bool:
-    """Note that a member is out, and what it knows; return whether that is all of it."""
-    found = _member(transition, event.attempt, event.worker)
-    if found is None:
+    """Note that members are out, and what they know; return whether that is all of it."""
+    numbers = _members(transition, event)
+    if not numbers:
         recovery.heard_late(transition, event)
         return False
     run = transition.run
-    number, worker = found
-    _leave(transition, number, worker, event.step)
+    number, *_ = numbers
+    worker = run.fleet.workers[number]
+    _leave(transition, numbers, event.step)
     if event.unreached:
-        way = (run.fleet.nodes[worker.node].name, event.unreached)
-        run.network = run.network._replace(suspects=(*run.network.suspects, way))
+        search.suspect(transition, (run.fleet.nodes[worker.node].name, event.unreached))
     if event.how is Leaving.UNLOADABLE:
         recovery.leave_out(transition, event.damaged, event.unread)
         why = event.detail or "another rank could not"
@@ -218,7 +219,7 @@ def worker_raised(transition: Transition, event: WorkerRaised) -> None:
         return
     number, worker = found
     rank = transition.run.attempt.members.index(number)
-    _leave(transition, number, worker, event.step - 1)
+    _leave(transition, [number], event.step - 1)
     if event.refuses and _refuse(transition, event):
         return
     error = UserError(rank, event.step, event.error, event.traceback)
@@ -264,9 +265,9 @@ def _is_short_first(run: MutableRunState, layout: ParallelLayout) -> bool:
     return (run.attempt.number, layout) in run.short
 
 
-def _leave(transition: Transition, number: int, worker: Worker, step: int) -> None:
+def _leave(transition: Transition, numbers: Collection[int], step: int) -> None:
     run = transition.run
-    fleet.put_worker(transition, number, worker._replace(inside=False))
+    fleet.leave(transition, numbers)
     step = max(step, 0)
     run.attempt.left_step = step if run.attempt.left_step < 0 else min(run.attempt.left_step, step)
 
@@ -374,9 +375,18 @@ def _know(run: MutableRunState, step: int, *, in_memory: bool) -> None:
         run.committed_in_memory = in_memory
 
 
+def _members(transition: Transition, event: WorkerFormed | WorkerLeft) -> list[int]:
+    """Return the members of an event that are inside its attempt, if it is the current one."""
+    attempt = transition.run.attempt
+    if event.attempt != attempt.number:
+        return []
+    numbers = dict.fromkeys(map(worker_number, (event.worker, *event.others)))
+    return [number for number in numbers if number >= 0 and number in attempt.inside]
+
+
 def _member(transition: Transition, attempt: int, name: str) -> tuple[int, Worker] | None:
     """Return the worker if it is inside ``attempt`` and that is the current one."""
     if attempt != transition.run.attempt.number:
         return None
     found = fleet.find_worker(transition, name)
-    return found if found is not None and found[1].inside else None
+    return found if found is not None and found[0] in transition.run.attempt.inside else None

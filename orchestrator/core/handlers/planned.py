@@ -106,11 +106,10 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     in time are used again. Returns whether the members were asked to leave.
     """
     run, lead_s = transition.run, transition.rules.bounds.drain_lead_s
-    workers = run.fleet.workers
     draining = [
         node
         for _, node in run.fleet.nodes.where(_is_taken)
-        if any(workers[number].inside for number in node.workers)
+        if any(number in run.attempt.inside for number in node.workers)
     ]
     is_enough = bool(num_after)
     if not is_enough:
@@ -196,8 +195,9 @@ def _consider_move(transition: Transition) -> None:
     if layout is None:
         return
     best = formation.best_workers(transition, layout, leaving=leaving)
-    newcomers = [worker for worker in best if worker not in members]
-    left = [worker for worker in members if worker not in best]
+    chosen, known = set(best), set(members)
+    newcomers = [worker for worker in best if worker not in known]
+    left = [worker for worker in members if worker not in chosen]
     if not newcomers or not left or len(best) < len(members):
         return
     before, after = (

@@ -145,9 +145,10 @@ def _fence(transition: Transition) -> None:
 
 
 def _inside(transition: Transition) -> list[Worker]:
+    """Return the members that are still in the attempt, in rank order."""
     run = transition.run
-    workers = (run.fleet.workers.get(number) for number in run.attempt.members)
-    return [worker for worker in workers if worker is not None and worker.inside]
+    workers, inside = run.fleet.workers, run.attempt.inside
+    return [workers[number] for number in run.attempt.members if number in inside]
 
 
 def members_inside(transition: Transition) -> tuple[str, ...]:
@@ -397,9 +398,9 @@ def fence_bound(transition: Transition, _: BoundReached) -> None:
     at_work_until_s = run.attempt.leave_by_s + run.step_s
     run.deadline_s = transition.now_s + transition.rules.bounds.kill_s
     for rank, number in enumerate(run.attempt.members):
-        worker = run.fleet.workers.get(number)
-        if worker is None or not worker.inside:
+        if number not in run.attempt.inside:
             continue
+        worker = run.fleet.workers[number]
         is_at_work = number in run.attempt.at_work and transition.now_s < at_work_until_s
         if worker.status is WorkerStatus.READY and is_at_work:
             run.deadline_s = min(run.deadline_s, at_work_until_s)
@@ -625,7 +626,9 @@ def form_bound(transition: Transition, _: BoundReached) -> None:
         transition.run.deadline_s = look_s
         return
     bound_s = transition.rules.bounds.form_bound_s(transition.run.num_stuck)
-    late = [w.name for w in _inside(transition) if not w.formed]
+    run = transition.run
+    unformed = (n for n in run.attempt.members if run.attempt.inside.get(n) is False)
+    late = [run.fleet.workers[number].name for number in unformed]
     _fail_late(transition, bound_s, late, "had not formed")
 
 

@@ -74,7 +74,7 @@ def _is_slow(node: Node) -> bool:
 def _judge(transition: Transition, one: Suspicion) -> None:
     run, rules = transition.run, transition.rules
     found = fleet.find_worker(transition, one.worker)
-    if found is None or not found[1].inside:
+    if found is None or found[0] not in run.attempt.inside:
         return
     number = found[1].node
     node = run.fleet.nodes[number]
@@ -112,7 +112,6 @@ def _judge(transition: Transition, one: Suspicion) -> None:
     # Steps that were slow already do not tell how long one takes.
     run.steps = tuple({**dict(run.steps), layout: facts.healthy_step_s}.items())
     run.attempt.slow_since_s = transition.now_s
-    demand.renew_pending(transition)
 
 
 def _withdraw(transition: Transition, one: Suspicion, left: str) -> None:
@@ -128,6 +127,7 @@ def _withdraw(transition: Transition, one: Suspicion, left: str) -> None:
         if node.name == left and node.is_slow:
             well = node._replace(leave_by_s=inf, avoided_s=0.0, slow=Slow())
             fleet.put_node(transition, number, well._replace(strikes=node.strikes[:-1]))
+            demand.renew_pending(transition)
             transition.follow(CapacityChanged())
 
 

@@ -88,7 +88,7 @@ def adopted(state: RunState, alive: Iterable[tuple[str, str, int]]) -> Adopted:
         worker = state.fleet.workers.get(number)
         if worker is not None and worker.name in attempts:
             attempt = attempts[worker.name]
-            is_unknown = attempt == UNKNOWN_ATTEMPT and worker.inside
+            is_unknown = attempt == UNKNOWN_ATTEMPT and number in state.attempt.inside
             if is_unknown or attempt == state.attempt.number:
                 inside.append(worker.name)
     return Adopted(tuple(map(worker_name, state.attempt.members)), tuple(inside))
@@ -217,7 +217,7 @@ def _reconcile_workers(
     left: list[str] = []
     for number, worker in sorted(run.fleet.workers.items()):
         if worker.name not in alive:
-            if worker.inside:
+            if number in run.attempt.inside:
                 dead.append(worker.name)
             fleet.drop_worker(transition, number)
             # A worker that was not found may still live: kill it if it can be reached.
@@ -227,12 +227,12 @@ def _reconcile_workers(
         elif worker.status is WorkerStatus.READY:
             # A member that never formed may yet get its assignment from the dead controller:
             # only its answer to a fence shows that it is out.
-            has_entered = worker.formed or run.attempt.stepped
+            has_entered = run.attempt.inside.get(number) or run.attempt.stepped
             answered = alive[worker.name] != UNKNOWN_ATTEMPT
             is_out = answered and alive[worker.name] != run.attempt.number and has_entered
-            if worker.inside and is_out:
+            if number in run.attempt.inside and is_out:
                 left.append(worker.name)
-                fleet.put_worker(transition, number, worker._replace(inside=False))
+                fleet.leave(transition, [number])
         else:
             # No controller listened meanwhile, so the bounds restart.
             is_dying = worker.status is WorkerStatus.DYING

@@ -7,14 +7,15 @@ be torn, because a controller may die while it appends.
 
 A record: ``{"v": 1, "seq": 91, "at_s": 812.4, "wall_time": 1.7e9, "attempt": 3,
 "kind": "WorkerExited", "worker": "w0005", "cause": "crash", "detail": "..."}``. ``attempt`` is the
-attempt that the item names, or the current one.
+attempt that the item names, or the current one. Orders for reservations whose numbers follow one
+another, and that are alike, are one record: ``"reservation": 7, "num": 3`` is 7, 8 and 9.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast, get_args
 
 from orchestrator.core import actions as act
@@ -61,8 +62,38 @@ def transition_records(
         attempt: Attempt of the state after the event.
     """
     head = {"v": VERSION, "at_s": event.at_s, "attempt": attempt}
-    items: list[ev.Event | act.Action] = [event, *actions]
-    return [{**head, "kind": type(item).__name__, **encode(item)} for item in items]
+    return [
+        {**head, "kind": type(item).__name__, **encode(item), **({"num": num} if num > 1 else {})}
+        for item, num in counted(event, actions)
+    ]
+
+
+def counted(
+    event: ev.Event, actions: Iterable[act.Action]
+) -> list[tuple[ev.Event | act.Action, int]]:
+    """Return what has a record: the event and its actions, of like orders the first and how many.
+
+    Orders are alike if they differ only in their reservations, and these follow one another.
+    """
+    found: list[tuple[ev.Event | act.Action, int]] = [(event, 1)]
+    for action in actions:
+        first, num = found[-1]
+        if isinstance(action, _COUNTED) and isinstance(first, _COUNTED):
+            goes_on = action.reservation == first.reservation + num
+            if goes_on and action == replace(first, reservation=action.reservation):
+                found[-1] = (first, num + 1)
+                continue
+        found.append((action, 1))
+    return found
+
+
+def _actions(record: Mapping[str, Any]) -> Iterator[act.Action]:
+    """Yield the actions of a record, which are several for reservations in a row."""
+    first = cast("act.Action", parse(record))
+    yield first
+    for after in range(1, record.get("num", 1)):
+        assert isinstance(first, _COUNTED)
+        yield replace(first, reservation=first.reservation + after)
 
 
 def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
@@ -198,7 +229,7 @@ def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, Journa
     journaled: list[ev.Event | act.Action] = []
     for last in read(segments):
         if not is_event(last):
-            journaled.append(parse(last))
+            journaled += _actions(last)
             continue
         # A restart may have cut the actions of the event before it short.
         restarted = last["kind"] in (ev.ControllerStarted.__name__, ev.RunResumed.__name__)
@@ -275,6 +306,8 @@ def _object(line: bytes, where: str) -> JournalRecord:
     )
 
 
+#: Orders of which several that follow one another are one record, with their number as ``num``.
+_COUNTED = (act.RequestReservation, act.ReleaseReservation)
 _EVENTS = get_args(ev.Event)
 _EVENT_NAMES = frozenset(kind.__name__ for kind in _EVENTS)
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*_EVENTS, *get_args(act.Action))}

@@ -84,7 +84,8 @@ class RunStats:
     _time: TimeParts = field(default_factory=TimeParts)
     #: Since it was started, or resumed by a person.
     _has_trained: bool = False
-    _num_unformed: int = 0
+    #: Members of the newest attempt that have not formed.
+    _unformed: dict[str, bool] = field(default_factory=dict)
     _first_rank: str = ""
     #: Rank and node of each member of the newest attempt, by worker.
     _members: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -355,11 +356,12 @@ class RunStats:
         self._skipped = []
         self.attempt = record["attempt"]
         self.layout = str(ParallelLayout.from_json(dict(record["layout"])))
-        self.num_workers = self._num_unformed = len(record["members"])
+        self.num_workers = len(record["members"])
         self._first_rank = record["members"][0][0]
         self._members = {
             worker: (rank, node) for rank, (worker, node, _) in enumerate(record["members"])
         }
+        self._unformed = dict.fromkeys(self._members, True)
         num_lost = self._resume(record["resume_step"])
         self.lost_steps += num_lost
         for incident in self._open_incidents():
@@ -387,7 +389,8 @@ class RunStats:
     def _worker_formed(self, record: Mapping[str, Any], at_s: float) -> None:
         if record["attempt"] != self.attempt:
             return
-        self._num_unformed -= 1
+        for worker in _workers(record):
+            self._unformed.pop(worker, None)
         self._note_skipped(record)
         sources = record.get("sources", ())
         _add(self.loaded, sources)
@@ -398,7 +401,7 @@ class RunStats:
             incident.t_load_s = at_s if first_step_s is None else min(at_s, first_step_s)
             incident.t_reform_s = incident.t_load_s - record.get("load_s", 0.0)
             _add(incident.sources, sources)
-        if self._num_unformed == 0:
+        if not self._unformed:
             self._enter("training", at_s)
             self._settle()
 
@@ -419,7 +422,7 @@ class RunStats:
             waited_s = sum(s for phase, s in incident.phases_s.items() if phase != "yield")
             incident.cost_usd = (waited_s + lost_s) * self.usd_per_hour / _HOUR_S
         # Where steps are short, members say that they have formed after the first one is seen.
-        if self._num_unformed == 0:
+        if not self._unformed:
             self._settle()
         self._step_s = record.get("step_s", self._step_s)
         self._count(step)
@@ -452,7 +455,7 @@ class RunStats:
     def _worker_left(self, record: Mapping[str, Any], at_s: float) -> None:
         if record["attempt"] == self.attempt:
             self._note_skipped(record)
-            self._note_last(record["worker"], record["step"])
+            self._note_last(_workers(record), record["step"])
         # The last step of an attempt may be over before a report of it was sent.
         if record["how"] in ("completed", "yielded"):
             self._step_completed(record, at_s)
@@ -460,11 +463,11 @@ class RunStats:
     def _worker_raised(self, record: Mapping[str, Any], _at_s: float) -> None:
         if record["attempt"] == self.attempt:
             # It says the step that was under way.
-            self._note_last(record["worker"], record["step"] - 1)
+            self._note_last(_workers(record), record["step"] - 1)
 
-    def _note_last(self, worker: str, step: int) -> None:
+    def _note_last(self, workers: Collection[str], step: int) -> None:
         self._said_step = max(self._said_step, step)
-        if worker == self._first_rank:
+        if self._first_rank in workers:
             self._said_by_first = step
 
     def _note_skipped(self, record: Mapping[str, Any]) -> None:
@@ -480,10 +483,10 @@ class RunStats:
         self._unusable = () if record.get("source") == "memory" else tuple(record["skipped"])
 
     def _reservation_requested(self, record: Mapping[str, Any], _at_s: float) -> None:
-        alternative = str(record.get("alternative", 0))
-        _add(self.asked, [(alternative, 1)])
+        alternative, numbers = str(record.get("alternative", 0)), _numbers(record)
+        _add(self.asked, [(alternative, len(numbers))])
         price = float(record.get("usd_per_hour", 0.0))
-        self._pending = self._pending.set(record["reservation"], (alternative, price))
+        self._pending = self._pending.update(dict.fromkeys(numbers, (alternative, price)))
 
     def _reservation_granted(self, record: Mapping[str, Any], _at_s: float) -> None:
         self._hold({record["reservation"]})
@@ -510,16 +513,18 @@ class RunStats:
             _add(self.granted, [(alternative, 1)])
 
     def _reservation_released(self, record: Mapping[str, Any], _at_s: float) -> None:
-        number = record["reservation"]
-        if number in self._pending:
-            self._pending = self._pending.without(number)
-        held = self._held.get(number)
-        if held is not None:
-            self._held = self._held.without(number)
-            price = str(held[1])
-            self._prices[price] -= 1
-            if not self._prices[price]:
-                del self._prices[price]
+        numbers = _numbers(record)
+        pending = [number for number in numbers if number in self._pending]
+        if pending:
+            self._pending = self._pending.without(*pending)
+        for number in numbers:
+            held = self._held.get(number)
+            if held is not None:
+                self._held = self._held.without(number)
+                price = str(held[1])
+                self._prices[price] -= 1
+                if not self._prices[price]:
+                    del self._prices[price]
 
     def _give_back_all(self) -> None:
         self._held, self._prices = Table(), {}
@@ -572,3 +577,14 @@ def _keep(points: list[tuple[float, int]], point: tuple[float, int]) -> None:
 def _add(sums: dict[str, int], sources: Iterable[tuple[str, int]]) -> None:
     for source, num_bytes in sources:
         sums[source] = sums.get(source, 0) + num_bytes
+
+
+def _numbers(record: Mapping[str, Any]) -> range:
+    """Return the reservations of an order: one, or several that follow one another."""
+    first = record["reservation"]
+    return range(first, first + record.get("num", 1))
+
+
+def _workers(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the workers that an event tells of: one, or several of which the same is true."""
+    return (record["worker"], *record.get("others", ()))

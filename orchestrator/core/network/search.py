@@ -33,6 +33,8 @@ _NAMELESS = frozenset({FaultKind.UNDECIDED, FaultKind.PEER_LOST})
 _FORM_FACTOR = 3.0
 _FORM_S = 3.0
 _FORM_NODE_S = 0.02
+#: Behind a switch that is gone is a rack of machines.
+_SUSPECTS_MAX = 64
 
 
 def begin(transition: Transition) -> None:
@@ -41,7 +43,7 @@ def begin(transition: Transition) -> None:
     And those that members could not read from.
     """
     run = transition.run
-    members = (run.fleet.nodes[number].name for number in run.attempt.nodes)
+    members = (run.fleet.nodes[number].name for number in dict.fromkeys(run.attempt.nodes))
     holders = (node for _, _, node, *_ in run.attempt.unread if _is_there(transition, node))
     names = tuple(name for name in dict.fromkeys((*members, *holders)) if name)
     if transition.now_s < run.network.until_s < inf or len(names) < 2:  # noqa: PLR2004
@@ -132,6 +134,13 @@ def _is_there(transition: Transition, name: str) -> bool:
     return name == CONTROLLER or (number is not None and fleet.nodes[number].alive)
 
 
+def suspect(transition: Transition, way: Pair) -> None:
+    """Note that the transport of a member calls a way unreachable; a few say as much as all."""
+    network = transition.run.network
+    if way not in network.suspects and len(network.suspects) < _SUSPECTS_MAX:
+        transition.run.network = network._replace(suspects=(*network.suspects, way))
+
+
 def is_program(transition: Transition) -> bool:
     """Return whether a fault that names nobody can only come from the program.
 
@@ -139,7 +148,7 @@ def is_program(transition: Transition) -> bool:
     it was asked to. Otherwise the fault may clear: the run waits, longer each time.
     """
     attempt, network = transition.run.attempt, transition.run.network
-    names = {transition.run.fleet.nodes[number].name for number in attempt.nodes}
+    names = {transition.run.fleet.nodes[number].name for number in set(attempt.nodes)}
     is_sound = network.is_sound or len(names) == 1
     # A link that fails again and again is whole when it is looked at.
     flaps = any(names >= set(link.ends) for link in network.links)

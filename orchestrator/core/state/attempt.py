@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from orchestrator.core.state.frozen import Frozen, Part
+from orchestrator.core.state.table import Table
 from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import RedundancyPlan, Refused, UserError
 from ucp_core.layout import ParallelLayout
@@ -24,7 +25,9 @@ class Attempt(Part):
     nodes: tuple[int, ...] = ()  #: Their nodes, by rank.
     #: How its snapshots are protected.
     plan: RedundancyPlan = field(default_factory=RedundancyPlan)
-    num_inside: int = 0  #: Members that have neither left nor died.
+    #: Members that have neither left nor died, by number, and whether each has formed.
+    inside: Table[bool] = field(default_factory=Table)
+    num_inside: int = 0  #: How many these are.
     num_unformed: int = 0  #: Members that have not formed.
     started_s: float = 0.0
     step: int = 0  #: Last step that every rank completed.

@@ -29,8 +29,6 @@ class Worker(NamedTuple):
     status: WorkerStatus
     deadline_s: float = inf  #: STARTING: be ready by then. DYING: be gone by then.
     reservation: int = 0  #: The reservation it uses, 0 if none.
-    inside: bool = False  #: Whether it is in the current attempt and has not left it.
-    formed: bool = False  #: Whether it has formed in the current attempt.
     pid: int = 0  #: Process id, 0 before it was ready.
     begun_s: float = 0.0  #: When it was ordered to start.
 
@@ -39,8 +37,13 @@ class Reservation(NamedTuple):
     """One reservation."""
 
     node: int  #: Number of its node, -1 while it is pending.
-    avoid: tuple[str, ...]  #: Nodes that it was not to be on.
+    avoid: tuple[str, ...]  #: Nodes that it is not to be on, while it is pending.
     alternative: int = 0  #: Which capacity was asked for; 0 is what the user likes best.
+
+
+def is_pending(reservation: Reservation) -> bool:
+    """Return whether it is not granted yet."""
+    return reservation.node < 0
 
 
 class Offer(NamedTuple):
@@ -147,14 +150,14 @@ class FrozenFleet(Frozen, Fleet):
     """A fleet as a value."""
 
 
-# Every event names a worker, and a run has few.
-@lru_cache(maxsize=1 << 14)
+# Every event names a worker, and the largest runs have 80,000.
+@lru_cache(maxsize=1 << 17)
 def worker_name(number: int) -> str:
     """Return ``w0007`` for 7."""
     return f"w{number:04d}"
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 17)
 def worker_number(name: str) -> int:
     """Return 7 for ``w0007``, and -1 for what no machine has named."""
     return int(name[1:]) if name[:1] == "w" and name[1:].isdecimal() else -1

@@ -9,15 +9,25 @@ it again.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from math import inf
+from operator import not_
 from typing import Any
 
 from orchestrator.core.state.attempt import Attempt, FrozenAttempt
-from orchestrator.core.state.fleet import Fleet, FrozenFleet, Node, Offer, Worker, WorkerStatus
+from orchestrator.core.state.fleet import (
+    Fleet,
+    FrozenFleet,
+    Node,
+    Offer,
+    Worker,
+    WorkerStatus,
+    is_pending,
+    worker_number,
+)
 from orchestrator.core.state.frozen import Frozen, Part
 from orchestrator.core.state.network import Network
 from orchestrator.policies import Fault, FaultKind, FaultsSeen, Refused, Sharing, UserError
@@ -222,11 +232,13 @@ def next_deadline_s(state: RunState) -> float:
     return min(state.deadline_s, state.fleet.wake_s)
 
 
-def describe(state: RunState, num_told: int | None = None) -> dict[str, Any]:
+def describe(
+    state: RunState, num_told: int | None = None, *, num_nodes: int | None = None
+) -> dict[str, Any]:
     """Return what ``everstep status`` shows, as JSON values.
 
     Keys: ``phase, attempt, step, committed_step, layout, other_layouts[{layout, why}], num_members,
-    members[{rank, worker, node, pid, state}], standbys[{worker, node, pid, state}],
+    num_standbys, members[{rank, worker, node, pid, state}], standbys[{worker, node, pid, state}],
     processes{state: number}, nodes[{node, state, reservations}], pending_reservations,
     capacity[{alternative, asked, granted, refused, since_s, refused_s, grant_s, why}],
     shared{limit, runs} | null,
@@ -236,23 +248,28 @@ def describe(state: RunState, num_told: int | None = None) -> dict[str, Any]:
     A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
 
     Args:
-        num_told: Only so many members, those of the first ranks, and so many standbys have rows;
-            None for all.
+        num_told: Only so many members, those of the first ranks, and so many standbys and nodes
+            have rows; None for all.
+        num_nodes: Only so many nodes, those in trouble first, and what is on them have rows.
     """
-    workers = state.fleet.workers
-    in_order = ((rank, workers.get(number)) for rank, number in enumerate(state.attempt.members))
+    fleet = state.fleet
+    shown = None if num_nodes is None else dict.fromkeys(troubled_first(state)[:num_nodes])
+    # Only members have a reservation to themselves.
+    spare = fleet.workers.where(_is_spare)
+    placed = enumerate(zip(state.attempt.members, state.attempt.nodes, strict=True))
     members = (
-        {"rank": rank, **_describe_worker(state, worker)}
-        for rank, worker in in_order
-        if worker is not None and worker.reservation
+        {"rank": rank, **_describe_worker(state, number, worker)}
+        for rank, (number, node) in placed
+        if (shown is None or node in shown)
+        and (worker := fleet.workers.get(number)) is not None
+        and worker.reservation
     )
-    numbers = set(state.attempt.members)
     standbys = (
-        _describe_worker(state, worker)
-        for number, worker in workers.items()
-        if number not in numbers or not worker.reservation
+        _describe_worker(state, number, worker)
+        for number, worker in spare
+        if shown is None or worker.node in shown
     )
-    cause = state.cause
+    nodes: Iterable[int] = fleet.nodes if shown is None else shown
     return {
         "phase": str(state.phase),
         "attempt": state.attempt.number,
@@ -262,27 +279,18 @@ def describe(state: RunState, num_told: int | None = None) -> dict[str, Any]:
         "other_layouts": [
             {"layout": layout, "why": why} for layout, why in state.attempt.other_layouts
         ],
-        "num_members": sum(member in workers for member in state.attempt.members),
+        "num_members": len(fleet.workers) - len(spare),
+        "num_standbys": len(spare),
         "members": list(islice(members, num_told)),
         "standbys": list(islice(standbys, num_told)),
-        "processes": dict(Counter(map(_worker_state, workers.values()))),
-        "nodes": [_describe_node(node) for node in state.fleet.nodes.values()],
+        "processes": _processes(state),
+        "nodes": [_describe_node(fleet.nodes[number]) for number in islice(nodes, num_told)],
         "pending_reservations": _missing_reservations(state),
         "capacity": [_describe_offer(n, offer) for n, offer in enumerate(state.fleet.offers)],
         "shared": None
         if state.sharing.limit < 0
         else {"limit": state.sharing.limit, "runs": list(state.sharing.runs)},
-        "cause": None
-        if cause is None
-        else {
-            "kind": cause.kind.value,
-            "guilty": list(cause.guilty),
-            "evidence": cause.evidence,
-            "at_s": cause.at_s,
-            "rule": cause.rule,
-            "verdict": cause.verdict,
-            "places": [list(place) for place in cause.places],
-        },
+        "cause": None if state.cause is None else _describe_cause(state.cause),
         "suspects": [one.to_json() for one in state.attempt.suspects],
         "sent": dict(state.sent),
         "waits_for": _waits_for(state),
@@ -290,12 +298,63 @@ def describe(state: RunState, num_told: int | None = None) -> dict[str, Any]:
     }
 
 
-def _describe_worker(state: RunState, worker: Worker) -> dict[str, Any]:
+def troubled_first(state: RunState) -> list[int]:
+    """Return all nodes, those first on which something is not as it should be; lost ones last.
+
+    The others are in the order of ranks.
+    """
+    fleet, workers = state.fleet, state.fleet.workers
+    suspects = (worker_number(one.worker) for one in state.attempt.suspects if one.worker)
+    dying = (number for number, _ in workers.where(_is_dying))
+    unformed = (number for number, _ in state.attempt.inside.where(not_))
+    odd = (worker.node for worker in map(workers.get, (*suspects, *dying, *unformed)) if worker)
+    leaving = (number for number, _ in fleet.nodes.where(_is_leaving))
+    lost = dict(fleet.nodes.where(_is_lost))
+    found = dict.fromkeys((*odd, *leaving, *state.attempt.nodes, *fleet.nodes))
+    return [*(number for number in found if number not in lost), *lost]
+
+
+def _processes(state: RunState) -> dict[str, int]:
+    """Return how many processes there are by their state."""
+    inside = state.attempt.inside.counted(bool)
+    for number, _ in state.fleet.workers.where(_is_dying):
+        if number in state.attempt.inside:
+            inside[state.attempt.inside[number]] -= 1
+    counts = state.fleet.workers.counted(_status)
+    counts[WorkerStatus.READY] -= sum(inside.values())
+    told: dict[str, int] = {"training": inside[True], "forming": inside[False]}
+    told |= {str(status): num for status, num in counts.items()}
+    return {name: num for name, num in told.items() if num}
+
+
+def _status(worker: Worker) -> WorkerStatus:
+    return worker.status
+
+
+def _is_spare(worker: Worker) -> bool:
+    return not worker.reservation
+
+
+def _is_dying(worker: Worker) -> bool:
+    return worker.status is WorkerStatus.DYING
+
+
+def _is_leaving(node: Node) -> bool:
+    return node.alive and node.draining
+
+
+def _is_lost(node: Node) -> bool:
+    return not node.alive
+
+
+def _describe_worker(state: RunState, number: int, worker: Worker) -> dict[str, Any]:
+    formed = state.attempt.inside.get(number) if worker.status is WorkerStatus.READY else None
+    status = str(worker.status) if formed is None else "training" if formed else "forming"
     return {
         "worker": worker.name,
         "node": state.fleet.nodes[worker.node].name,
         "pid": worker.pid or None,
-        "state": _worker_state(worker),
+        "state": status,
     }
 
 
@@ -321,9 +380,21 @@ def _missing_reservations(state: RunState) -> list[int]:
     last = max((n for n, offer in offers if offer.num_pending + offer.num_granted), default=0)
     return [
         number
-        for number, reservation in state.fleet.reservations.items()
-        if reservation.node < 0 and reservation.alternative == last
+        for number, reservation in state.fleet.reservations.where(is_pending)
+        if reservation.alternative == last
     ]
+
+
+def _describe_cause(cause: Cause) -> dict[str, Any]:
+    return {
+        "kind": cause.kind.value,
+        "guilty": list(cause.guilty),
+        "evidence": cause.evidence,
+        "at_s": cause.at_s,
+        "rule": cause.rule,
+        "verdict": cause.verdict,
+        "places": [list(place) for place in cause.places],
+    }
 
 
 def _describe_offer(number: int, offer: Offer) -> dict[str, Any]:
@@ -344,12 +415,6 @@ def _last_step(state: RunState) -> int:
     """Return the last completed step; whoever leaves does so before its last steps are reported."""
     step, attempt = state.committed
     return max(state.attempt.step, step) if attempt == state.attempt.number else state.attempt.step
-
-
-def _worker_state(worker: Worker) -> str:
-    if worker.inside and worker.status is WorkerStatus.READY:
-        return "training" if worker.formed else "forming"
-    return str(worker.status)
 
 
 def _describe_node(node: Node) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str
         "refused": [asdict(each) for each in state.refused],
         "steps": [(asdict(layout), step_s) for layout, step_s in state.steps],
         "bad": [list(source) for source in state.bad],
-        "num_members": sum(worker.inside for worker in workers),
+        "num_members": state.attempt.num_inside,
         "reservations": {
             node.name: len(node.reservations) for node in state.fleet.nodes.values() if node.alive
         },

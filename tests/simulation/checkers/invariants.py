@@ -53,16 +53,17 @@ def _check_attempt(state: RunState) -> None:
     if state.phase in _BOUNDED and state.attempt.number:
         assert not isinf(state.deadline_s), f"{state.phase} has no bound"
     assert 0 <= state.reads.pending <= state.reads.num, f"reads_pending={state.reads.pending}"
-    inside = [n for n, worker in state.fleet.workers.items() if worker.inside]
+    inside = list(state.attempt.inside)
     assert len(inside) == state.attempt.num_inside, (
         f"num_inside={state.attempt.num_inside}, inside={inside}"
     )
-    assert set(inside) <= set(state.attempt.members), f"{inside} are inside and no members"
+    living = {member for member in state.attempt.members if member in state.fleet.workers}
+    assert set(inside) <= living, f"{inside} are inside and no living members"
     if state.phase in (Phase.FORMING, Phase.TRAINING):
         assert state.attempt.num_inside == len(state.attempt.members), (
             f"{state.phase} without all members"
         )
-        unformed = sum([not state.fleet.workers[member].formed for member in state.attempt.members])
+        unformed = sum(not formed for formed in state.attempt.inside.values())
         assert unformed == state.attempt.num_unformed, (
             f"num_unformed={state.attempt.num_unformed} of {unformed}"
         )

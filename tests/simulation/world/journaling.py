@@ -24,6 +24,7 @@ from orchestrator.core import (
     transition_records,
     verify,
 )
+from orchestrator.core.log.journal_lines import counted
 from orchestrator.errors import CompactionError
 from tests.simulation.violation import require
 
@@ -82,7 +83,7 @@ class SimJournal:
         if isinstance(event, ControllerStarted) and self._transitions:
             self._ends.append(len(self._transitions))
         self._transitions.append(_Transition(event, actions, state.attempt.number, self._seq))
-        self._seq += 1 + len(actions)
+        self._seq += len(counted(event, actions))
         if self._rng.random() < _MARK:
             self._marked = len(self._transitions), state
 
@@ -124,7 +125,7 @@ class SimJournal:
             folded=Folded(
                 state=state,
                 stats=stats,
-                seq=transition.seq + len(transition.actions),
+                seq=transition.seq + len(transition.lines) - 1,
                 at_s=transition.event.at_s,
             ),
         )

@@ -156,6 +156,15 @@ class World:
             self.now_s, _, do, args = heappop(queue)
             do(*args)
 
+    def gather(self, seconds: float, is_alike: Callable[[ev.Event], bool]) -> None:
+        """Let time pass while the controller is busy, until it is to hear of something else."""
+        queue, until_s, incarnation = self.queue, self.now_s + seconds, self.incarnation
+        while queue and queue[0][0] < until_s and self.incarnation == incarnation:
+            if not (self.inbox and is_alike(self.inbox[-1])):
+                return
+            self.now_s, _, do, args = heappop(queue)
+            do(*args)
+
     def chance(self, probability: float) -> bool:
         """Return True with ``probability``."""
         return self.rng.random() < probability

@@ -18,10 +18,12 @@ RULES = RunRules(
 )
 
 
-def _fold(state: RunState, *events: ev.Event) -> tuple[RunState, list[Action]]:
+def _fold(
+    state: RunState, *events: ev.Event, rules: RunRules = RULES
+) -> tuple[RunState, list[Action]]:
     ordered: list[Action] = []
     for event in events:
-        state, actions = step(state, event, rules=RULES)
+        state, actions = step(state, event, rules=rules)
         ordered += actions
     return state, ordered
 
@@ -34,19 +36,21 @@ def _requests(actions: list[Action], alternative: int) -> list[int]:
     ]
 
 
-def _train(state: RunState, at_s: float, workers: dict[str, str]) -> RunState:
+def _train(
+    state: RunState, at_s: float, workers: dict[str, str], rules: RunRules = RULES
+) -> RunState:
     """Have the workers be ready, form, and make a step."""
     ready = [
         ev.WorkerReady(at_s=at_s, worker=worker, node=node, pid=1)
         for worker, node in workers.items()
     ]
-    state, _ = _fold(state, *ready, ev.Ticked(at_s=at_s + 60.0))
+    state, _ = _fold(state, *ready, ev.Ticked(at_s=at_s + 60.0), rules=rules)
     number = state.attempt.number
     formed = [
         ev.WorkerFormed(at_s=at_s + 60.0, attempt=number, worker=worker) for worker in workers
     ]
     done = ev.StepCompleted(at_s=at_s + 61.0, attempt=number, step=1, step_s=1.0)
-    return _fold(state, *formed, done)[0]
+    return _fold(state, *formed, done, rules=rules)[0]
 
 
 def _on_second_choice() -> RunState:
@@ -143,7 +147,81 @@ def test_requests_that_are_renewed_wait_since_they_were_first_made() -> None:
         ev.ControllerStarted(at_s=0.0, incarnation=1),
         ev.NodeJoined(at_s=100.0, node="a"),
         ev.NodeDraining(at_s=100.0, node="a", deadline_s=900.0),
+        ev.ReservationGranted(at_s=101.0, reservation=2, node="a"),
     )
     (first,) = describe(state)["capacity"]
     assert (first["asked"], first["since_s"]) == (4, 0.0)
     assert _requests(_fold(state, ev.Ticked(at_s=180.0))[1], 1)
+
+
+#: Six nodes with a worker each; nothing replaces one.
+FLEET = RunRules(run="r", min_workers=2, max_workers=6, total_steps=1000)
+
+
+def _noticed() -> tuple[RunState, list[Action]]:
+    """Six workers train; four of their nodes get notice, one after the other."""
+    nodes = {f"w{number:04d}": f"n{number}" for number in range(1, 7)}
+    granted = (
+        ev.ReservationGranted(at_s=1.0, reservation=number, node=f"n{number}")
+        for number in range(1, 7)
+    )
+    started = ev.ControllerStarted(at_s=0.0, incarnation=1)
+    state, _ = _fold(RunState(), started, *granted, rules=FLEET)
+    state = _train(state, 2.0, nodes, FLEET)
+    notices = (
+        ev.NodeDraining(at_s=100.0 + number, node=f"n{number}", deadline_s=1000.0)
+        for number in range(1, 5)
+    )
+    return _fold(state, *notices, rules=FLEET)
+
+
+def _released(actions: list[Action]) -> list[int]:
+    return [each.reservation for each in actions if isinstance(each, act.ReleaseReservation)]
+
+
+def test_a_notice_asks_for_what_replaces_its_node_and_for_nothing_again() -> None:
+    """If each notice renewed what is pending, many of them would fill the journal."""
+    state, actions = _noticed()
+
+    assert _requests(actions, 0) == [7, 8, 9, 10]
+    assert _released(actions) == []
+    assert state.fleet.reservations[9].avoid == ("n1", "n2", "n3")
+
+
+def test_what_waits_avoids_the_nodes_that_are_left_before_they_are_free() -> None:
+    """Their room is free from then on, and requests that know of fewer notices would take it."""
+    state, _ = _noticed()
+    number = state.attempt.number
+    left = (
+        ev.WorkerLeft(
+            at_s=991.0,
+            attempt=number,
+            worker=f"w{worker:04d}",
+            how=ev.Leaving.YIELDED,
+            step=9,
+            detail="",
+        )
+        for worker in range(1, 7)
+    )
+    formed = (
+        ev.WorkerFormed(at_s=992.0, attempt=number + 1, worker=worker)
+        for worker in ("w0005", "w0006")
+    )
+    done = ev.StepCompleted(at_s=993.0, attempt=number + 1, step=10, step_s=1.0)
+    state, actions = _fold(state, ev.Ticked(at_s=990.0), *left, *formed, done, rules=FLEET)
+
+    assert _released(actions) == [7, 8, 9, 1, 2, 3, 4]
+    pending = [each for each in state.fleet.reservations.values() if each.node < 0]
+    assert [each.avoid for each in pending] == [("n1", "n2", "n3", "n4")] * 4
+
+
+def test_what_is_granted_on_a_node_that_is_left_is_asked_for_elsewhere() -> None:
+    """All that would be placed there next is asked for again with it, and only once."""
+    state, _ = _noticed()
+    granted = ev.ReservationGranted(at_s=200.0, reservation=8, node="n4")
+    state, actions = _fold(state, granted, rules=FLEET)
+    assert (_released(actions), _requests(actions, 0)) == ([7, 8, 9], [11, 12, 13])
+
+    again = ev.ReservationGranted(at_s=201.0, reservation=10, node="n4")
+    state, actions = _fold(state, again, rules=FLEET)
+    assert (_released(actions), _requests(actions, 0)) == ([10], [14])

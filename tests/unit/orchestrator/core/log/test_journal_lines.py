@@ -118,3 +118,22 @@ def test_a_field_that_an_older_record_lacks_takes_its_default() -> None:
         del record[name]
 
     assert parse(record) == formed
+
+
+def test_orders_for_reservations_in_a_row_are_one_record() -> None:
+    """A large run starts with as many requests as it has workers, each with nodes to avoid."""
+    rules = replace(RULES, max_workers=500)
+    event = ev.ControllerStarted(at_s=0.0, incarnation=1)
+    state, actions = step(RunState(), event, rules=rules)
+    records = transition_records(event, actions, attempt=0)
+    assert [record["kind"] for record in records] == ["ControllerStarted", "RequestReservation"]
+    lines = b"".join(
+        json.dumps({**record, "seq": seq, "wall_time": 1.0}).encode() + b"\n"
+        for seq, record in enumerate(records)
+    )
+
+    assert len(actions) == 500
+    assert verify([lines], rules)[0] == state
+    assert fold_on(Folded(), [lines], rules).stats.num_pending == 500
+    with pytest.raises(JournalCorruptError, match="replay differs"):
+        verify([lines], replace(rules, max_workers=499))

@@ -107,3 +107,13 @@ def test_what_has_not_changed_is_not_looked_at_again() -> None:
     assert changed.where(is_negative) == [(5000, -1)]
     assert changed.where(is_negative) == [(5000, -1)]
     assert len(asked) <= 64
+
+
+def test_values_are_counted_by_kind_after_any_change() -> None:
+    """A chunk remembers its counts, so what changed there could be missed."""
+    table = Table.of((key, key % 3) for key in range(200))
+    assert table.counted(_is_odd) == {False: 133, True: 67}
+    changed = table.set(1, 0).without(0, 150)
+
+    assert changed.counted(_is_odd) == {False: 132, True: 66}
+    assert table.counted(_is_odd) == {False: 133, True: 67}
