@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +45,10 @@ def read_status(url: str) -> dict[str, Any]:
         described,
         folded.stats,
         config,
-        seen=Seen(nodes=[{**_NO_PIDS, **row} for row in described["nodes"]]),
+        seen=Seen(
+            nodes=[{**_NO_PIDS, **row} for row in described["nodes"]],
+            node_states=Counter(row["state"] for row in described["nodes"]),
+        ),
         phase=_phase(described["phase"], summary or {}),
         step=step or described["step"],
         loss=loss,

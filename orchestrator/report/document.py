@@ -64,7 +64,9 @@ class Seen:
     seen_at_s: Mapping[str, float] = field(default_factory=dict)  #: When each of those came.
     #: The last that a worker told of its own work.
     costs: Mapping[str, StepCost] = field(default_factory=dict)
-    nodes: Sequence[Mapping[str, Any]] = ()  #: A row of each node.
+    #: A row of each node; of many, those in trouble first.
+    nodes: Sequence[Mapping[str, Any]] = ()
+    node_states: Mapping[str, int] = field(default_factory=dict)  #: How many are in each state.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,7 @@ def _seen(described: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
         "step_tokens": (finite([sum(tokens)]) or None) if has_all else None,
         "workers": [_worker(row, seen) for row in described["members"]],
         "standbys": [_worker(row, seen) for row in described["standbys"]],
+        "node_states": dict(seen.node_states),
         "nodes": [{**row, "reservations": reservations.get(row["node"], [])} for row in seen.nodes],
     }
 

@@ -109,6 +109,8 @@ def live_part(told: RunDocument, seconds: Mapping[str, str], **more: Any) -> dic
             "workers": list(map(worker, status["workers"])),
             "standbys": list(map(worker, status["standbys"])),
             "nodes": list(map(node, status["nodes"])),
+            "node_states": status["node_states"],
+            "num_workers": sum(status["processes"].values()),
             "suspects": [
                 {name: one[name] for name in _OF_SUSPECT}
                 for one in suspects_shown(status["suspects"], status["busy"])

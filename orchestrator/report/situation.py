@@ -16,13 +16,14 @@ def what_it_does(status: Mapping[str, Any]) -> str:
     Args:
         status: The document of ``/status``.
     """
-    phase, num = status["phase"], len(status["workers"])
+    phase, states = status["phase"], _states(status)
+    num = states["training"] + states["forming"]
     if phase == "training":
         return f"Trains on {counted(num, 'worker')}{_in_layout(status)}.{_asks(status)}"
     if phase == "waiting":
         return f"Waits for {status['waits_for'] or 'workers'}.{_fleet(status)}{_asks(status)}"
     if phase == "forming":
-        formed = sum(row["state"] == "training" for row in status["workers"])
+        formed = states["training"]
         return f"Attempt {status['attempt']} forms: {formed} of {counted(num, 'worker')} are ready."
     why = _cause(status)
     if phase == "yielding":
@@ -52,6 +53,12 @@ def what_survives(redundancy: Mapping[str, Any]) -> tuple[str, bool]:
     return f"survives the loss of {nodes}" + (f" ({mechanism})" if mechanism else ""), True
 
 
+def _states(status: Mapping[str, Any]) -> Counter[str]:
+    """Return how many processes are in each state; of a large run not all have rows."""
+    rows = (*status["workers"], *status["standbys"])
+    return Counter(status.get("processes") or (row["state"] for row in rows))
+
+
 def _in_layout(status: Mapping[str, Any]) -> str:
     return f" ({status['layout']})" if status["layout"] not in ("", "1 worker") else ""
 
@@ -67,10 +74,8 @@ def _asks(status: Mapping[str, Any]) -> str:
 
 
 def _fleet(status: Mapping[str, Any]) -> str:
-    rows = [*status["workers"], *status["standbys"]]
-    states = Counter(row["state"] for row in rows)
     lost = [row["node"][:8] for row in status["nodes"] if row["state"] == "lost"]
-    processes = ", ".join(f"{num} {state}" for state, num in states.items())
+    processes = ", ".join(f"{num} {state}" for state, num in _states(status).items())
     return (f" Processes: {processes}." if processes else "") + (
         f" Lost: node {', '.join(lost)}." if lost else ""
     )

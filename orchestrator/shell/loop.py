@@ -12,7 +12,7 @@ import hmac
 import logging
 import math
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +27,7 @@ from orchestrator.core import actions as act
 from orchestrator.errors import TokenError
 from orchestrator.report import RunDocument, Seen, bounds_document, tell
 from orchestrator.shell.actions import Actions
-from orchestrator.shell.capacity import AutoscalerWatch, probe_links
+from orchestrator.shell.capacity import AutoscalerWatch, probe_links, told_nodes
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.connect import head_returns
 from orchestrator.shell.evidence import KILL_S
@@ -36,6 +36,7 @@ from orchestrator.shell.memory import loss_document
 from orchestrator.shell.parts import Parts
 from orchestrator.shell.reads import SURVEY_S, Reads
 from orchestrator.shell.serve import (
+    NUM_NODES,
     NUM_TOLD,
     Live,
     RunCollector,
@@ -98,7 +99,7 @@ class Run:
             config=config,
             store=parts.store,
             path=parts.path,
-            told=self._tell,
+            told=partial(self._tell, num_nodes=NUM_NODES),
             reports=parts.observer.reports,
             at_s=self._inbox.at_s,
         )
@@ -352,10 +353,12 @@ class Run:
         )
         self._spawn(self._reads.find_and_enter(action))
 
-    def _tell(self, num_told: int | None = None) -> RunDocument:
+    def _tell(self, num_told: int | None = None, num_nodes: int | None = None) -> RunDocument:
         parts, at_s = self._parts, self._inbox.at_s()
+        described = core.describe(parts.state, num_told, num_nodes=num_nodes)
+        views = parts.nodes.views
         return tell(
-            core.describe(parts.state, num_told),
+            described,
             parts.outputs.stats,
             self._config,
             seen=Seen(
@@ -363,7 +366,8 @@ class Run:
                 reports=parts.observer.reports,
                 seen_at_s=parts.observer.seen_at_s,
                 costs=parts.observer.costs,
-                nodes=[view.told(at_s) for view in parts.nodes.views.values()],
+                nodes=told_nodes(views, described, at_s, num_nodes or num_told),
+                node_states=Counter(view.state for view in views.values()),
             ),
             url=self._url,
             step_s=parts.observer.step_s,

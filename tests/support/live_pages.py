@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from orchestrator.config import load
 from orchestrator.core import RunState, RunStats, describe
 from orchestrator.errors import TokenError
 from orchestrator.report import RunDocument, Scale, Seen, tell
-from orchestrator.shell.capacity import NodeView
-from orchestrator.shell.serve import Live, RunCollector
+from orchestrator.shell.capacity import NodeView, told_nodes
+from orchestrator.shell.serve import NUM_NODES, Live, RunCollector
 from ucp_core.storage import LocalStore, Store
 from workers.protocol import StepCost, WorkerReport
 
@@ -32,13 +33,15 @@ def live_page(
     text = f"run: {{directory: {directory}, name: shown}}\nworkers: {{max: 4}}\n"
     state = {**describe(RunState()), **(described or {})}
     names = [f"{number:02d}" * 28 for number in range(nodes)]
+    views = {name: NodeView(node=name, raylet_address=("127.0.0.1", 1)) for name in names}
     config, told = load(f"{text}train: {{steps: 60}}\n"), reports or {}
     seen = Seen(
         at_s=100.0,
         reports=told,
         seen_at_s=dict.fromkeys(told, 100.0),
         costs={worker: StepCost(7, 0.3, 0.0) for worker in told},
-        nodes=[NodeView(node=name, raylet_address=("127.0.0.1", 1)).told(100.0) for name in names],
+        nodes=told_nodes(views, state, 100.0, NUM_NODES),
+        node_states=Counter(view.state for view in views.values()),
     )
     redundancy = {
         "step": 0,

@@ -270,6 +270,8 @@ def describe(
         if shown is None or worker.node in shown
     )
     nodes: Iterable[int] = fleet.nodes if shown is None else shown
+    if num_told is not None and shown is None:
+        nodes = troubled_first(state)
     return {
         "phase": str(state.phase),
         "attempt": state.attempt.number,

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from orchestrator.shell.capacity.autoscaler import AutoscalerWatch
     from orchestrator.shell.capacity.keepers import Keepers
     from orchestrator.shell.capacity.link_watch import LinkWatch
-    from orchestrator.shell.capacity.node_view import NodeView
+    from orchestrator.shell.capacity.node_view import NodeView, told_nodes
     from orchestrator.shell.capacity.nodes import Nodes
     from orchestrator.shell.capacity.notices import DRAINED
     from orchestrator.shell.capacity.probes import probe_links

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from workers.protocol import LEASE_S
@@ -64,3 +65,15 @@ def view_of(row: Mapping[str, Any], rack_label: str) -> NodeView:
         raylet_address=(row["NodeManagerAddress"], row["NodeManagerPort"]),
         rack=row["Labels"].get(rack_label, ""),
     )
+
+
+def told_nodes(
+    views: Mapping[str, NodeView],
+    described: Mapping[str, Any],
+    at_s: float,
+    num_nodes: int | None = None,
+) -> list[dict[str, Any]]:
+    """Return rows of nodes at ``at_s``, those of ``core.describe`` first; None for all."""
+    first = (row["node"] for row in described["nodes"])
+    names = dict.fromkeys((*(name for name in first if name in views), *views))
+    return [views[name].told(at_s) for name in islice(names, num_nodes)]

@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
+from itertools import islice
 
 from orchestrator.config import RunConfig
 from orchestrator.report import RunDocument, live_part, page_document, report_of
@@ -29,6 +30,11 @@ _LOCAL_S, _REMOTE_S = 1.0, 10.0
 _WAIT_S = 0.3
 #: The first look reads this much of the end of a file: 8,000 steps or more, in 50 ms.
 _FIRST_BYTES = 2 << 20
+#: The page shows so many nodes, those in trouble first, with the workers there: a document of
+#: 80,000 workers had 16 MB.
+NUM_NODES = 128
+#: With more workers than this, only those that are shown have a past.
+_NUM_NOTED = 2048
 #: The phases of each worker in the last seconds.
 _SECONDS_KEPT = 60
 #: A letter for each phase, in their order.
@@ -44,7 +50,7 @@ class Live:
         config: The settings of the run.
         store: Holds the run directory.
         path: The run directory in it.
-        told: Returns what is told of the run.
+        told: Returns what is told of the run, of ``NUM_NODES`` nodes at most.
         reports: The last report of every worker.
         at_s: Returns the present on the run's clock.
     """
@@ -70,6 +76,7 @@ class Live:
         self._looking = Tasks()
         self._failures = Repeated(log)
         self._seconds: dict[str, str] = {}
+        self._shown: list[str] = []
         self._document = b""
         self._reporting = asyncio.Lock()
         self.tag = ""
@@ -81,11 +88,15 @@ class Live:
             await asyncio.sleep(1.0)
 
     def note(self) -> None:
-        """Note what each worker does now."""
-        before = self._seconds
+        """Note what each worker does now; of many, what those do that the page shows."""
+        before, reports = self._seconds, self._reports
+        noted: Iterable[str] = reports
+        if len(reports) > _NUM_NOTED:
+            noted = self._shown or islice(reports, _NUM_NOTED)
         self._seconds = {
-            worker: (before.get(worker, "") + _LETTERS[report.phase])[-_SECONDS_KEPT:]
-            for worker, report in self._reports.items()
+            worker: (before.get(worker, "") + _LETTERS[reports[worker].phase])[-_SECONDS_KEPT:]
+            for worker in noted
+            if worker in reports
         }
 
     async def document(self) -> bytes:
@@ -111,6 +122,8 @@ class Live:
     def made(self) -> bytes:
         """Return the document as it is now."""
         told, config = self._told(), self._config
+        rows = (*told.status["workers"], *told.status["standbys"])
+        self._shown = [row["worker"] for row in rows]
         limits = {"min_workers": config.workers.min, "max_workers": config.workers.max}
         document = page_document(
             told,

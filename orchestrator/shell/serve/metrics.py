@@ -220,7 +220,7 @@ class RunCollector(Collector):
             "tokens": scale.tokens or status["step_tokens"],
             "suspected": [{**row, **_suspected(row["guilty"])} for row in status["suspects"]],
             "num_untold": max(0, stats.num_workers - NUM_TOLD),
-            "states": Counter(row["state"] for row in status["nodes"]),
+            "states": status["node_states"],
             "noticed": noticed[:NUM_TOLD],
             "requests": {names.get(n, n): num for n, num in stats.asked.items()},
             "grants": {names.get(n, n): num for n, num in stats.granted.items()},

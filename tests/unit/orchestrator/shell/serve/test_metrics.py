@@ -69,6 +69,7 @@ STATUS: dict[str, Any] = {
         {"node": letter * 56, "state": state}
         for letter, state in (("f", "alive"), ("e", "alive"), ("d", "lost"), ("c", "draining"))
     ],
+    "node_states": {"alive": 2, "lost": 1, "draining": 1},
     "pending_capacity": 1,
     "capacity": [
         {

@@ -17,7 +17,7 @@ from orchestrator.core import Incident, RunStats, transition_records
 from orchestrator.core.events import Suspected
 from orchestrator.diagnosis import Guilty, Kind, Suspicion
 from orchestrator.report import write_report
-from orchestrator.shell.serve import Live, StatusPage
+from orchestrator.shell.serve import NUM_NODES, Live, StatusPage
 from tests.support.histories import calm
 from tests.support.live_pages import (
     TOKEN,
@@ -377,3 +377,11 @@ def test_the_page_of_256_workers_costs_less_than_a_hundredth_of_a_core(tmp_path:
         costs.append(time.process_time() - begun_s)
 
     assert min(costs) < 0.02
+
+
+def test_the_page_of_many_nodes_shows_some_and_says_so(tmp_path: Path) -> None:
+    """With a row for each of 80,000 workers it had 16 MB."""
+    shown = json.loads(live_page(tmp_path, nodes=3 * NUM_NODES).made())["live"]
+
+    assert len(shown["nodes"]) == NUM_NODES
+    assert shown["node_states"] == {"alive": 3 * NUM_NODES}
