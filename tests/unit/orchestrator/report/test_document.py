@@ -109,7 +109,9 @@ def test_page_status_terminal_and_metrics_tell_the_same(run: Journaled) -> None:
     number = f"{last['number']}"
     assert metrics[f"everstep_incident_recovery_seconds {number}"] == newest["recovery_s"]
     assert f"incident {number}, " in output.getvalue()
-    assert metrics["everstep_goodput_ratio"] == page["goodput"]
+    for part, took_s in page["parts_s"].items():
+        assert metrics[f"everstep_time_seconds {part}"] == took_s
+    assert metrics["everstep_goodput_ratio"] == page["goodput"] > 0.0
     assert metrics["everstep_steps_total"] == run.stats.step + page["lost_steps"]
     assert metrics["everstep_snapshot_step"] == 96 == status["redundancy"]["step"]
     assert page["safe"][0][1].startswith("step 96: survives")
