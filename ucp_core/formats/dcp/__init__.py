@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ucp_core.formats.dcp.container import Container
     from ucp_core.formats.dcp.directory import read_container
     from ucp_core.formats.dcp.recognition import metadata_names
-    from ucp_core.formats.dcp.state import State
     from ucp_core.formats.dcp.writer import Contents, DcpFiles, Place, Rows, hyper
 
 

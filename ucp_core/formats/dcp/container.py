@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.shared import json_value
-from ucp_core.geometry import Box, Extent, Fragment, TensorEntry, TensorKey
+from ucp_core.geometry import Box, Extent, Fragment, TensorEntry, TensorKey, prove_entry
 from ucp_core.storage import join
 from ucp_core.torch_files import (
     EDGE_BYTES,
@@ -145,6 +145,7 @@ class Container:
 
         Raises:
             CheckpointCorruptError: An item contradicts the metadata: another save wrote it.
+            UncoveredRegionError: The chunks of a tensor do not make it up.
         """
         with collector_paused():
             return self._entries(keys)
@@ -167,6 +168,7 @@ class Container:
             entries[name] = TensorEntry(
                 key=name, dtype=item.dtype, shape=item.shape, fragments=tuple(sorted(fragments))
             )
+            prove_entry(entries[name])
         return entries, {file: tuple(sorted(found)) for file, found in extents.items()}
 
     def _check(self, key: str, item: StoredTensor, chunk: Chunk, ref: TensorRef) -> None:

@@ -14,7 +14,7 @@ from ucp_core.errors import CheckpointNotFoundError, UnsupportedVersionError
 from ucp_core.formats.dcp.directory import read_container
 from ucp_core.formats.dcp.recognition import NAME, metadata_names, parts_of
 from ucp_core.formats.dcp.safetensors import sharded_container
-from ucp_core.formats.dcp.state import state_of, ties_of
+from ucp_core.formats.dcp.state import state_of
 from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
@@ -49,6 +49,4 @@ def read(
             "pickle each; save with flatten_state_dict=True, the default of DefaultSavePlanner",
             path=container.where,
         )
-    state = state_of(container)
-    source = {"format": NAME, "version": container.version}
-    return state.checkpoint(store, where, source, ties_of(state))
+    return state_of(container).checkpoint({"format": NAME, "version": container.version})

@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError, UnsupportedVersionError
 from ucp_core.formats.dcp.key_names import Names, classify, number_names
-from ucp_core.formats.shared import NUMBER_DTYPES, Scalars, number
-from ucp_core.geometry import Extent, StateMap, TensorEntry, TensorKey, packed_strides
-from ucp_core.manifest import Item, Kind, Manifest
-from ucp_core.native import Checkpoint
-from ucp_core.numerics import BLOCK_BYTES, crc32
+from ucp_core.formats.shared import NUMBER_DTYPES, Assembly, number
+from ucp_core.geometry import TensorEntry, TensorKey, packed_strides
+from ucp_core.manifest import Item
+from ucp_core.numerics import crc32
 from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from ucp_core.formats.dcp.container import Container
-    from ucp_core.storage import Store
 
 #: A generator's state has 5 KB; anything larger is data of the model.
 _SMALL_BYTES = 64 << 10
@@ -40,69 +37,7 @@ _FLAT = ("_flat_param", "flat_param")
 _INTEGERS = frozenset(("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"))
 
 
-@dataclass(slots=True)
-class State:
-    """The parts of the checkpoint's manifest."""
-
-    entries: dict[TensorKey, TensorEntry] = field(default_factory=dict)
-    extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
-    param_groups: list[dict[str, Any]] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
-    roles: dict[str, str] = field(default_factory=dict)
-    items: dict[str, Item] = field(default_factory=dict)
-    scalars: Scalars = field(default_factory=Scalars)  #: Numbers that only pickles hold.
-    step: int = 0
-    layout: dict[str, Any] = field(default_factory=dict)  #: Counts of files and chunks, for people.
-
-    def put_number(self, key: TensorKey, value: float) -> None:
-        """Add a number of a pickle as a 0-d tensor.
-
-        Raises:
-            CheckpointCorruptError: No tensor can hold it, or there is one of this name.
-        """
-        self.scalars.add(key, value)
-        self.put(self.scalars.entries[key])
-
-    def put(self, entry: TensorEntry) -> None:
-        """Add a tensor; raise ``CheckpointCorruptError`` if there is one of this name."""
-        if entry.key in self.entries:
-            raise CheckpointCorruptError(
-                f"{entry.key} is there twice, under different keys of the checkpoint",
-                fqn=entry.key.fqn,
-                slot=entry.key.slot,
-            )
-        self.entries[entry.key] = entry
-
-    def checkpoint(
-        self, store: Store, directory: str, source: Mapping[str, Any], ties: Mapping[str, str]
-    ) -> Checkpoint:
-        """Return the checkpoint that ``directory`` holds; the tensors of aliases are left out.
-
-        Raises:
-            UncoveredRegionError: The chunks of a tensor do not make it up.
-        """
-        held = StateMap(entries=self.entries, block_bytes=BLOCK_BYTES, extents=self.extents)
-        held.prove_coverage()
-        for alias in ties:
-            del self.entries[TensorKey(alias, "weight")], self.roles[alias]
-        manifest = Manifest(
-            kind=Kind.FOREIGN,
-            step=self.step,
-            attempt=0,
-            state_map=held,
-            files={},
-            param_groups=self.param_groups,
-            extra=self.extra,
-            source={**source, "layout": self.layout},
-            ties=ties,
-            roles=self.roles,
-            items=self.items,
-        )
-        store = self.scalars.overlay(store)
-        return Checkpoint(store=store, directory=directory, manifest=manifest)
-
-
-def state_of(container: Container) -> State:
+def state_of(container: Container) -> Assembly:
     """Return what the keys of a container mean.
 
     Raises:
@@ -114,7 +49,7 @@ def state_of(container: Container) -> State:
     _refuse_flat(container)
     names = classify(shapes, container.blobs, container.paths)
     _name_numbers(container, names)
-    state = State()
+    found = Assembly(container.store, container.directory)
     keys = {key: TensorKey(fqn, "weight") for key, fqn in names.weights.items()}
     keys |= {
         key: TensorKey(fqn, slot) for key, (fqn, slot) in names.states.items() if key in shapes
@@ -123,14 +58,15 @@ def state_of(container: Container) -> State:
     loose = [key for key in names.others if key in shapes and not _is_small(container, key)]
     keys |= {key: TensorKey(key, "weight") for key in loose}
     _refuse_twice(keys)
-    state.entries, state.extents = container.entries(keys)
-    _add_values(state, container, names)
-    _add_groups(state, container, names)
-    _add_others(state, container, names, small, loose)
-    _add_roles(state, names)
-    _add_items(state, container, names)
-    state.step = _step(state, container)
-    return state
+    found.entries, found.extents = container.entries(keys)
+    _add_values(found, container, names)
+    _add_groups(found, container, names)
+    _add_others(found, container, names, small, loose)
+    _add_roles(found, names)
+    _add_items(found, container, names)
+    found.step = _step(found, container)
+    _add_ties(found)
+    return found
 
 
 def _refuse_flat(container: Container) -> None:
@@ -243,20 +179,20 @@ def _is_statistic(fqn: str, known: Collection[str]) -> bool:
     return name in _STATISTICS and all(f"{prefix}{other}" in known for other in _STATISTICS)
 
 
-def _add_values(state: State, container: Container, names: Names) -> None:
+def _add_values(found: Assembly, container: Container, names: Names) -> None:
     """Add the optimizer's values that are no tensors."""
     others: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in container.values(key for key in names.states if key in container.blobs):
         fqn, slot = names.states[key]
         if isinstance(value, int | float) and not isinstance(value, bool):
-            state.put_number(TensorKey(fqn, slot), value)
+            found.put_number(TensorKey(fqn, slot), value)
         else:
             others[fqn][slot] = container.as_json(value, key)
     if others:
-        state.extra["optimizer_state"] = dict(others)
+        found.extra["optimizer_state"] = dict(others)
 
 
-def _add_groups(state: State, container: Container, names: Names) -> None:
+def _add_groups(found: Assembly, container: Container, names: Names) -> None:
     """Assemble the optimizer's groups, which have a key for each hyper-parameter."""
     groups: dict[tuple[str, int | str], dict[str, Any]] = defaultdict(dict)
     values = dict(container.values(key for key in names.groups if key in container.blobs))
@@ -267,26 +203,26 @@ def _add_groups(state: State, container: Container, names: Names) -> None:
     for (root, group), fields in groups.items():
         if isinstance(group, int):
             params = [names.numbers.get(p, p) for p in fields.get("params", ())]
-            state.param_groups.append({**fields, "params": [str(p) for p in params]})
+            found.groups.append({**fields, "params": [str(p) for p in params]})
             continue
         # Flattened: each parameter of a group repeats the same values.
         identity = json.dumps([root, fields], sort_keys=True)
         merged.setdefault(identity, {**fields, "params": []})["params"].append(group)
-    state.param_groups += merged.values()
+    found.groups += merged.values()
 
 
 def _add_others(
-    state: State, container: Container, names: Names, small: Iterable[str], loose: Iterable[str]
+    found: Assembly, container: Container, names: Names, small: Iterable[str], loose: Iterable[str]
 ) -> None:
     """Keep what is neither model nor optimizer: schedule, data cursor, random state, counters."""
     for key in small:
-        _put(state, container, key, _number(container, key, exact=True))
+        _put(found, container, key, _number(container, key, exact=True))
     for key in loose:
         if len(container.paths.get(key, ())) > 1:
             # Its place among the small values, such as a list of both.
-            _put(state, container, key, {"tensor": key})
-        state.roles[key] = "extra"
-        state.items[key] = Item("reshard", "outside the model: kept under its own key")
+            _put(found, container, key, {"tensor": key})
+        found.roles[key] = "extra"
+        found.items[key] = Item("reshard", "outside the model: kept under its own key")
     for key in names.others:
         blobs = container.blobs.get(key)
         if blobs is None:
@@ -296,27 +232,27 @@ def _add_others(
                 container.as_json(container.value(blob, key), key, exact=True) for blob in blobs
             ]
         except ForeignClassError as error:
-            state.items[key] = Item("drop", f"its value is of an unknown class: {error}")
+            found.items[key] = Item("drop", f"its value is of an unknown class: {error}")
             continue
         same = all(value == values[0] for value in values)
-        _put(state, container, key, values[0] if same else {"by_rank": values})
-    state.extra = {str(name): _with_lists(value) for name, value in state.extra.items()}
+        _put(found, container, key, values[0] if same else {"by_rank": values})
+    found.extra = {str(name): _with_lists(value) for name, value in found.extra.items()}
 
 
-def _put(state: State, container: Container, key: str, value: Any) -> None:
+def _put(found: Assembly, container: Container, key: str, value: Any) -> None:
     """Put a value into ``extra`` at its place in the nested state."""
     path = list(container.paths.get(key, (key,)))
-    target: Any = state.extra
+    target: Any = found.extra
     for part in path[:-1]:
         target = target.setdefault(part, {}) if isinstance(target, dict) else None
     if not isinstance(target, dict) or path[-1] in target:
-        target, path = state.extra, [key]
+        target, path = found.extra, [key]
     target[path[-1]] = value
     if _RANDOM.fullmatch(key):
         note = "kept in extra; on another number of ranks every rank has to derive its own"
-        state.items[key] = Item("reseed", note)
+        found.items[key] = Item("reseed", note)
     else:
-        state.items[key] = Item("replicate", "kept in extra")
+        found.items[key] = Item("replicate", "kept in extra")
 
 
 def _with_lists(value: Any) -> Any:
@@ -329,41 +265,40 @@ def _with_lists(value: Any) -> Any:
     return {str(key): item for key, item in inner.items()}
 
 
-def _add_roles(state: State, names: Names) -> None:
+def _add_roles(found: Assembly, names: Names) -> None:
     """Set the roles of the tensors that the optimizer does not train."""
     trained = {fqn for fqn, _ in names.states.values()}
-    trained |= {fqn for group in state.param_groups for fqn in group["params"]}
+    trained |= {fqn for group in found.groups for fqn in group["params"]}
     if not trained:
         return
     for fqn in names.weights.values():
         if fqn not in trained:
             is_buffer = fqn.endswith(_BUFFERS)
-            dtype = state.entries[TensorKey(fqn, "weight")].dtype
-            state.roles[fqn] = "buffer" if is_buffer or dtype in _INTEGERS else "frozen"
+            dtype = found.entries[TensorKey(fqn, "weight")].dtype
+            found.roles[fqn] = "buffer" if is_buffer or dtype in _INTEGERS else "frozen"
 
 
-def _add_items(state: State, container: Container, names: Names) -> None:
+def _add_items(found: Assembly, container: Container, names: Names) -> None:
     if names.weights:
-        state.items["model"] = Item("reshard", f"{len(names.weights)} tensors")
+        found.items["model"] = Item("reshard", f"{len(names.weights)} tensors")
     if names.states:
-        state.items["optimizer.state"] = Item("reshard", f"{len(names.states)} tensors and values")
+        found.items["optimizer.state"] = Item("reshard", f"{len(names.states)} tensors and values")
     if names.groups:
-        state.items["optimizer.param_groups"] = Item(
-            "replicate", f"{len(state.param_groups)} groups"
-        )
+        note = f"{len(found.groups)} groups"
+        found.items["optimizer.param_groups"] = Item("replicate", note)
     for name in container.leftovers():
         note = "not named in the metadata: left by another save"
-        state.items[name] = Item("drop", note)
-    state.layout = {
-        "files": len({f.file for e in state.entries.values() for f in e.fragments}),
-        "chunks": sum(len(entry.fragments) for entry in state.entries.values()),
+        found.items[name] = Item("drop", note)
+    found.layout = {
+        "files": len({f.file for e in found.entries.values() for f in e.fragments}),
+        "chunks": sum(len(entry.fragments) for entry in found.entries.values()),
         "metadata_files": len(container.metadata_names),
     }
 
 
-def _step(state: State, container: Container) -> int:
+def _step(found: Assembly, container: Container) -> int:
     """Return the step of the save: the program's own counter, or the optimizer's."""
-    places = [state.extra, *(v for v in state.extra.values() if isinstance(v, dict))]
+    places = [found.extra, *(v for v in found.extra.values() if isinstance(v, dict))]
     for name in _STEPS:
         for place in places:
             value = place.get(name)
@@ -371,46 +306,46 @@ def _step(state: State, container: Container) -> int:
                 value = value.get("value")
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
-    store = state.scalars.overlay(container.store)
-    for key, entry in state.entries.items():
+    store = found.scalars.overlay(container.store)
+    for key, entry in found.entries.items():
         if key.slot == "step" and entry.shape == ():
             step = number(store, container.directory, _ref(entry))
             return 0 if step is None else max(0, int(step))
     return 0
 
 
-def ties_of(state: State) -> dict[str, str]:
-    """Return the tensors that are a second name of another one: alias to owner.
+def _add_ties(found: Assembly) -> None:
+    """Find the tensors that are a second name of another one, and take them out.
 
     DCP saves tied parameters once under each name, and their optimizer state under one. Evidence
     is torch's own checksum of every chunk; tensors below two dims and of zeros prove nothing.
     Two frozen ones can be equal without being one, unless their keys lead to the same bytes.
     """
-    frozen = [fqn for fqn, role in state.roles.items() if role == "frozen"]
+    frozen = [fqn for fqn, role in found.roles.items() if role == "frozen"]
     if not frozen:
-        return {}
+        return
     crcs = {
         (file, extent.offset_bytes, extent.num_bytes): extent.crc32
-        for file, extents in state.extents.items()
+        for file, extents in found.extents.items()
         for extent in extents
     }
     owners: dict[Any, str] = {}
-    for key, entry in state.entries.items():
-        if key.slot == "weight" and key.fqn not in state.roles:
+    for key, entry in found.entries.items():
+        if key.slot == "weight" and key.fqn not in found.roles:
             identity = _identity(entry, crcs)
             if identity is not None:
                 owners.setdefault(identity, key.fqn)
-    ties: dict[str, str] = {}
     places: dict[Any, str] = {}
     for fqn in frozen:
-        entry = state.entries[TensorKey(fqn, "weight")]
+        entry = found.entries[TensorKey(fqn, "weight")]
         owner = owners.get(_identity(entry, crcs))
         if owner is None and entry.num_bytes:
             place = entry.shape, tuple((f.file, f.offset_bytes) for f in entry.fragments)
             owner = places.setdefault(place, fqn)
         if owner is not None and owner != fqn:
-            ties[fqn] = owner
-    return ties
+            found.ties[fqn] = owner
+    for alias in found.ties:
+        del found.entries[TensorKey(alias, "weight")], found.roles[alias]
 
 
 def _identity(entry: TensorEntry, crcs: Mapping[tuple[str, int, int], int]) -> Any:

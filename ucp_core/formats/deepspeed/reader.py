@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.formats.deepspeed.reading import (
     WEIGHT,
-    Extras,
     Info,
     Modules,
     Native,
     RankState,
     Stage,
     TensorParallelLayouts,
+    add_model_values,
     add_modules,
+    add_optimizer_values,
     add_without_zero,
     add_zero3,
     add_zero12,
@@ -28,29 +29,20 @@ from ucp_core.formats.deepspeed.reading import (
     param_shapes,
     read_layer_files,
     read_rank,
-    resolve_ties,
     tied_weight,
     weights_of,
 )
 from ucp_core.formats.deepspeed.recognition import NAME, Folder, locate, sort_names
-from ucp_core.formats.shared import (
-    THREADS_MAX,
-    Groups,
-    Scalars,
-    Shards,
-    number,
-    refusing_nonsense,
-)
-from ucp_core.geometry import DTYPE_BYTES, StateMap, TensorEntry, TensorKey
-from ucp_core.manifest import Item, Kind, Manifest
-from ucp_core.native import Checkpoint
-from ucp_core.numerics import BLOCK_BYTES
+from ucp_core.formats.shared import THREADS_MAX, Shards, number, refusing_nonsense
+from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.manifest import Item
 from ucp_core.torch_files import Opaque, TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ucp_core.language import Rules
+    from ucp_core.native import Checkpoint
     from ucp_core.storage import Store
 
 _ZERO3 = 3
@@ -77,24 +69,31 @@ def read(
 def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoint:
     native = open_native(store, folder.directory, sort_names(store.list(folder.directory)))
     _refuse_autoep(native)
-    shards, scalars, groups = Shards(native.tp), Scalars(), Groups(store, folder.directory)
-    extras = Extras(store, folder.directory)
-    extras.items |= native.items
+    found = Modules(store, folder.directory, Shards(native.tp), masters=bool(native.optim))
     if native.optim:
-        _add_zero(native, shards, scalars, groups, extras)
-    modules = Modules(shards, shards.fqns(), masters=bool(native.optim))
+        _add_zero(native, found)
+    found.trained = found.shards.fqns()
+    add_model_values(found, native)
     if not native.optim and native.layers and native.first.get("module", ()) is None:
-        modules.pipeline = read_layer_files(native)
-    add_modules(native, modules)
+        found.pipeline = read_layer_files(native)
+    add_modules(native, found)
     if not native.optim:
-        add_without_zero(native, modules, scalars, groups, extras)
-    extras.add_model(native)
-    extras.items |= modules.items
-    layouts = _layouts(native, modules, rules)
-    entries = {**shards.entries(layouts), **scalars.entries}
-    extras.items |= {f"cut of {fqn}": Item("reshard", why) for fqn, why in layouts.chosen.items()}
-    _refuse_repeated(native, shards, layouts)
-    return _checkpoint(native, folder, entries, scalars, groups, extras, modules)
+        add_without_zero(native, found)
+    layouts = _layouts(native, found, rules)
+    found.put_shards(layouts)
+    found.items |= {f"cut of {fqn}": Item("reshard", why) for fqn, why in layouts.chosen.items()}
+    _refuse_repeated(native, found.shards, layouts)
+    step = native.first.get("global_steps")
+    if not isinstance(step, int) or step < 0:
+        raise CheckpointCorruptError(
+            f"{native.files.path(native.model[0, 0])}: global_steps is {step!r}",
+            path=native.files.path(native.model[0, 0]),
+        )
+    found.step = step
+    found.extents = native.files.extents
+    found.layout = {"dp": native.dp, "tp": native.tp, "pp": native.pp}
+    source = {"format": NAME, "version": native.version, "tag": folder.tag, "stage": native.stage}
+    return found.checkpoint(source, world_size=native.dp * native.tp * native.pp)
 
 
 def _refuse_autoep(native: Native) -> None:
@@ -106,9 +105,7 @@ def _refuse_autoep(native: Native) -> None:
         )
 
 
-def _add_zero(
-    native: Native, shards: Shards, scalars: Scalars, groups: Groups, extras: Extras
-) -> None:
+def _add_zero(native: Native, found: Modules) -> None:
     is_zero3 = native.stage == _ZERO3
     read = {
         rank: read_rank(native.files.trees[name], name, is_zero3=is_zero3)
@@ -124,12 +121,12 @@ def _add_zero(
         if shapes is None:
             shapes = _shapes_by_mappings(native, mp, states)
         stage = Stage(native.rank(mp), states, shapes, where, data_before_expert=before)
-        (add_zero3 if is_zero3 else add_zero12)(stage, shards, scalars)
+        (add_zero3 if is_zero3 else add_zero12)(stage, found)
         saved, names = states[0].groups, stage.names
         more = len(names) - len(saved)
-        groups.add([*saved, *[{}] * more], [*names, *[[]] * -more], native.optim[0, mp])
+        found.add_groups([*saved, *[{}] * more], [*names, *[[]] * -more], native.optim[0, mp])
         if mp == 0:
-            extras.add_optim(states[0].rest, native.optim[0, mp])
+            add_optimizer_values(found, states[0].rest, native.optim[0, mp])
 
 
 def _shapes_by_mappings(
@@ -275,49 +272,3 @@ def _refuse_repeated(native: Native, shards: Shards, layouts: TensorParallelLayo
                 "declared as replicated over stages: these are different tensors of one name",
                 fqn=fqn,
             )
-
-
-def _checkpoint(
-    native: Native,
-    folder: Folder,
-    entries: dict[TensorKey, TensorEntry],
-    scalars: Scalars,
-    groups: Groups,
-    extras: Extras,
-    modules: Modules,
-) -> Checkpoint:
-    step = native.first.get("global_steps")
-    if not isinstance(step, int) or step < 0:
-        raise CheckpointCorruptError(
-            f"{native.files.path(native.model[0, 0])}: global_steps is {step!r}",
-            path=native.files.path(native.model[0, 0]),
-        )
-    used = {f.file for entry in entries.values() for f in entry.fragments}
-    known = {key.fqn for key in entries}
-    manifest = Manifest(
-        kind=Kind.FOREIGN,
-        step=step,
-        attempt=0,
-        state_map=StateMap(
-            entries=dict(sorted(entries.items())),
-            block_bytes=BLOCK_BYTES,
-            extents={n: e for n, e in native.files.extents.items() if n in used},
-        ),
-        files={},
-        param_groups=groups.result(),
-        extra=extras.extra,
-        source={
-            "format": NAME,
-            "version": native.version,
-            "tag": folder.tag,
-            "stage": native.stage,
-            "layout": {"dp": native.dp, "tp": native.tp, "pp": native.pp},
-        },
-        world_size=native.dp * native.tp * native.pp,
-        ties=resolve_ties(modules.ties, known),
-        roles={fqn: role for fqn, role in sorted(modules.roles.items()) if fqn in known},
-        items=dict(sorted(extras.items.items())),
-        patterns=modules.shards.patterns,
-    )
-    store = scalars.overlay(native.files.store)
-    return Checkpoint(store=store, directory=folder.directory, manifest=manifest)

@@ -16,37 +16,35 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.deepspeed.reading import (
-    Extras,
     Modules,
     Native,
+    add_model_values,
     add_modules,
+    add_optimizer_values,
     buffer_names,
     open_native,
     param_shapes,
-    resolve_ties,
 )
 from ucp_core.formats.deepspeed.recognition import ZERO, Folder, sort_names
 from ucp_core.formats.shared import (
     THREADS_MAX,
-    Groups,
-    Scalars,
+    Files,
     Shards,
     number,
     reading_pool,
     whole_tensor,
 )
-from ucp_core.geometry import Extent, StateMap, TensorEntry, TensorKey
+from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.language import extract, place, plain, union
-from ucp_core.manifest import Item, Kind, Manifest
-from ucp_core.native import Checkpoint
-from ucp_core.numerics import BLOCK_BYTES
+from ucp_core.manifest import Item
 from ucp_core.storage import join
-from ucp_core.torch_files import TensorRef, TorchFile, read_torch_file
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ucp_core.formats.deepspeed.reading import TensorParallelLayouts
+    from ucp_core.native import Checkpoint
     from ucp_core.storage import Store
 
 _OPTIMIZER = "optimizer_state.pt"
@@ -57,25 +55,19 @@ _STEP_IN_TAG = re.compile(r"\D*(\d+)(?:_universal)?")
 
 
 @dataclass(slots=True)
-class _Folder:
+class _Folder(Modules):
     """The content of a universal folder, as far as it was read."""
 
-    store: Store
-    directory: str
-    files: dict[str, tuple[str, ...]]  #: Names of the files of each parameter, without the suffix.
-    opened: dict[str, TorchFile]  #: Torch files by name in the directory.
-    extras: Extras
+    #: Names of the files of each parameter, without the suffix.
+    slots: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    trees: dict[str, Any] = field(default_factory=dict)  #: What those hold, by name in the folder.
     native: Native | None = None  #: The model files beside, if any.
-    entries: dict[TensorKey, TensorEntry] = field(default_factory=dict)
-    #: Patterns of the tensors that were assembled of shards, as JSON.
-    patterns: dict[TensorKey, Any] = field(default_factory=dict)
-    scalars: Scalars = field(default_factory=Scalars)  #: Tensors of one element.
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of trained parameters as their ranks had them."""
-        return {name: shape for group in self.groups() for name, shape in group.items()}
+        return {name: shape for group in self.shapes_by_group() for name, shape in group.items()}
 
-    def groups(self) -> list[dict[str, tuple[int, ...]]]:
+    def shapes_by_group(self) -> list[dict[str, tuple[int, ...]]]:
         """Return the shapes by group, all stages together."""
         found: list[dict[str, tuple[int, ...]]] = []
         native = self.native
@@ -98,51 +90,53 @@ def read_universal(
     Args:
         layouts_of: How tensors that are only in the model files are sharded.
     """
-    found = _open(store, folder.directory)
-    modules = Modules(Shards(1), set(), masters=True)
-    layouts = None
-    if found.native is not None:
-        modules = Modules(Shards(found.native.tp), set(found.shapes()), masters=True)
-        add_modules(found.native, modules, complete=bool(found.native.layers))
-        layouts = layouts_of(found.native, modules)
-        found.entries |= modules.shards.entries(layouts)
-        found.patterns |= modules.shards.patterns
-        found.extras.add_model(found.native)
-        found.extras.items |= modules.items
-    _add_params(found, modules, layouts)
-    groups = _groups(found)
-    return _checkpoint(found, folder, modules, groups)
+    found = _Folder(store, folder.directory)
+    _open(found)
+    native, layouts = found.native, None
+    if native is not None:
+        found.shards, found.trained = Shards(native.tp), set(found.shapes())
+        add_model_values(found, native)
+        add_modules(native, found, complete=bool(native.layers))
+        layouts = layouts_of(native, found)
+        found.put_shards(layouts)
+        found.extents |= native.files.extents
+    _add_params(found, layouts)
+    _add_groups(found)
+    _add_buffers(found)
+    found.step = _step(found, folder)
+    found.layout = {"dp": 1, "tp": 1, "pp": 1}
+    source = {"format": "deepspeed-universal", "version": _version(found), "tag": folder.tag}
+    return found.checkpoint(source)
 
 
-def _open(store: Store, directory: str) -> _Folder:
+def _open(found: _Folder) -> None:
+    store, directory = found.store, found.directory
     zero = join(directory, ZERO)
     names = [name for name in store.list(zero) if name != _OPTIMIZER]
     with reading_pool(len(names)) as pool:
         listed = list(pool.map(lambda name: store.list(join(zero, name)), names))
-        files = {
-            name: tuple(file.removesuffix(_SUFFIX) for file in found if file.endswith(_SUFFIX))
-            for name, found in zip(names, listed, strict=True)
-            if found
-        }
-        wanted = [f"{ZERO}/{name}/{slot}{_SUFFIX}" for name in files for slot in files[name]]
-        if store.exists(join(zero, _OPTIMIZER)):
-            wanted.append(f"{ZERO}/{_OPTIMIZER}")
-        read = list(pool.map(lambda file: read_torch_file(store, directory, file), wanted))
-    opened = dict(zip(wanted, read, strict=True))
-    extras = Extras(store, directory)
+    found.slots = {
+        name: tuple(file.removesuffix(_SUFFIX) for file in inside if file.endswith(_SUFFIX))
+        for name, inside in zip(names, listed, strict=True)
+        if inside
+    }
+    wanted = [f"{ZERO}/{name}/{s}{_SUFFIX}" for name in found.slots for s in found.slots[name]]
+    if store.exists(join(zero, _OPTIMIZER)):
+        wanted.append(f"{ZERO}/{_OPTIMIZER}")
+    files = Files(store, directory)
+    files.open(wanted, kinds=(object,))
+    found.trees, found.extents = files.trees, files.extents
     beside = sort_names(name for name in store.list(directory) if name != ZERO)
     for name in beside.others:
-        extras.items[name] = Item("drop", "no part of a universal checkpoint")
-    found = _Folder(store, directory, files, opened, extras)
+        found.items[name] = Item("drop", "no part of a universal checkpoint")
     if beside.model:
         # A folder for the loaders of every stage has both kinds; this kind has the tensors.
         beside.model_zero3.clear()
     if beside.model or beside.model_zero3:
         found.native = open_native(store, directory, beside, with_optim=False)
-        extras.items |= found.native.items
-    if not files:
+    if not found.slots:
         raise CheckpointCorruptError(f"{zero} holds no folder of a parameter", path=zero)
-    if found.native is None and f"{ZERO}/{_OPTIMIZER}" not in found.opened:
+    if found.native is None and f"{ZERO}/{_OPTIMIZER}" not in found.trees:
         raise CheckpointCorruptError(
             f"{directory} has neither {ZERO}/{_OPTIMIZER} nor model files, which ds_to_universal "
             "writes last: it was interrupted, and parameters may be missing; use the checkpoint "
@@ -150,13 +144,12 @@ def _open(store: Store, directory: str) -> _Folder:
             path=directory,
             missing=(f"{ZERO}/{_OPTIMIZER}",),
         )
-    return found
 
 
-def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts | None) -> None:
+def _add_params(found: _Folder, layouts: TensorParallelLayouts | None) -> None:
     """Add the tensors of the parameters' folders."""
     shapes = found.shapes()
-    missing = sorted(set(shapes) - set(found.files))
+    missing = sorted(set(shapes) - set(found.slots))
     if missing:
         raise CheckpointCorruptError(
             f"{join(found.directory, ZERO)} lacks the folder of {missing[0]} and "
@@ -164,13 +157,13 @@ def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts
             path=join(found.directory, ZERO),
             missing=tuple(missing),
         )
-    known = modules.shards.fqns() | set(modules.ties)
-    kinds = {_slots(s) for n, s in found.files.items() if n not in known}
-    stepped = {_slots(s) for s in found.files.values() if _STEP in s and _slots(s)}
-    for name, slots in found.files.items():
+    known = found.shards.fqns() | set(found.ties)
+    kinds = {_slots(s) for n, s in found.slots.items() if n not in known}
+    stepped = {_slots(s) for s in found.slots.values() if _STEP in s and _slots(s)}
+    for name, slots in found.slots.items():
         item = f"{ZERO}/{name}"
         if name in known and name not in shapes:
-            found.extras.items[item] = Item("drop", "the model files have it as it was")
+            found.items[item] = Item("drop", "the model files have it as it was")
             continue
         mine = _slots(slots)
         more = next((kind for kind in kinds if mine < kind), None)
@@ -189,9 +182,9 @@ def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts
                 fqn=name,
             )
         if not mine and more is not None:
-            found.extras.items[item] = Item("reshard", "it has no optimizer state there")
+            found.items[item] = Item("reshard", "it has no optimizer state there")
             if found.native is None:
-                modules.roles[name] = "frozen"
+                found.roles[name] = "frozen"
         for slot in slots:
             _add_slot(found, name, slot, shapes.get(name))
         _check_alike(found, name)
@@ -202,7 +195,7 @@ def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts
 def _check_alike(found: _Folder, name: str) -> None:
     """Raise if a slot has another shape than the weight."""
     shape = found.entries[TensorKey(name, "weight")].shape
-    for slot in _slots(found.files[name]):
+    for slot in _slots(found.slots[name]):
         other = found.entries.get(TensorKey(name, slot))
         if other is not None and other.shape != shape:
             path = join(found.directory, ZERO, name)
@@ -222,7 +215,7 @@ def _slots(files: tuple[str, ...]) -> frozenset[str]:
 
 def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | None) -> None:
     file = f"{ZERO}/{name}/{slot}{_SUFFIX}"
-    tree = found.opened[file].tree
+    tree = found.trees[file]
     value = tree.get("param") if isinstance(tree, dict) else tree
     key = TensorKey(name, "weight" if slot == _MASTER else slot)
     if slot == _STEP and isinstance(value, int | float):
@@ -250,7 +243,7 @@ def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | Non
 
 def _put_parts_together(found: _Folder, name: str, layouts: TensorParallelLayouts) -> None:
     """Correct a fused projection whose shards the converter joined end to end."""
-    for key in [TensorKey(name, slot) for slot in ("weight", *found.files[name])]:
+    for key in [TensorKey(name, slot) for slot in ("weight", *found.slots[name])]:
         entry = found.entries.get(key)
         told = layouts.concatenated(name, entry.shape) if entry is not None else None
         if entry is None or told is None or entry.fragments[0].strides is not None:
@@ -273,8 +266,8 @@ def _put_parts_together(found: _Folder, name: str, layouts: TensorParallelLayout
             )
         ]
         found.entries[key] = union(key, entry.dtype, placement, fragments)
-        found.patterns[key] = plain(pattern)
-        found.extras.items[f"cut of {name}"] = Item("reshard", layouts.chosen[name])
+        found.shards.patterns[key] = plain(pattern)
+        found.items[f"cut of {name}"] = Item("reshard", layouts.chosen[name])
 
 
 def _shape(
@@ -288,7 +281,7 @@ def _shape(
     native = found.native
     if local is None or native is None:
         if not isinstance(tree, dict) and len(ref.shape) == 1:
-            found.extras.items[file] = Item(
+            found.items[file] = Item(
                 "reshard", "flat: nothing in the folder tells its shape; copy the model files"
             )
         return ref.shape
@@ -306,30 +299,28 @@ def _shape(
     )
 
 
-def _groups(found: _Folder) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, and add its step if only the optimizer's file has it."""
+def _add_groups(found: _Folder) -> None:
+    """Add the optimizer's groups, and its step if only the optimizer's file has it."""
     file = f"{ZERO}/{_OPTIMIZER}"
-    if file not in found.opened:
-        return []
-    tree = found.opened[file].tree
+    if file not in found.trees:
+        return
+    tree = found.trees[file]
     if not isinstance(tree, dict):
         raise CheckpointCorruptError(f"{join(found.directory, file)} does not hold a dict")
     inner = tree.get("optimizer_state_dict")
     is_zero3 = isinstance(inner, dict)
     inner = inner if isinstance(inner, dict) else {}
     bulk = {"param_groups", "optimizer_state_dict", "fp32_flat_groups", "state"}
-    found.extras.add_optim({k: v for k, v in tree.items() if k not in bulk}, f"{ZERO}/{_OPTIMIZER}")
+    add_optimizer_values(found, {k: v for k, v in tree.items() if k not in bulk}, file)
     if is_zero3:
-        found.extras.items[f"{ZERO}/{_OPTIMIZER}: state"] = Item(
+        found.items[f"{file}: state"] = Item(
             "drop", "the first rank's part, which is in the parameters' folders too"
         )
         _add_step(found, inner)
     groups = tree.get("param_groups") or inner.get("param_groups") or []
     names = _names_by_group(found, groups, tree if is_zero3 else None)
     _check_steps(found, names)
-    made = Groups(found.store, found.directory)
-    made.add(groups, names, f"{ZERO}/{_OPTIMIZER}")
-    return made.result()
+    found.add_groups(groups, names, file)
 
 
 def _check_steps(found: _Folder, names: list[list[str]]) -> None:
@@ -381,7 +372,7 @@ def _names_by_group(
     found: _Folder, groups: list[Mapping[str, Any]], zero3: Mapping[str, Any] | None
 ) -> list[list[str]]:
     """Return the parameters of every group; stage 3 tells them by sub-groups."""
-    shapes = found.groups()
+    shapes = found.shapes_by_group()
     if len(shapes) == len(groups):
         return [list(group) for group in shapes]
     trained = sorted({key.fqn for key in found.entries if key.slot not in ("weight", _STEP)})
@@ -389,7 +380,7 @@ def _names_by_group(
         return [[name for group in shapes for name in group] or trained]
     if zero3 is None or found.native is None:
         note = "the folder does not say which parameters are in which of its groups"
-        found.extras.items["param_groups"] = Item("drop", note)
+        found.items["param_groups"] = Item("drop", note)
         return [[] for _ in groups]
     group_of = {i: g for g, group in enumerate(groups) for i in group.get("params", ())}
     names: list[list[str]] = [[] for _ in groups]
@@ -416,56 +407,22 @@ def _step(found: _Folder, folder: Folder) -> int:
     return int(match[1]) if match else 0
 
 
-def _checkpoint(
-    found: _Folder, folder: Folder, modules: Modules, groups: list[dict[str, Any]]
-) -> Checkpoint:
-    entries = {**found.entries, **found.scalars.entries}
-    used = {f.file for entry in entries.values() for f in entry.fragments}
-    extents: dict[str, tuple[Extent, ...]] = {
-        name: file.extents for name, file in found.opened.items()
-    }
-    known = {key.fqn for key in entries}
-    native = found.native
-    buffers = frozenset() if native is None else buffer_names(native)
-    modules.roles |= dict.fromkeys(buffers & known, "buffer")
-    lost = sorted(buffers - known - set(modules.ties))
+def _add_buffers(found: _Folder) -> None:
+    """Tell which tensors are buffers, and which buffers are lost."""
+    buffers = frozenset() if found.native is None else buffer_names(found.native)
+    known = {key.fqn for key in found.entries}
+    found.roles |= dict.fromkeys(buffers & known, "buffer")
+    lost = sorted(buffers - known - set(found.ties))
     if lost:
-        found.extras.items["buffers"] = Item(
+        found.items["buffers"] = Item(
             "drop",
             f"{', '.join(lost[:3])} and others that only layer files hold: DeepSpeed's "
             "converter drops them; convert the native checkpoint",
         )
-    if native is not None:
-        extents |= native.files.extents
-    manifest = Manifest(
-        kind=Kind.FOREIGN,
-        step=_step(found, folder),
-        attempt=0,
-        state_map=StateMap(
-            entries=dict(sorted(entries.items())),
-            block_bytes=BLOCK_BYTES,
-            extents={name: e for name, e in extents.items() if name in used},
-        ),
-        files={},
-        param_groups=groups,
-        extra=found.extras.extra,
-        source={
-            "format": "deepspeed-universal",
-            "version": _version(found),
-            "tag": folder.tag,
-            "layout": {"dp": 1, "tp": 1, "pp": 1},
-        },
-        ties=resolve_ties(modules.ties, known),
-        roles={fqn: role for fqn, role in sorted(modules.roles.items()) if fqn in known},
-        items=dict(sorted(found.extras.items.items())),
-        patterns=found.patterns,
-    )
-    store = found.scalars.overlay(found.store)
-    return Checkpoint(store=store, directory=found.directory, manifest=manifest)
 
 
 def _version(found: _Folder) -> str:
-    file = found.opened.get(f"{ZERO}/{_OPTIMIZER}")
-    tree = file.tree if file is not None and isinstance(file.tree, dict) else {}
+    held = found.trees.get(f"{ZERO}/{_OPTIMIZER}")
+    tree = held if isinstance(held, dict) else {}
     first: Mapping[str, Any] = {} if found.native is None else found.native.first
     return str(first.get("ds_version") or tree.get("ds_version") or "")

@@ -29,10 +29,10 @@ from ucp_core.formats.safetensors_header import (
     header_bytes,
     parse_header,
 )
-from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.formats.shared import Assembly
+from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
+from ucp_core.manifest import Item
 from ucp_core.native import UNFINISHED_NAME, Checkpoint
-from ucp_core.numerics import BLOCK_BYTES
 from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
@@ -100,32 +100,24 @@ def read(
         sizes = store.sizes(directory)
         files, listed = _files(store, directory, sizes)
         _refuse_headless(store, directory, sizes, listed)
-    documents, items = _documents(store, directory, sizes, files)
+    found = Assembly(store, directory)
+    documents = _documents(found, sizes, files)
     config = documents.get("config.json", {})
+    if documents:
+        found.extra[EXTRA_NAME] = documents
     if files[0].endswith(SUFFIX):
-        entries, metadata = _entries(_shards(store, directory, files, sizes), directory, listed)
-        items |= _scalars_put_right(store, directory, entries)
-        held = StateMap(entries=entries, block_bytes=BLOCK_BYTES)
+        metadata = _add_shards(found, _shards(store, directory, files, sizes), listed)
+        _put_scalars_right(found)
     else:
         # Safetensors need no reader of pickles.
         from ucp_core.formats.huggingface import torch_weights
 
         _refuse_missing(directory, files, sizes)
-        held, metadata = torch_weights.state_map(
-            store, directory, files, listed, block_bytes=BLOCK_BYTES
-        )
-    manifest = Manifest(
-        kind=Kind.FOREIGN,
-        step=0,
-        attempt=0,
-        state_map=held,
-        files={},
-        extra={EXTRA_NAME: documents} if documents else {},
-        source={"format": NAME, "version": str(config.get("transformers_version", ""))},
-        ties=_ties(held.entries, metadata, config),
-        items=items,
-    )
-    return Checkpoint(store=store, directory=directory, manifest=manifest)
+        torch_weights.add(found, files, listed)
+        metadata = found.ties
+    found.ties |= _ties(found.entries, metadata, config)
+    version = str(config.get("transformers_version", ""))
+    return found.checkpoint({"format": NAME, "version": version})
 
 
 def _refuse_unfinished(store: Store, directory: str) -> None:
@@ -289,10 +281,11 @@ def _shards(
         return list(pool.map(shard, files))
 
 
-def _entries(
-    shards: Sequence[_File], directory: str, listed: Mapping[str, str]
-) -> tuple[dict[TensorKey, TensorEntry], dict[str, str]]:
-    entries: dict[TensorKey, TensorEntry] = {}
+def _add_shards(
+    found: Assembly, shards: Sequence[_File], listed: Mapping[str, str]
+) -> dict[str, str]:
+    """Add the tensors of all files; return what the headers say beside."""
+    entries, directory = found.entries, found.directory
     metadata: dict[str, str] = {}
     for shard in shards:
         metadata.update(shard.header.metadata)
@@ -317,7 +310,7 @@ def _entries(
                 path=join(directory, file),
                 fqn=name,
             )
-    return entries, metadata
+    return metadata
 
 
 def _entry(shard: _File, tensor: TensorRange) -> TensorEntry:
@@ -328,34 +321,29 @@ def _entry(shard: _File, tensor: TensorRange) -> TensorEntry:
     return TensorEntry(key=key, dtype=dtype, shape=shape, fragments=(fragment,))
 
 
-def _scalars_put_right(
-    store: Store, directory: str, entries: dict[TensorKey, TensorEntry]
-) -> dict[str, Item]:
+def _put_scalars_right(found: Assembly) -> None:
     """Take 0-d tensors from the files that torch consolidated, if these still exist.
 
     ``HuggingFaceStorageWriter(enable_consolidation=True)`` of torch 2.13 writes zeros for them, and
     keeps its source files in ``sharded``.
     """
+    store, directory, entries = found.store, found.directory, found.entries
     scalars = {key for key, entry in entries.items() if not entry.shape}
-    if not scalars:
-        return {}
-    sizes = store.sizes(join(directory, _CONSOLIDATED))
+    sizes = store.sizes(join(directory, _CONSOLIDATED)) if scalars else {}
     sources = {f"{_CONSOLIDATED}/{n}": size for n, size in sizes.items() if n.endswith(SUFFIX)}
-    items: dict[str, Item] = {}
     for shard in _shards(store, directory, sorted(sources), sources) if sources else ():
         for tensor in shard.header.tensors:
-            found = _entry(shard, tensor)
-            if found.key not in scalars or found.shape:
+            source = _entry(shard, tensor)
+            if source.key not in scalars or source.shape:
                 continue
-            held = entries[found.key]
+            held = entries[source.key]
             (fragment,) = held.fragments
             path = join(directory, fragment.file)
             data = store.read_range(path, fragment.offset_bytes, fragment.num_bytes)
-            if found.dtype == held.dtype and not any(data):
-                entries[found.key] = found
+            if source.dtype == held.dtype and not any(data):
+                entries[source.key] = source
                 note = f"taken from {shard.file}: torch's consolidation writes 0-d tensors as zero"
-                items[tensor.name] = Item("reshard", note)
-    return items
+                found.items[tensor.name] = Item("reshard", note)
 
 
 def _ties(
@@ -376,12 +364,10 @@ def _ties(
     return ties
 
 
-def _documents(
-    store: Store, directory: str, sizes: Mapping[str, int], files: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Item]]:
-    """Return the small JSON documents of the folder, and an item for every other file."""
+def _documents(found: Assembly, sizes: Mapping[str, int], files: Sequence[str]) -> dict[str, Any]:
+    """Return the small JSON documents of the folder; note what becomes of every other file."""
     documents: dict[str, Any] = {}
-    items: dict[str, Item] = {}
+    items = found.items
     for name, size_bytes in sorted(sizes.items()):
         if name in files or name.endswith((INDEX_SUFFIX, TORCH_INDEX)):
             continue
@@ -390,7 +376,7 @@ def _documents(
             continue
         if name.endswith(".json") and size_bytes <= _DOCUMENT_BYTES_MAX:
             try:
-                document = _json(store.read(join(directory, name)), name)
+                document = _json(found.store.read(join(found.directory, name)), name)
             except CheckpointCorruptError as error:
                 # Logs of a training run can hold NaN, which does not affect the weights.
                 items[name] = Item("drop", str(error))
@@ -400,4 +386,4 @@ def _documents(
                 items[name] = Item("replicate", f"kept in extra {EXTRA_NAME!r}")
                 continue
         items[name] = Item("drop", _PICKLE_NOTE if name.endswith(_PICKLES) else _FILE_NOTE)
-    return documents, items
+    return documents

@@ -10,24 +10,17 @@ from typing import TYPE_CHECKING
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.shared import Files, whole_tensor
-from ucp_core.geometry import StateMap, TensorEntry, TensorKey
+from ucp_core.geometry import TensorKey
 from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.storage import Store
+    from ucp_core.formats.shared import Assembly
 
 
-def state_map(
-    store: Store,
-    directory: str,
-    names: Sequence[str],
-    listed: Mapping[str, str],
-    *,
-    block_bytes: int,
-) -> tuple[StateMap, dict[str, str]]:
-    """Return the tensors of some files, and their ties.
+def add(found: Assembly, names: Sequence[str], listed: Mapping[str, str]) -> None:
+    """Add the tensors of some files, and their ties.
 
     Args:
         listed: File by tensor, from the index; empty: there is no index.
@@ -35,10 +28,9 @@ def state_map(
     Raises:
         CheckpointCorruptError: A file is damaged or no state dict, or the index contradicts it.
     """
-    files = Files(store, directory)
+    files = Files(found.store, found.directory)
     files.open(names)
-    entries: dict[TensorKey, TensorEntry] = {}
-    ties: dict[str, str] = {}
+    entries, ties = found.entries, found.ties
     for name in names:
         path = files.path(name)
         owners: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
@@ -72,5 +64,4 @@ def state_map(
             path=path,
             fqn=missing[0],
         )
-    extents = {name: extents for name, extents in files.extents.items() if extents}
-    return StateMap(entries=entries, block_bytes=block_bytes, extents=extents), ties
+    found.extents |= files.extents

@@ -11,10 +11,9 @@ from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVer
 from ucp_core.formats.megatron import flat_buffers
 from ucp_core.formats.megatron.experts import Experts, is_expert, is_fused, is_gated
 from ucp_core.formats.shared import (
+    Assembly,
     Layouts,
     Rank,
-    Scalars,
-    Shards,
     Vocabulary,
     assign,
     check_numbers,
@@ -32,7 +31,7 @@ from ucp_core.torch_files import TensorRef, current_budget
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucp_core.formats.shared import Files, Groups
+    from ucp_core.formats.shared import Files
 
 WEIGHT = "weight"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
@@ -76,15 +75,12 @@ class ModelPart:
     expert: int = 0
 
 
-@dataclass(slots=True)
-class Model:
+@dataclass(slots=True, kw_only=True)
+class Model(Assembly):
     """The whole model."""
 
     experts: Experts
     chunks: list[ModelPart] = field(default_factory=list)
-    ties: dict[str, str] = field(default_factory=dict)  #: Owner by alias.
-    frozen: set[str] = field(default_factory=set)  #: Names that no optimizer has.
-    items: dict[str, Item] = field(default_factory=dict)
     #: Rank, expert-parallel rank and name of the weights that the optimizer has.
     mastered: set[tuple[Rank, int, str]] = field(default_factory=set)
 
@@ -122,23 +118,21 @@ class Model:
         self.ties[name] = owner
         return owner
 
-    def add(self, shards: Shards) -> None:
+    def add_weights(self) -> None:
         """Add the weights without a master; those that expert-parallel ranks repeat, once."""
         for chunk in self.chunks:
             for name, ref in chunk.params:
                 is_first = chunk.expert == 0 or is_expert(name)
                 if is_first and (chunk.rank, chunk.expert, name) not in self.mastered:
-                    self.put(shards, TensorKey(name, WEIGHT), chunk, ref)
+                    self.put_shard(TensorKey(name, WEIGHT), chunk, ref)
 
-    def put(
-        self, shards: Shards, key: TensorKey, place: RankFile | ModelPart, ref: TensorRef
-    ) -> None:
+    def put_shard(self, key: TensorKey, place: RankFile | ModelPart, ref: TensorRef) -> None:
         """Add one rank's shard of a tensor."""
         if is_fused(key.fqn):
             part, first = self.experts.part(key, place.expert, ref)
-            shards.add_rows(key, place.rank, part, first, self.experts.total or 0)
+            self.shards.add_rows(key, place.rank, part, first, self.experts.total or 0)
         else:
-            shards.add_ref(key, place.rank, ref)
+            self.shards.add_ref(key, place.rank, ref)
 
 
 def _shifted(name: str, offset: int) -> str:
@@ -242,9 +236,7 @@ def _parts(saved: RankFile, model: Model) -> list[_Part]:
     ]
 
 
-def add_optimizer(
-    files: Files, saved: RankFile, model: Model, shards: Shards, scalars: Scalars, groups: Groups
-) -> None:
+def add_optimizer(files: Files, saved: RankFile, model: Model) -> None:
     """Add masters and slots of one rank.
 
     Raises:
@@ -265,23 +257,17 @@ def add_optimizer(
                 file=saved.file,
             )
         if saved.distributed is not None:
-            names = _add_distributed(files, saved, part, model, shards, scalars, hyper)
+            names = _add_distributed(files, saved, part, model, hyper)
         else:
-            names = _add_numbered(files, saved, part, model, shards, scalars, inner)
-        groups.add(hyper, names, f"{saved.file}: optimizer")
+            names = _add_numbered(files, saved, part, model, inner)
+        model.add_groups(hyper, names, f"{saved.file}: optimizer")
         trained = {name for group in names for name in group}
         if trained:
-            model.frozen |= {name for name, _ in part.params} - trained
+            model.roles |= {name: "frozen" for name, _ in part.params if name not in trained}
 
 
 def _add_numbered(
-    files: Files,
-    saved: RankFile,
-    part: _Part,
-    model: Model,
-    shards: Shards,
-    scalars: Scalars,
-    inner: Mapping[str, Any],
+    files: Files, saved: RankFile, part: _Part, model: Model, inner: Mapping[str, Any]
 ) -> list[list[str]]:
     """Add an optimizer that numbers its parameters; return the names of each group."""
     hyper, state = inner["param_groups"], inner.get("state") or {}
@@ -310,13 +296,13 @@ def _add_numbered(
                         "but it does not round to its weights: the file mixes two saves",
                         _REMEDY,
                     )
-                model.put(shards, TensorKey(name, WEIGHT), saved, master)
+                model.put_shard(TensorKey(name, WEIGHT), saved, master)
                 model.mastered.add((saved.rank, saved.expert, name))
             for slot, value in {"step": group.get("step"), **state.get(number, {})}.items():
                 if isinstance(value, TensorRef) and value.shape and slot != "step":
-                    model.put(shards, TensorKey(name, slot), saved, value)
+                    model.put_shard(TensorKey(name, slot), saved, value)
                 elif isinstance(value, TensorRef | int | float):
-                    scalars.add(TensorKey(name, slot), value)
+                    model.scalars.add(TensorKey(name, slot), value)
     return names
 
 
@@ -325,8 +311,6 @@ def _add_distributed(
     saved: RankFile,
     part: _Part,
     model: Model,
-    shards: Shards,
-    scalars: Scalars,
     hyper: Sequence[Mapping[str, Any]],
 ) -> list[list[str]]:
     """Add the flat buffers of the distributed optimizer; return the names of each group."""
@@ -362,9 +346,9 @@ def _add_distributed(
                 part_of = ref._replace(
                     shape=weight.shape, strides=weight.strides, offset_bytes=offset
                 )
-                model.put(shards, key, saved, part_of)
+                model.put_shard(key, saved, part_of)
             if step is not None:
-                scalars.add(TensorKey(name, "step"), step)
+                model.scalars.add(TensorKey(name, "step"), step)
         trained |= starts.keys()
     own = [param for param in part.params if param[0] in trained]
     return _names_by_decay(model, own, hyper)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
-    ForeignClassError,
     UnsupportedVersionError,
 )
 from ucp_core.formats.megatron.agreement import arguments_of, check_agreement
@@ -34,26 +33,15 @@ from ucp_core.formats.megatron.recognition import (
     is_checkpoint,
     latest,
 )
-from ucp_core.formats.shared import (
-    Files,
-    Groups,
-    Rank,
-    Scalars,
-    Shards,
-    json_value,
-    refusing_nonsense,
-    vocabulary_of,
-)
-from ucp_core.geometry import StateMap
-from ucp_core.manifest import Item, Kind, Manifest
-from ucp_core.native import Checkpoint
-from ucp_core.numerics import BLOCK_BYTES
+from ucp_core.formats.shared import Files, Rank, Shards, refusing_nonsense, vocabulary_of
+from ucp_core.manifest import Item
 from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ucp_core.language import Rules
+    from ucp_core.native import Checkpoint
 
 _DISTRIBUTED_FILE = "distrib_optim.pt"
 _MODEL_KEY = re.compile(r"model\d*")
@@ -75,46 +63,23 @@ def read(
 def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
     files, ranks, arguments = _opened(store, path)
     tp = 1 + max(saved.rank.tp for saved in ranks)
-    shards, scalars, groups = Shards(tp), Scalars(), Groups(store, path)
-    model = Model(_experts(path, arguments, tp))
+    model = Model(store, path, Shards(tp), experts=_experts(path, arguments, tp))
     for saved in ranks:
         model.chunks += model_of(saved, model.experts)
     model.number_layers()
     for saved in ranks:
-        add_optimizer(files, saved, model, shards, scalars, groups)
-    model.add(shards)
-    layouts = pattern_rules(arguments, rules, tp, files.trees[ranks[0].file])
-    entries = {**shards.entries(layouts), **scalars.entries}
-    first = files.trees[ranks[0].file]
-    extra, items = _extras(files, ranks[0].file, len(ranks))
-    used = {f.file for entry in entries.values() for f in entry.fragments}
-    known = {key.fqn for key in entries}
-    items |= vocabulary_of(arguments).item(entries)
-    manifest = Manifest(
-        kind=Kind.FOREIGN,
-        step=_iteration(first, ranks[0].file),
-        attempt=0,
-        state_map=StateMap(
-            entries=dict(sorted(entries.items())),
-            block_bytes=BLOCK_BYTES,
-            extents={name: e for name, e in files.extents.items() if name in used},
-        ),
-        files={},
-        param_groups=groups.result(),
-        extra=extra,
-        source={
-            "format": NAME,
-            "version": str(first.get("checkpoint_version", "")),
-            "tag": path.rsplit("/", 1)[-1],
-            "layout": {"tp": tp, "pp": 1 + max(saved.rank.stage for saved in ranks)},
-        },
-        world_size=len(ranks),
-        ties={a: o for a, o in sorted(model.ties.items()) if o in known and a not in known},
-        roles={fqn: "frozen" for fqn in sorted(model.frozen) if fqn in known},
-        items=dict(sorted({**items, **model.items}.items())),
-        patterns=shards.patterns,
-    )
-    return Checkpoint(store=scalars.overlay(store), directory=path, manifest=manifest)
+        add_optimizer(files, saved, model)
+    model.add_weights()
+    first, file = files.trees[ranks[0].file], ranks[0].file
+    model.put_shards(pattern_rules(arguments, rules, tp, first))
+    _add_extras(model, first, file, len(ranks))
+    model.items |= vocabulary_of(arguments).item(model.entries)
+    model.step = _iteration(first, file)
+    model.extents = files.extents
+    model.layout = {"tp": tp, "pp": 1 + max(saved.rank.stage for saved in ranks)}
+    version, tag = str(first.get("checkpoint_version", "")), path.rsplit("/", 1)[-1]
+    source = {"format": NAME, "version": version, "tag": tag}
+    return model.checkpoint(source, world_size=len(ranks))
 
 
 def _located(store: Store, directory: str, tag: str | None) -> str:
@@ -217,22 +182,11 @@ def _iteration(first: Mapping[str, Any], file: str) -> int:
     return value
 
 
-def _extras(files: Files, file: str, num_ranks: int) -> tuple[dict[str, Any], dict[str, Item]]:
-    """Return the small values, and what became of every key."""
-    extra: dict[str, Any] = {}
-    items: dict[str, Item] = {}
-    for key, value in files.trees[file].items():
+def _add_extras(model: Model, tree: Mapping[str, Any], file: str, num_ranks: int) -> None:
+    """Add the small values, and what became of every key."""
+    for key, value in tree.items():
         if _MODEL_KEY.fullmatch(str(key)) or key == "optimizer":
-            items[str(key)] = Item("reshard", "its tensors")
-            continue
-        try:
-            kept = json_value(value, files.store, files.directory, f"{file}: {key}")
-        except ForeignClassError as error:
-            items[str(key)] = Item("drop", str(error))
+            model.items[str(key)] = Item("reshard", "its tensors")
             continue
         name = "lr_scheduler" if key in ("opt_param_scheduler", "lr_scheduler") else str(key)
-        extra[name] = kept
-        is_rng = "rng" in name and num_ranks > 1
-        note = f"each of {num_ranks} ranks had its own; extra has that of the first"
-        items[str(key)] = Item("reseed", note) if is_rng else Item("replicate", "in extra")
-    return extra, items
+        model.keep(name, value, file, item=str(key), num_ranks=num_ranks)

@@ -30,6 +30,7 @@ from ucp_core.geometry import (
     TensorEntry,
     TensorKey,
     flat_range,
+    prove_entry,
     reach,
 )
 from ucp_core.numerics import FLOATS
@@ -70,6 +71,7 @@ def decoded(
     Raises:
         UnsupportedVersionError: The buffers do not fit the model's weights; names the first.
         CheckpointCorruptError: An item contradicts the metadata.
+        UncoveredRegionError: They do not hold all of a weight.
     """
     named = {key: TensorKey(key, "weight") for key in models}
     model = {key.fqn: entry for key, entry in container.entries(named)[0].items()}
@@ -87,9 +89,9 @@ def decoded(
     for name, found in fragments.items():
         whole = model[name.fqn]
         dtype = buffers[next(b for b in buffers if b.slot == name.slot)].entry.dtype
-        entries.append(
-            TensorEntry(key=name, dtype=dtype, shape=whole.shape, fragments=tuple(sorted(found)))
-        )
+        parts = tuple(sorted(found))
+        entries.append(TensorEntry(key=name, dtype=dtype, shape=whole.shape, fragments=parts))
+        prove_entry(entries[-1])
     return entries, extents
 
 

@@ -20,10 +20,10 @@ from ucp_core.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ucp_core.formats.dcp import Container, State, read_container
+from ucp_core.formats.dcp import Container, read_container
 from ucp_core.formats.megatron_core import flat_buffers, key_names
 from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, NAME, TRACKER, located
-from ucp_core.formats.shared import tells_padding, vocabulary_of
+from ucp_core.formats.shared import Assembly, tells_padding, vocabulary_of
 from ucp_core.geometry import TensorKey
 from ucp_core.language import Cut, place, strip_padding
 from ucp_core.manifest import Item
@@ -67,9 +67,10 @@ def read(
             path=where,
         )
     container = read_container(store, where)
-    state = _Reader(container, _common(container), rules).state()
-    source = {"format": NAME, "version": str(config.get("sharded_backend_version", ""))}
-    return state.checkpoint(store, where, source, ties={})
+    found = _Reader(store, where, container=container, common=_common(container), rules=rules)
+    found.read()
+    version = str(config.get("sharded_backend_version", ""))
+    return found.checkpoint({"format": NAME, "version": version})
 
 
 def _config(store: Store, where: str) -> dict[str, Any]:
@@ -116,18 +117,17 @@ def _common(container: Container) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()}
 
 
-@dataclass(slots=True)
-class _Reader:
-    """Turns a container into state."""
+@dataclass(slots=True, kw_only=True)
+class _Reader(Assembly):
+    """What the keys of a container mean."""
 
     container: Container
     common: dict[str, Any]
     rules: Rules | None = None
-    result: State = field(default_factory=State)
     is_local: bool = True
     objects: dict[str, list[str]] = field(default_factory=dict)
 
-    def state(self) -> State:
+    def read(self) -> None:
         for key in self.container.blobs:
             if key != _COMMON_KEY:
                 self.objects.setdefault(key_names.object_of(key), []).append(key)
@@ -141,8 +141,7 @@ class _Reader:
         self._add_groups()
         self._add_objects()
         self._add_roles(models)
-        self.result.layout["layers"] = "local" if self.is_local else "fused"
-        return self.result
+        self.layout["layers"] = "local" if self.is_local else "fused"
 
     def _refuse_gathered(self) -> None:
         """Refuse state that is no tensor: without it a run would restart its optimizer."""
@@ -168,13 +167,13 @@ class _Reader:
             except ForeignClassError as error:
                 self.is_local = False
                 note = f"fp8 scaling is recomputed: the module's state cannot be kept: {error}"
-                self.result.items[shard] = Item("drop", note)
+                self.items[shard] = Item("drop", note)
         if found:
-            self.result.extra["_extra_state"] = found
+            self.extra["_extra_state"] = found
             note = "kept in extra; fp8 scaling is recomputed if it does not fit"
-            self.result.items["_extra_state"] = Item("replicate", note)
+            self.items["_extra_state"] = Item("replicate", note)
         elif keys and self.is_local:
-            self.result.items["_extra_state"] = Item("drop", f"{len(keys)} modules have none")
+            self.items["_extra_state"] = Item("drop", f"{len(keys)} modules have none")
 
     def _add_tensors(self, models: list[str]) -> None:
         """Add parameters and states that are tensors of their own, layer by layer."""
@@ -194,19 +193,19 @@ class _Reader:
         mastered = {name.fqn for name in keys.values() if name.slot == "weight"}
         copies = [key for key in models if key in mastered]
         keys |= {key: TensorKey(key, "weight") for key in models if key not in mastered}
-        entries, self.result.extents = self.container.entries(keys)
+        entries, self.extents = self.container.entries(keys)
         for entry in entries.values():
             for layer in key_names.unstacked(entry, is_local=self.is_local):
-                self.result.put(layer)
+                self.put(layer)
         if copies:
             dtypes = sorted({self.container.tensors[key].dtype for key in copies})
             note = f"{len(copies)} copies in {', '.join(dtypes)} of weights that the optimizer has"
-            self.result.items["model"] = Item("drop", note)
+            self.items["model"] = Item("drop", note)
         else:
-            self.result.items["model"] = Item("reshard", f"{len(models)} tensors")
+            self.items["model"] = Item("reshard", f"{len(models)} tensors")
         if mastered:
             note = f"{len(mastered)} parameters, fp32 weights among them"
-            self.result.items["optimizer.state"] = Item("reshard", note)
+            self.items["optimizer.state"] = Item("reshard", note)
 
     def _refuse_flattened(self, keys: dict[str, TensorKey]) -> None:
         """Refuse masters of another shape: each rank flattened its shard."""
@@ -233,22 +232,22 @@ class _Reader:
             return
         entries, extents = flat_buffers.decoded(self.container, found, models)
         for file, more in extents.items():
-            merged = {*self.result.extents.get(file, ()), *more}
-            self.result.extents[file] = tuple(sorted(merged))
+            merged = {*self.extents.get(file, ()), *more}
+            self.extents[file] = tuple(sorted(merged))
         for entry in entries:
             for layer in key_names.unstacked(entry, is_local=self.is_local):
-                self.result.entries[layer.key] = layer
+                self.entries[layer.key] = layer
         note = "flat buffers, matched by the weights in them"
-        self.result.items["optimizer.distributed"] = Item("reshard", note)
+        self.items["optimizer.distributed"] = Item("reshard", note)
         note = "copies of the weights that the optimizer has in fp32"
-        self.result.items["model"] = Item("drop", note)
+        self.items["model"] = Item("drop", note)
 
     def _strip_padding(self) -> None:
         """Drop the rows after a vocabulary's tokens, in every slot."""
         arguments = self.common.get("args")
         values = arguments.state if isinstance(arguments, Opaque) else arguments
         vocabulary = vocabulary_of(values if isinstance(values, dict) else {})
-        for key, entry in self.result.entries.items():
+        for key, entry in self.entries.items():
             if not entry.shape:
                 continue
             rule = None if self.rules is None else self.rules.match(key.fqn, key.slot)
@@ -257,18 +256,18 @@ class _Reader:
                 cut = Cut(rule.dim, unpadded=rule.unpadded)
             if cut.unpadded is not None:
                 shape = place(cut, (entry.shape,), name=str(key)).shape
-                self.result.entries[key] = strip_padding(entry, shape)
-        self.result.items |= vocabulary.item(self.result.entries)
+                self.entries[key] = strip_padding(entry, shape)
+        self.items |= vocabulary.item(self.entries)
 
     def _add_common(self) -> None:
         for key, value in self.common.items():
             if key == "optimizer":
                 continue
-            self.result.extra[key] = self.container.as_json(value, f"{COMMON}: {key}")
-            self.result.items[key] = Item("replicate", "kept in extra")
+            self.extra[key] = self.container.as_json(value, f"{COMMON}: {key}")
+            self.items[key] = Item("replicate", "kept in extra")
         iteration = self.common.get("iteration")
         if isinstance(iteration, int) and iteration >= 0:
-            self.result.step = iteration
+            self.step = iteration
 
     def _add_groups(self) -> None:
         """Name the parameters of the groups, and give each its step count."""
@@ -280,24 +279,22 @@ class _Reader:
             ]
         groups, steps, rest = key_names.split_optimizer(states)
         if rest:
-            self.result.extra["optimizer"] = rest
-            self.result.items["optimizer"] = Item(
-                "replicate", "everything but its groups, in extra"
-            )
+            self.extra["optimizer"] = rest
+            self.items["optimizer"] = Item("replicate", "everything but its groups, in extra")
         if not groups:
             return
-        weights = {k.fqn: e.shape for k, e in self.result.entries.items() if k.slot == "weight"}
-        trained = {key.fqn for key in self.result.entries if key.slot != "weight"} or set(weights)
+        weights = {k.fqn: e.shape for k, e in self.entries.items() if k.slot == "weight"}
+        trained = {key.fqn for key in self.entries if key.slot != "weight"} or set(weights)
         shapes = {fqn: shape for fqn, shape in weights.items() if fqn in trained}
         named, unsure = key_names.assigned(groups, shapes)
-        self.result.param_groups = named
+        self.groups = named
         note = f"{len(named)} groups; their parameters follow from Megatron's own rule"
         if unsure:
             note += f", which leaves out {len(unsure)} parameters: {', '.join(unsure[:3])}"
-        self.result.items["optimizer.param_groups"] = Item("replicate", note)
+        self.items["optimizer.param_groups"] = Item("replicate", note)
         for fqn, step in self._steps(named, unsure, steps):
-            if TensorKey(fqn, "step") not in self.result.entries:
-                self.result.put_number(TensorKey(fqn, "step"), step)
+            if TensorKey(fqn, "step") not in self.entries:
+                self.put_number(TensorKey(fqn, "step"), step)
 
     def _steps(
         self, named: list[dict[str, Any]], unsure: list[str], common: list[float]
@@ -325,7 +322,7 @@ class _Reader:
         """Keep the other sharded objects: random state, data cursor, bucket sizes."""
         for key, shards in self.objects.items():
             if key.endswith(_LAYOUTS):
-                self.result.items[key] = Item("drop", "how the flat buffers were laid out")
+                self.items[key] = Item("drop", "how the flat buffers were laid out")
                 continue
             try:
                 values = {
@@ -333,27 +330,27 @@ class _Reader:
                     for shard, value in self.container.values(shards)
                 }
             except ForeignClassError as error:
-                self.result.items[key] = Item("drop", f"its value is of an unknown class: {error}")
+                self.items[key] = Item("drop", f"its value is of an unknown class: {error}")
                 continue
-            self.result.extra[key] = values
+            self.extra[key] = values
             if "rng" in key:
                 note = "kept in extra by model-parallel rank; other layouts derive their own"
-                self.result.items[key] = Item("reseed", note)
+                self.items[key] = Item("reseed", note)
             else:
-                self.result.items[key] = Item("replicate", "kept in extra")
+                self.items[key] = Item("replicate", "kept in extra")
         for name in self.container.leftovers():
             note = "not named in the metadata: left by another save"
-            self.result.items[name] = Item("drop", note)
+            self.items[name] = Item("drop", note)
 
     def _add_roles(self, models: list[str]) -> None:
         slots: dict[str, int] = {}
-        for key in self.result.entries:
+        for key in self.entries:
             slots[key.fqn] = slots.get(key.fqn, 0) + 1
         if max(slots.values(), default=0) < 2 or not models:  # noqa: PLR2004 - no optimizer
             return
         for fqn, count in slots.items():
             if count == 1:
-                self.result.roles[fqn] = "buffer" if fqn.endswith(_BUFFERS) else "frozen"
+                self.roles[fqn] = "buffer" if fqn.endswith(_BUFFERS) else "frozen"
 
 
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq", "running_mean", "running_var")

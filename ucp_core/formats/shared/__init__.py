@@ -1,18 +1,18 @@
 """Parts that several formats share, most of them with a file for each rank.
 
-``torch_files`` opens the files of all ranks. ``shards`` makes whole tensors of their shards,
-``groups`` one list of the optimizer's groups. ``values`` converts small values of pickles to JSON
-and back, and ``inline`` serves numbers as files. ``optimizer_order`` finds the parameter that a
-number of an optimizer means, ``evidence`` checks its master, and ``flat_buffers`` lays out
+``torch_files`` opens the files of all ranks. ``shards`` makes whole tensors of their shards, and
+``assembly`` a checkpoint of all that a reader finds. ``values`` converts small values of pickles
+to JSON and back, and ``inline`` serves numbers as files. ``optimizer_order`` finds the parameter
+that a number of an optimizer means, ``evidence`` checks its master, and ``flat_buffers`` lays out
 Megatron's. ``grouped_experts`` knows the order of Megatron's experts that are one parameter, and
 ``stacked_experts`` finds those of ``transformers``.
 """
 
 from ucp_core.formats.shared import grouped_experts
+from ucp_core.formats.shared.assembly import Assembly
 from ucp_core.formats.shared.evidence import is_master_of, rounded
 from ucp_core.formats.shared.flat_buffers import lay_out
 from ucp_core.formats.shared.grouped_experts import strides
-from ucp_core.formats.shared.groups import Groups
 from ucp_core.formats.shared.optimizer_order import (
     DISTRIBUTE_IT,
     NAME_THEM,
@@ -21,12 +21,11 @@ from ucp_core.formats.shared.optimizer_order import (
     largest_shape,
     unclear,
 )
-from ucp_core.formats.shared.shards import FlatRun, Layouts, Rank, Shards
+from ucp_core.formats.shared.shards import Layouts, Rank, Shards
 from ucp_core.formats.shared.stacked_experts import stacked_experts
 from ucp_core.formats.shared.torch_files import THREADS_MAX, Files, reading_pool
 from ucp_core.formats.shared.values import (
     NUMBER_DTYPES,
-    Scalars,
     json_value,
     number,
     number_of,

@@ -73,28 +73,37 @@ class Shards:
     patterns: dict[TensorKey, Any] = field(default_factory=dict)
     _found: dict[TensorKey, dict[Rank, Shard]] = field(default_factory=lambda: defaultdict(dict))
 
-    def add_run(
-        self, key: TensorKey, rank: Rank, dtype: str, shape: tuple[int, ...], run: FlatRun | None
+    def add_flat(
+        self,
+        key: TensorKey,
+        rank: Rank,
+        ref: TensorRef,
+        shape: tuple[int, ...],
+        at: int = 0,
+        span: tuple[int, int] = (0, 0),
     ) -> None:
-        """Add a run of a flattened shard; None if a rank has no element of it.
+        """Add elements ``span`` of a flattened shard, which may be none of it.
+
+        Args:
+            ref: The tensor that holds them, side by side.
+            shape: Of the shard.
+            at: Number of the first in the tensor.
 
         Raises:
             CheckpointCorruptError: Another file gives the shard another dtype or shape.
         """
-        ranks = self._found[key]
-        shard = ranks.get(rank)
-        if shard is None:
-            shard = ranks[rank] = Shard(dtype, shape)
-        if (shard.dtype, shard.shape) != (dtype, shape):
-            where = f" in {run.file}" if run is not None else ""
+        shard = self._found[key].setdefault(rank, Shard(ref.dtype, shape))
+        if (shard.dtype, shard.shape) != (ref.dtype, shape):
             raise CheckpointCorruptError(
-                f"{key} is {dtype}{list(shape)}{where}, another file has it as "
+                f"{key} is {ref.dtype}{list(shape)} in {ref.file}, another file has it as "
                 f"{shard.dtype}{list(shard.shape)}",
                 fqn=key.fqn,
                 slot=key.slot,
             )
-        if run is not None and run.stop > run.start:
-            shard.runs.append(run)
+        start, stop = span
+        if stop > start:
+            offset_bytes = ref.offset_bytes + at * DTYPE_BYTES[ref.dtype]
+            shard.runs.append(FlatRun(ref.file, offset_bytes, start, stop))
 
     def add_ref(self, key: TensorKey, rank: Rank, ref: TensorRef) -> None:
         """Add a whole shard; raise ``CheckpointCorruptError`` if the rank has one already."""
@@ -120,8 +129,8 @@ class Shards:
             CheckpointCorruptError: Another file gives the shard another dtype or shape.
         """
         row = prod(ref.shape[1:])
-        run = FlatRun(ref.file, ref.offset_bytes, first * row, first * row + ref.num_elements)
-        self.add_run(key, rank, ref.dtype, (num_rows, *ref.shape[1:]), run)
+        span = first * row, first * row + ref.num_elements
+        self.add_flat(key, rank, ref, (num_rows, *ref.shape[1:]), 0, span)
         self._found[key][rank].strides = ref.byte_strides
 
     def replace_ref(self, key: TensorKey, rank: Rank, ref: TensorRef) -> None:

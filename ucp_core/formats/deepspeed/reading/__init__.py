@@ -5,7 +5,7 @@ without ZeRO ``without_zero``), what the model's hold (``weights``, ``extras``),
 are cut over tensor parallel ranks (``tensor_parallel``).
 """
 
-from ucp_core.formats.deepspeed.reading.extras import Extras
+from ucp_core.formats.deepspeed.reading.extras import add_model_values, add_optimizer_values
 from ucp_core.formats.deepspeed.reading.partitions import RankState, read_rank
 from ucp_core.formats.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
 from ucp_core.formats.deepspeed.reading.topology import Native, open_native
@@ -14,7 +14,6 @@ from ucp_core.formats.deepspeed.reading.weights import (
     Modules,
     add_modules,
     buffer_names,
-    resolve_ties,
     tied_weight,
     weights_of,
 )

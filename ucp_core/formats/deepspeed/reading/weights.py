@@ -13,15 +13,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.deepspeed.keys import EXPERT
 from ucp_core.formats.deepspeed.reading.topology import Native
-from ucp_core.formats.deepspeed.reading.zero import EXPERT
-from ucp_core.formats.shared import FlatRun, Rank, Shards
-from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.formats.shared import Assembly, Rank
+from ucp_core.geometry import TensorKey
 from ucp_core.manifest import Item
 from ucp_core.torch_files import TensorRef, current_budget, extents_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 WEIGHT = "weight"
 _LAYER_OF = re.compile(r"(\d+)\.")
@@ -47,15 +47,13 @@ class LayerFiles:
 
 
 @dataclass(slots=True)
-class Modules:
-    """The content of the model files."""
+class Modules(Assembly):
+    """What a checkpoint holds, with the content of the model files."""
 
-    shards: Shards
-    trained: set[str]  #: Names that have masters; their copies in the model files are skipped.
-    masters: bool  #: Whether there are masters at all; without them all but buffers is trained.
-    ties: dict[str, str] = field(default_factory=dict)  #: Owner by alias.
-    roles: dict[str, str] = field(default_factory=dict)  #: ``frozen`` or ``buffer`` by name.
-    items: dict[str, Item] = field(default_factory=dict)
+    #: Names that have masters; their copies in the model files are skipped.
+    trained: set[str] = field(default_factory=set)
+    #: Whether there are masters at all; without them all but buffers is trained.
+    masters: bool = True
     #: Every tensor by name and tensor-parallel rank, to prove replication.
     refs: dict[str, dict[int, TensorRef]] = field(default_factory=dict)
     #: Names of the first rank's parameters, in the model's order.
@@ -295,12 +293,10 @@ def _add_frozen_fragments(native: Native, modules: Modules) -> None:
                     fqn=name,
                 )
             begin, end = min(total, dp_rank * piece), min(total, (dp_rank + 1) * piece)
-            offset = ref.offset_bytes
-            if ref.num_elements == total and native.dp > 1 and piece != total:
-                offset += begin * DTYPE_BYTES[ref.dtype]
-            run = FlatRun(file, offset, begin, end)
+            is_whole = ref.num_elements == total and native.dp > 1 and piece != total
+            at = begin if is_whole else 0
             key = TensorKey(name, WEIGHT)
-            modules.shards.add_run(key, native.rank(mp), ref.dtype, shape, run)
+            modules.shards.add_flat(key, native.rank(mp), ref, shape, at, (begin, end))
             if name not in modules.trained:
                 modules.roles[name] = "frozen"
 
@@ -404,15 +400,3 @@ def _add_experts(native: Native, modules: Modules) -> None:
         for name, ref in _tensors(native.files.trees[file], modules.items):
             _check_shape(native, modules, file, name, ref)
             _add_weight(modules, native.rank(mp), name, ref, is_buffer=False)
-
-
-def resolve_ties(ties: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
-    """Return the ties between tensors; raise ``CheckpointCorruptError`` if an owner is missing."""
-    names = set(known)
-    for alias, owner in ties.items():
-        if owner not in names:
-            raise CheckpointCorruptError(
-                f"{alias} is said to be shared with {owner}, which the checkpoint does not hold",
-                fqn=alias,
-            )
-    return {alias: owner for alias, owner in sorted(ties.items()) if alias not in names}

@@ -13,30 +13,28 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
+from ucp_core.formats.deepspeed.keys import EXPERT
+from ucp_core.formats.deepspeed.reading.extras import add_optimizer_values
 from ucp_core.formats.deepspeed.reading.weights import WEIGHT, LayerFiles, Modules
-from ucp_core.formats.deepspeed.reading.zero import EXPERT, param_shapes
+from ucp_core.formats.deepspeed.reading.zero import param_shapes
 from ucp_core.formats.shared import (
     DISTRIBUTE_IT,
     NAME_THEM,
-    FlatRun,
     Rank,
-    Scalars,
     assign,
     check_numbers,
     is_master_of,
     largest_shape,
     unclear,
 )
-from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.geometry import TensorKey
 from ucp_core.manifest import Item
 from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucp_core.formats.deepspeed.reading.extras import Extras
     from ucp_core.formats.deepspeed.reading.topology import Native
-    from ucp_core.formats.shared import Groups
 
     Params = Sequence[tuple[str, TensorRef]]
 
@@ -80,9 +78,7 @@ def read_layer_files(native: Native) -> LayerFiles:
     return found
 
 
-def add_without_zero(
-    native: Native, modules: Modules, scalars: Scalars, groups: Groups, extras: Extras
-) -> None:
+def add_without_zero(native: Native, modules: Modules) -> None:
     """Add the slots and masters of the model files; nothing if no optimizer was saved.
 
     Raises:
@@ -94,7 +90,7 @@ def add_without_zero(
     for number, source in enumerate(_sources(native, modules)):
         optimizer = _Optimizer(native, source)
         if number == 0:
-            extras.add_optim(optimizer.rest(), source.file)
+            add_optimizer_values(modules, optimizer.rest(), source.file)
         if optimizer.is_unnamed:
             modules.items["optimizer.param_groups"] = Item(
                 "drop",
@@ -102,11 +98,11 @@ def add_without_zero(
                 f"{', '.join(str(len(g['params'])) for g in optimizer.groups)} parameters",
             )
             continue
-        optimizer.add(source.rank, modules, scalars, met)
+        optimizer.add(source.rank, modules, met)
         trained = set(chain.from_iterable(optimizer.names))
         modules.roles |= {name: "frozen" for name, _ in source.params if name not in trained}
         unnamed = [{k: v for k, v in g.items() if k != _NAMES} for g in optimizer.groups]
-        groups.add(unnamed, optimizer.names, source.file)
+        modules.add_groups(unnamed, optimizer.names, source.file)
 
 
 class _Source(NamedTuple):
@@ -407,16 +403,14 @@ class _Optimizer:
         known = {INNER, FLAT, LISTS, "state", "param_groups"}
         return {key: value for key, value in self._tree.items() if key not in known}
 
-    def add(
-        self, rank: Rank, modules: Modules, scalars: Scalars, met: set[tuple[str, int]]
-    ) -> None:
+    def add(self, rank: Rank, modules: Modules, met: set[tuple[str, int]]) -> None:
         """Add masters and slots of all parameters that are not in ``met``.
 
         Ranks of experts repeat the others' parameters, and stages those of tied modules.
         """
         for index, group in enumerate(self.groups):
             if FLAT in self._tree:
-                self._add_flat(rank, modules, scalars, index, met)
+                self._add_flat(rank, modules, index, met)
                 continue
             masters = self._tree.get(LISTS)
             numbered = zip(self.names[index], group["params"], strict=True)
@@ -433,15 +427,10 @@ class _Optimizer:
                     ):
                         modules.shards.add_ref(TensorKey(name, slot), rank, value)
                     elif isinstance(value, TensorRef | int | float):
-                        scalars.add(TensorKey(name, slot), value)
+                        modules.scalars.add(TensorKey(name, slot), value)
 
     def _add_flat(
-        self,
-        rank: Rank,
-        modules: Modules,
-        scalars: Scalars,
-        index: int,
-        met: set[tuple[str, int]],
+        self, rank: Rank, modules: Modules, index: int, met: set[tuple[str, int]]
     ) -> None:
         """Add a group whose parameters were flattened into one tensor, without padding."""
         flat = self._tree[FLAT][index]
@@ -464,9 +453,8 @@ class _Optimizer:
             met.add((name, rank.tp))
             modules.shards.drop(TensorKey(name, WEIGHT), rank)
             for slot, ref in ((WEIGHT, flat), *slots.items()):
-                offset_bytes = ref.offset_bytes + first * DTYPE_BYTES[ref.dtype]
-                run = FlatRun(ref.file, offset_bytes, 0, prod(shape))
-                modules.shards.add_run(TensorKey(name, slot), rank, ref.dtype, shape, run)
+                key, span = TensorKey(name, slot), (0, prod(shape))
+                modules.shards.add_flat(key, rank, ref, shape, first, span)
             for slot, value in state.items():
                 if slot not in slots and isinstance(value, TensorRef | int | float):
-                    scalars.add(TensorKey(name, slot), value)
+                    modules.scalars.add(TensorKey(name, slot), value)

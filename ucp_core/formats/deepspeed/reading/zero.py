@@ -6,7 +6,6 @@ stage 3 cuts each shard into parts of ``ceil(size / ranks)`` elements and concat
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,20 +13,18 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
+from ucp_core.formats.deepspeed.keys import EXPERT
 from ucp_core.formats.deepspeed.reading.partitions import MOMENTUM
-from ucp_core.formats.shared import FlatRun, Rank, Shards
-from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.formats.shared import Rank
+from ucp_core.geometry import TensorKey
 from ucp_core.torch_files import extents_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ucp_core.formats.deepspeed.reading.partitions import Partition, RankState
-    from ucp_core.formats.shared import Scalars
+    from ucp_core.formats.shared import Assembly
     from ucp_core.torch_files import TensorRef
-
-#: DeepSpeed's layer of experts numbers them from 0 on each expert-parallel rank.
-EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 
 
 @dataclass(slots=True)
@@ -43,7 +40,7 @@ class Stage:
     names: list[list[str]] = field(default_factory=list)
 
 
-def add_zero12(stage: Stage, shards: Shards, scalars: Scalars) -> None:
+def add_zero12(stage: Stage, found: Assembly) -> None:
     """Add the runs of stage 1 or 2; ``stage.names`` gets the parameters of each group."""
     dp = len(stage.states)
     for index, shapes in enumerate(stage.shapes):
@@ -51,7 +48,7 @@ def add_zero12(stage: Stage, shards: Shards, scalars: Scalars) -> None:
         names: list[str] = []
         for members, rename in _families(stage, index, parts, shapes, dp):
             _check_total(stage, index, [parts[d] for d in members], shapes)
-            _add_group(stage, shards, scalars, [parts[d] for d in members], shapes, rename)
+            _add_group(stage, found, [parts[d] for d in members], shapes, rename)
             names += [rename.get(name, name) for name in shapes]
         stage.names.append(names)
 
@@ -141,8 +138,7 @@ def _global_expert(name: str, ep_rank: int, local: Mapping[str, int]) -> str:
 
 def _add_group(
     stage: Stage,
-    shards: Shards,
-    scalars: Scalars,
+    found: Assembly,
     parts: Sequence[Partition],
     shapes: Mapping[str, tuple[int, ...]],
     rename: Mapping[str, str],
@@ -153,7 +149,7 @@ def _add_group(
     for name, shape in shapes.items():
         fqn = rename.get(name, name)
         for slot, ref in _flat(parts[0]):
-            shards.add_run(TensorKey(fqn, slot), stage.rank, ref.dtype, shape, None)
+            found.shards.add_flat(TensorKey(fqn, slot), stage.rank, ref, shape)
     mappings = [
         _computed(shapes, number * size, (number + 1) * size)
         if part.mapping is None
@@ -172,11 +168,12 @@ def _add_group(
                 )
             fqn, begin = rename.get(name, name), done[name]
             done[name] += count
-            _add(stage, shards, part, fqn, shapes[name], start, begin, begin + count)
-            _add_scalars(scalars, part, fqn)
+            _add(stage, found, part, fqn, shapes[name], start, begin, begin + count)
             if part.momentum is not None:
+                key, (ref, _) = TensorKey(fqn, MOMENTUM), part.momentum
                 at = start if starts is None else starts[name] + begin
-                _add_momentum(stage, shards, part, fqn, shapes[name], at, (begin, begin + count))
+                span = begin, begin + count
+                found.shards.add_flat(key, stage.rank, ref, shapes[name], at, span)
     for name, shape in shapes.items():
         if done[name] != prod(shape):
             raise CheckpointCorruptError(
@@ -185,22 +182,6 @@ def _add_group(
                 file=stage.where,
                 fqn=name,
             )
-
-
-def _add_momentum(
-    stage: Stage,
-    shards: Shards,
-    part: Partition,
-    fqn: str,
-    shape: tuple[int, ...],
-    start: int,
-    span: tuple[int, int],
-) -> None:
-    """Add Muon's momentum of some elements of a shard, from ``start`` on."""
-    assert part.momentum is not None, f"{part.file} has no momentum"
-    ref, _ = part.momentum
-    run = FlatRun(part.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], *span)
-    shards.add_run(TensorKey(fqn, MOMENTUM), stage.rank, ref.dtype, shape, run)
 
 
 def _momentum_starts(
@@ -254,7 +235,7 @@ def _flat(part: Partition) -> Iterator[tuple[str, TensorRef]]:
 
 def _add(
     stage: Stage,
-    shards: Shards,
+    found: Assembly,
     part: Partition,
     fqn: str,
     shape: tuple[int, ...],
@@ -262,7 +243,7 @@ def _add(
     begin: int,
     end: int,
 ) -> None:
-    """Add elements ``[begin, end)`` of a shard, from ``start`` on in a partition."""
+    """Add elements ``[begin, end)`` of a shard, from ``start`` on in a partition, and numbers."""
     for slot, ref in _flat(part):
         if start + end - begin > ref.shape[0]:
             raise CheckpointCorruptError(
@@ -272,16 +253,12 @@ def _add(
                 fqn=fqn,
                 slot=slot,
             )
-        run = FlatRun(part.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], begin, end)
-        shards.add_run(TensorKey(fqn, slot), stage.rank, ref.dtype, shape, run)
-
-
-def _add_scalars(scalars: Scalars, part: Partition, fqn: str) -> None:
+        found.shards.add_flat(TensorKey(fqn, slot), stage.rank, ref, shape, start, (begin, end))
     for slot, value in part.scalars.items():
-        scalars.add(TensorKey(fqn, slot), value)
+        found.scalars.add(TensorKey(fqn, slot), value)
 
 
-def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
+def add_zero3(stage: Stage, found: Assembly) -> None:
     """Add the runs of stage 3; ``stage.names`` gets the parameters of each group."""
     dp = len(stage.states)
     for dp_rank, state in enumerate(stage.states):
@@ -293,10 +270,10 @@ def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
                     "data-parallel ranks: the folder mixes two saves, or is of MiCS",
                     file=part.file,
                 )
-            for fqn in _add_subgroup(stage, shards, scalars, part, left, dp, dp_rank):
+            for fqn in _add_subgroup(stage, found, part, left, dp_rank):
                 names[part.group].append(fqn)
             if is_last:
-                names[part.group] += _add_empty(stage, shards, scalars, part, left)
+                names[part.group] += _add_empty(stage, found, part, left)
         if dp_rank == 0:
             stage.names += [names[index] for index in range(max(names, default=-1) + 1)]
 
@@ -327,8 +304,7 @@ def _subgroups(
 
 def _add_empty(
     stage: Stage,
-    shards: Shards,
-    scalars: Scalars,
+    found: Assembly,
     part: Partition,
     left: Iterator[tuple[str, tuple[int, ...]]],
 ) -> Iterator[str]:
@@ -340,22 +316,19 @@ def _add_empty(
                 file=stage.where,
                 fqn=name,
             )
-        _add(stage, shards, part, name, shape, 0, 0, 0)
-        _add_scalars(scalars, part, name)
+        _add(stage, found, part, name, shape, 0, 0, 0)
         yield name
 
 
 def _add_subgroup(
     stage: Stage,
-    shards: Shards,
-    scalars: Scalars,
+    found: Assembly,
     part: Partition,
     left: Iterator[tuple[str, tuple[int, ...]]],
-    dp: int,
     dp_rank: int,
 ) -> Iterator[str]:
     """Add a sub-group: the next parameters, whose parts fill it; yield their names."""
-    start, size = 0, part.weight.shape[0]
+    start, size, dp = 0, part.weight.shape[0], len(stage.states)
     while start < size:
         name, shape = next(left, ("", ()))
         if not name:
@@ -374,8 +347,7 @@ def _add_subgroup(
                 file=part.file,
                 fqn=name,
             )
-        _add(stage, shards, part, name, shape, start, begin, end)
-        _add_scalars(scalars, part, name)
+        _add(stage, found, part, name, shape, start, begin, end)
         start += piece
         yield name
 

@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import UcpError
+from ucp_core.formats.deepspeed.keys import EXPERT
 from ucp_core.formats.deepspeed.writing.model import part_of
 from ucp_core.numerics import grouped
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from ucp_core.formats.deepspeed.writing.model import Group, Model
 
-_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 _GROUP = re.compile(r"ep_size_(\d+)")
 #: DeepSpeed cuts a rank's group of experts into several, of at most so many elements.
 _GROUP_ELEMENTS_MAX = 178956971
@@ -30,7 +30,7 @@ _GROUP_ELEMENTS_MAX = 178956971
 
 def is_expert(name: str) -> bool:
     """Return whether a tensor is an expert's."""
-    return _EXPERT.fullmatch(name) is not None
+    return EXPERT.fullmatch(name) is not None
 
 
 class Experts:
@@ -51,7 +51,7 @@ class Experts:
         self._ep = ep
         numbers: dict[str, set[int]] = {}
         self._names = (*model.parameters, *model.frozen, *model.buffers)
-        for match in filter(None, map(_EXPERT.fullmatch, self._names)):
+        for match in filter(None, map(EXPERT.fullmatch, self._names)):
             numbers.setdefault(match[1], set()).add(int(match[2]))
         self._counts = {layer: len(held) for layer, held in numbers.items()}
         self.counts = list(self._counts.values())
@@ -64,7 +64,7 @@ class Experts:
         """Return what one rank has, under the names that it has there."""
 
         def local(name: str) -> str | None:
-            match = _EXPERT.fullmatch(name)
+            match = EXPERT.fullmatch(name)
             if match is None:
                 return name
             rank, number = divmod(int(match[2]), self._counts[match[1]] // self._ep)
@@ -84,7 +84,7 @@ class Experts:
         layers = {layer: number for number, layer in enumerate(self._counts)}
         files: dict[str, list[str]] = {}
         for name in (*self._names, *self._model.ties):
-            match = _EXPERT.fullmatch(name)
+            match = EXPERT.fullmatch(name)
             if match is not None:
                 file = f"layer_{layers[match[1]]}_expert_{int(match[2])}"
                 files.setdefault(file, []).append(name)
@@ -134,7 +134,7 @@ def _ordered(names: Sequence[str]) -> list[str]:
     first: dict[str, int] = {}
 
     def place(numbered: tuple[int, str]) -> tuple[int, int]:
-        match = _EXPERT.fullmatch(numbered[1])
+        match = EXPERT.fullmatch(numbered[1])
         if match is None:
             return numbered[0], 0
         return first.setdefault(match[1], numbered[0]), int(match[2])

@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import UcpError
+from ucp_core.formats.deepspeed import keys
 from ucp_core.formats.deepspeed.writing.streams import read_scalars
 from ucp_core.formats.shared import restored
 from ucp_core.geometry import DTYPE_BYTES, TensorEntry, TensorKey
@@ -21,31 +22,7 @@ if TYPE_CHECKING:
     from ucp_core.native import Checkpoint
 
 #: The keys that DeepSpeed itself writes at the top of a model_states file.
-RESERVED = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "universal_checkpoint_info",
-    }
-)
-_KEPT = ("lr_scheduler", "data_sampler", "random_ltd")
-_COUNTERS = ("skipped_steps", "global_steps", "global_samples")
+_RESERVED = {*keys.MODEL, *keys.COUNTERS, *keys.STATES, "ds_config"}
 _WEIGHT = "weight"
 
 
@@ -286,12 +263,12 @@ def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
     config = _dict(extra.pop("ds_config", None))
     nested = _dict(extra.pop("counters", None))
     counters: dict[str, int] = {"global_steps": checkpoint.step}
-    for name in _COUNTERS:
+    for name in keys.COUNTERS:
         value = extra.pop(name, nested.get(name))
         if isinstance(value, int):
             counters[name] = value
     clip_grad = _dict(extra.pop("optimizer", None)).get("clip_grad")
-    kept = {name: restored(extra.pop(name, None)) for name in _KEPT}
+    kept = {name: restored(extra.pop(name, None)) for name in keys.STATES}
     values: dict[str, Any] = {
         "counters": counters,
         "kept": kept,
@@ -301,13 +278,13 @@ def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
         "clip_grad": clip_grad if isinstance(clip_grad, int | float) else None,
     }
     merged = extra | _dict(extra.pop("client_state", None))
-    client = {k: restored(v) for k, v in sorted(merged.items()) if k not in RESERVED}
+    client = {k: restored(v) for k, v in sorted(merged.items()) if k not in _RESERVED}
     return values | {"client_state": client}
 
 
 def _precision(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
-    for name, keys in {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}.items():
-        if any(_dict(config.get(key)).get("enabled") is True for key in keys):
+    for name, sections in {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}.items():
+        if any(_dict(config.get(key)).get("enabled") is True for key in sections):
             return name
     entries = checkpoint.state_map.entries.values()
     dtypes = {entry.dtype for entry in entries if entry.key.slot == _WEIGHT}
