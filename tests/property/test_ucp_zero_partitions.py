@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from ucp_core.formats.deepspeed.writing.partitions import (
     PADDING,
     Span,
-    group_partition,
+    group_spans,
+    padding_of,
+    sub_group_spans,
     sub_groups,
-    tensor_partition,
 )
 
 NUMELS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -28,25 +29,22 @@ def test_the_ranks_of_stages_1_and_2_hold_the_group_side_by_side(
     numels: list[int], dp: int
 ) -> None:
     """A range may begin in one tensor and end in another, and the last ones may be empty."""
-    parts = [group_partition(numels, dp, rank) for rank in range(dp)]
-    elements = [element for part in parts for element in _elements(part.spans)]
+    parts = [group_spans(numels, dp, rank) for rank in range(dp)]
+    elements = [element for part in parts for element in _elements(part)]
     total = sum(numels)
 
     assert elements[:total] == [(t, i) for t, n in enumerate(numels) for i in range(n)]
     assert all(tensor == PADDING for tensor, _ in elements[total:])
-    assert len({part.num_elements for part in parts}) == 1
+    assert len({len(_elements(part)) for part in parts}) == 1
     assert len(elements) % (2 * dp) == 0
     assert len(elements) - total < 2 * dp
-    assert sum(part.padding for part in parts) == len(elements) - total
-    assert all(
-        part.num_elements - part.padding == len(_elements(part.without_padding())) for part in parts
-    )
+    assert sum(map(padding_of, parts)) == len(elements) - total
 
 
 @given(NUMELS, DP)
 def test_the_ranks_of_stage_3_hold_equal_shares_of_every_tensor(numels: list[int], dp: int) -> None:
     """A tensor smaller than the number of ranks leaves some of them with padding alone."""
-    parts = [_elements(tensor_partition(numels, dp, rank).spans) for rank in range(dp)]
+    parts = [_elements(sub_group_spans(numels, dp, rank)) for rank in range(dp)]
     shares = [-(-numel // dp) for numel in numels]
     ends = [0, *accumulate(shares)]
 

@@ -32,24 +32,8 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-class Partition(NamedTuple):
-    """The part of one group that one rank holds, side by side."""
-
-    spans: tuple[Span, ...]  #: In order; padding only at the end in stages 1 and 2.
-    padding: int  #: Elements of padding at the end, in stages 1 and 2.
-
-    @property
-    def num_elements(self) -> int:
-        """Return how many elements it has, padding counted."""
-        return sum(span.num_elements for span in self.spans)
-
-    def without_padding(self) -> tuple[Span, ...]:
-        """Return the spans of tensors."""
-        return tuple(span for span in self.spans if span.tensor != PADDING)
-
-
-def group_partition(numels: Sequence[int], dp: int, rank: int) -> Partition:
-    """Return what ``rank`` holds of a group in stages 1 and 2.
+def group_spans(numels: Sequence[int], dp: int, rank: int) -> tuple[Span, ...]:
+    """Return what ``rank`` holds of a group in stages 1 and 2, side by side.
 
     The tensors are flattened one after the other, padded at the end, and cut into ``dp`` equal
     ranges; a range may begin and end anywhere in a tensor.
@@ -67,22 +51,24 @@ def group_partition(numels: Sequence[int], dp: int, rank: int) -> Partition:
     padding = high - max(low, min(high, total))
     if padding:
         spans.append(Span(PADDING, 0, padding))
-    return Partition(tuple(spans), padding)
+    return tuple(spans)
 
 
-def tensor_partition(numels: Sequence[int], dp: int, rank: int) -> Partition:
-    """Return what ``rank`` holds of a sub-group in stage 3, which cuts each tensor.
+def padding_of(spans: Sequence[Span]) -> int:
+    """Return how many zeros there are in spans."""
+    return sum(span.num_elements for span in spans if span.tensor == PADDING)
 
-    A tensor of n elements gives every rank ``ceil(n / dp)``, the last of them padded.
-    """
-    spans: list[Span] = []
-    for index, numel in enumerate(numels):
-        spans += tensor_spans(numel, dp, rank, index)
-    return Partition(tuple(spans), 0)
+
+def sub_group_spans(numels: Sequence[int], dp: int, rank: int) -> tuple[Span, ...]:
+    """Return what ``rank`` holds of a sub-group in stage 3, which cuts each tensor."""
+    return tuple(s for i, numel in enumerate(numels) for s in tensor_spans(numel, dp, rank, i))
 
 
 def tensor_spans(numel: int, dp: int, rank: int, index: int = 0) -> tuple[Span, ...]:
-    """Return what ``rank`` holds of one tensor in stage 3, and the padding behind it."""
+    """Return what ``rank`` holds of one tensor in stage 3, and the padding behind it.
+
+    A tensor of n elements gives every rank ``ceil(n / dp)``.
+    """
     extent = -(-numel // dp)
     start, stop = min(rank * extent, numel), min((rank + 1) * extent, numel)
     held = (Span(index, start, stop),) if start < stop else ()

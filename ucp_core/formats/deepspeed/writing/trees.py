@@ -15,9 +15,10 @@ from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.writing.partitions import (
     PADDING,
     Span,
-    group_partition,
+    group_spans,
+    padding_of,
+    sub_group_spans,
     sub_groups,
-    tensor_partition,
     tensor_spans,
 )
 from ucp_core.formats.deepspeed.writing.streams import Range, RankShard, everything
@@ -179,11 +180,12 @@ class Trees:
         for index, group in enumerate(groups):
             numels = [prod(self.shape(name)) for name in group.names]
             rank = expert_rank if group.is_expert else dp_rank
-            partition = group_partition(numels, counts[index], rank)
-            masters.append(self._flat(group.names, partition.without_padding(), None, "F32"))
-            paddings.append(partition.padding)
-            state[index] = self._state(group, group.names, partition.spans)
-            mappings.append(_addresses(group.names, partition.spans))
+            spans = group_spans(numels, counts[index], rank)
+            held = [span for span in spans if span.tensor != PADDING]
+            masters.append(self._flat(group.names, held, None, "F32"))
+            paddings.append(padding_of(spans))
+            state[index] = self._state(group, group.names, spans)
+            mappings.append(_addresses(group.names, held))
         tree = self.scaling() | {
             "base_optimizer_state": {
                 "state": {index: value for index, value in state.items() if value},
@@ -210,7 +212,7 @@ class Trees:
             param_groups.append(hyper_parameters(group, numbers))
             for number, names in zip(numbers, parts, strict=True):
                 numels = [prod(self.shape(name)) for name in names]
-                spans = tensor_partition(numels, self._dp, dp_rank).spans
+                spans = sub_group_spans(numels, self._dp, dp_rank)
                 masters.append(self._flat(names, spans, None, "F32"))
                 state[number] = self._state(group, names, spans)
         return self.scaling() | {
@@ -321,11 +323,10 @@ def _addresses(names: Sequence[str], spans: Sequence[Span]) -> OrderedDict[str, 
     addresses: OrderedDict[str, Instance] = OrderedDict()
     start = 0
     for span in spans:
-        if span.tensor != PADDING:
-            addresses[names[span.tensor]] = Instance(
-                "deepspeed.utils.tensor_fragment.fragment_address",
-                (),
-                {"numel": span.num_elements, "start": start},
-            )
+        addresses[names[span.tensor]] = Instance(
+            "deepspeed.utils.tensor_fragment.fragment_address",
+            (),
+            {"numel": span.num_elements, "start": start},
+        )
         start += span.num_elements
     return addresses
