@@ -1,6 +1,6 @@
-"""Parses and prints the header of a safetensors file; input is never trusted.
+"""Reads and prints the header of a safetensors file; input is never trusted.
 
-Pure. Layout by https://github.com/huggingface/safetensors: 8 bytes of length, a JSON object that
+Layout by https://github.com/huggingface/safetensors: 8 bytes of length, a JSON object that
 names dtype, shape and ``data_offsets`` of every tensor, then the data without gaps.
 """
 
@@ -16,7 +16,11 @@ from ucp_core.geometry import DTYPE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-LENGTH_BYTES = 8
+    from ucp_core.storage import Store
+
+_LENGTH_BYTES = 8
+#: Most headers fit into this first request.
+_FIRST_BYTES = 64 << 10
 #: The limit of the reference implementation: a header is read into memory.
 HEADER_BYTES_MAX = 100_000_000
 #: torch and numpy stop at 64.
@@ -46,18 +50,30 @@ class _DuplicateNameError(Exception):
     """JSON names a member twice; the parser would drop one of the two."""
 
 
-def header_bytes(first: bytes, file_bytes: int, where: str) -> int:
-    """Return the length of the JSON that follows the ``LENGTH_BYTES`` in ``first``.
+def read_header(
+    store: Store, path: str, file_bytes: int, offset_bytes: int = 0
+) -> tuple[Header, int]:
+    """Return the header that begins at a byte of a file, and the byte where its data begin.
 
     Raises:
-        CheckpointCorruptError: The file is too short for it, or it exceeds the limit.
+        CheckpointCorruptError: Names the file, and the tensor if one is wrong.
     """
-    if len(first) < LENGTH_BYTES:
+    size = file_bytes - offset_bytes
+    text = store.read_range(path, offset_bytes, max(0, min(size, _FIRST_BYTES)))
+    stop = _LENGTH_BYTES + _header_bytes(text, size, path)
+    if len(text) < stop:
+        text += store.read_range(path, offset_bytes + len(text), stop - len(text))
+    return parse_header(text[_LENGTH_BYTES:stop], size - stop, path), offset_bytes + stop
+
+
+def _header_bytes(first: bytes, file_bytes: int, where: str) -> int:
+    """Return the length of the JSON that follows the ``_LENGTH_BYTES`` in ``first``."""
+    if len(first) < _LENGTH_BYTES:
         _refuse(where, None, f"has {file_bytes} bytes, too few for a safetensors file")
-    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    length = int.from_bytes(first[:_LENGTH_BYTES], "little")
     if length > HEADER_BYTES_MAX:
         _refuse(where, None, f"says its header has {length} bytes, {HEADER_BYTES_MAX} are allowed")
-    if length > file_bytes - LENGTH_BYTES:
+    if length > file_bytes - _LENGTH_BYTES:
         _refuse(
             where, None, f"says its header has {length} bytes, but the file has only {file_bytes}"
         )
@@ -187,4 +203,4 @@ def print_header(
         offset_bytes = stop_byte
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text

@@ -16,7 +16,7 @@ from ucp_core.native.catalogue import (
     newest_finite,
     unloadable,
 )
-from ucp_core.native.claims import CLAIM_NAME, claimed, in_use, is_of_export
+from ucp_core.native.claims import CLAIM_NAME, claimed, in_use, is_of_export, refuse_taken
 from ucp_core.native.opening import (
     AVERAGE,
     MANIFEST_NAME,

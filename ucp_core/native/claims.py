@@ -11,7 +11,7 @@ from ucp_core.native.opening import UNFINISHED_NAME
 from ucp_core.storage import Store, join, tidied
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 #: In ``UNFINISHED_NAME``, created exclusively: says who began there.
 CLAIM_NAME = "begun"
@@ -43,6 +43,15 @@ def claimed(store: Store, directory: str) -> Iterator[None]:
             # The process that deleted a live export's claim may have started its own.
             if store.exists(path) and store.read(path) == content:
                 store.delete(path)
+
+
+def refuse_taken(directory: str, taken: Iterable[str]) -> None:
+    """Raise ``UcpError`` if a destination has files that an export would write."""
+    for name in taken:
+        raise UcpError(
+            f"{directory} holds {name} already: give another destination or remove it",
+            path=join(directory, name),
+        )
 
 
 def is_of_export(content: bytes) -> bool:

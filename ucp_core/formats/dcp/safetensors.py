@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.dcp.container import Blob, Chunk, Container, StoredTensor
-from ucp_core.formats.safetensors_header import (
-    LENGTH_BYTES,
-    Header,
-    TensorRange,
-    header_bytes,
-    parse_header,
-)
+from ucp_core.formats.safetensors_header import TensorRange, read_header
 from ucp_core.geometry import DTYPE_BYTES, Box
 from ucp_core.storage import join
 from ucp_core.torch_files import TensorRef, extents_of
@@ -73,7 +67,7 @@ def sharded_container(store: Store, directory: str, names: Iterable[str]) -> Con
     container.metadata_names = tuple(sorted(shards))
     for file in sorted(shards):
         path = join(directory, file)
-        header, start = _header(store, path, 0)
+        header, start = read_header(store, path, container.sizes[file])
         try:
             offsets = json.loads(header.metadata["DCP_SHARDING_INFO"])
             for tensor in header.tensors:
@@ -133,7 +127,7 @@ def _refs(
         wanted: The box and dtype that the metadata say, by key.
     """
     path = join(directory, file)
-    header, start = _header(store, path, offset_bytes)
+    header, start = read_header(store, path, store.size(path), offset_bytes)
     found = {tensor.name: tensor for tensor in header.tensors}
     refs: dict[str, TensorRef] = {}
     for key, (box, dtype) in wanted.items():
@@ -148,16 +142,6 @@ def _refs(
             )
         refs[key] = _ref(tensor, box, file, start)
     return refs
-
-
-def _header(store: Store, path: str, offset_bytes: int) -> tuple[Header, int]:
-    """Return the header at ``offset_bytes`` of a file, and where its data begin."""
-    size = store.size(path) - offset_bytes
-    first = store.read_range(path, offset_bytes, min(LENGTH_BYTES, max(0, size)))
-    length = header_bytes(first, size, path)
-    text = store.read_range(path, offset_bytes + LENGTH_BYTES, length)
-    header = parse_header(text, size - LENGTH_BYTES - length, path)
-    return header, offset_bytes + LENGTH_BYTES + length
 
 
 def _ref(tensor: TensorRange, box: Box, file: str, start: int) -> TensorRef:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from ucp_core.errors import UcpError
 from ucp_core.formats.shared import NUMBER_DTYPES, restored
 from ucp_core.geometry import Box, TensorEntry, TensorKey
-from ucp_core.native import check_memory, stream
+from ucp_core.native import check_memory, refuse_taken, stream
 from ucp_core.storage import Store, join, undone
 from ucp_core.torch_files import Instance, Named, Size, TensorData, pickle_tree, torch_file_chunks
 
@@ -105,12 +105,8 @@ def write(  # noqa: PLR0913 - the options of a format
             otherwise ``<optimizer>.param_groups.<index>.<name>``.
     """
     check_memory(memory_bytes)
-    taken = [n for n in store.list(directory) if n == _METADATA_NAME or n.endswith(".distcp")]
-    if taken:
-        raise UcpError(
-            f"{directory} holds {taken[0]} already: give another destination or remove it",
-            path=join(directory, taken[0]),
-        )
+    names = store.list(directory)
+    refuse_taken(directory, (n for n in names if n == _METADATA_NAME or n.endswith(".distcp")))
     checkpoint.state_map.prove_coverage()
     contents = Contents()
     for name, value in checkpoint.extra.items():

@@ -22,13 +22,7 @@ from ucp_core.formats.huggingface.recognition import (
     TORCH_NAME,
     is_torch_file,
 )
-from ucp_core.formats.safetensors_header import (
-    LENGTH_BYTES,
-    Header,
-    TensorRange,
-    header_bytes,
-    parse_header,
-)
+from ucp_core.formats.safetensors_header import Header, TensorRange, read_header
 from ucp_core.formats.shared import Assembly
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
 from ucp_core.manifest import Item
@@ -48,8 +42,6 @@ EXTRA_NAME = "huggingface"
 _SLOT_FILE = re.compile(r"(?!model|pytorch_model)\w+-\d{5}-of-\d{5}\.safetensors")
 _FILE_NAME = re.compile(r"[^/\\\x00-\x1f]+")
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-#: Most headers fit into this first request.
-_FIRST_BYTES = 64 << 10
 _INDEX_BYTES_MAX = 100_000_000
 #: A model's configuration is a few KiB, its tokenizer some MiB.
 _DOCUMENT_BYTES_MAX = 64 << 10
@@ -266,14 +258,8 @@ def _shards(
     _refuse_missing(directory, files, sizes)
 
     def shard(file: str) -> _File:
-        path = join(directory, file)
-        first = store.read_range(path, 0, min(sizes[file], _FIRST_BYTES))
-        length = header_bytes(first, sizes[file], path)
-        data_byte = LENGTH_BYTES + length
-        text = first[LENGTH_BYTES:data_byte]
-        if len(text) < length:
-            text += store.read_range(path, len(first), data_byte - len(first))
-        return _File(file, data_byte, parse_header(text, sizes[file] - data_byte, path))
+        header, data_byte = read_header(store, join(directory, file), sizes[file])
+        return _File(file, data_byte, header)
 
     if len(files) == 1:
         return [shard(files[0])]

@@ -15,7 +15,7 @@ from ucp_core.formats.huggingface.reader import EXTRA_NAME
 from ucp_core.formats.huggingface.recognition import INDEX_SUFFIX, SUFFIX
 from ucp_core.formats.safetensors_header import print_header
 from ucp_core.geometry import DTYPE_BYTES, TensorEntry
-from ucp_core.native import check_memory, stream
+from ucp_core.native import check_memory, refuse_taken, stream
 from ucp_core.numerics import FLOATS, cast, grouped
 from ucp_core.storage import Store, join, undone
 
@@ -79,12 +79,8 @@ def write(  # noqa: PLR0913 - the options of a format
     if shard_bytes < 1:
         raise UcpError(f"shard_bytes={shard_bytes} is not a size", shard_bytes=shard_bytes)
     outputs = _outputs(checkpoint, target, keep_tied=keep_tied)
-    taken = [name for name in store.list(directory) if name.endswith((SUFFIX, INDEX_SUFFIX))]
-    if taken:
-        raise UcpError(
-            f"{directory} holds {taken[0]} already: give another destination or remove it",
-            path=join(directory, taken[0]),
-        )
+    names = store.list(directory)
+    refuse_taken(directory, (name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))))
     checkpoint.state_map.prove_coverage()
     documents = _documents(checkpoint, outputs, target)
     adapters = _adapters(outputs) if _ADAPTER_CONFIG in documents else []

@@ -19,7 +19,7 @@ from ucp_core.formats.megatron_core.joining import joined
 from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, TRACKER
 from ucp_core.formats.shared import number_of, restored
 from ucp_core.geometry import TensorKey
-from ucp_core.native import check_memory, stream
+from ucp_core.native import check_memory, refuse_taken, stream
 from ucp_core.storage import join, undone
 from ucp_core.torch_files import Instance, write_torch_file
 
@@ -71,12 +71,7 @@ def write(
     _check_experts(places, ep)
     name = f"iter_{checkpoint.step:07d}"
     folder = join(directory, name)
-    taken = [there for there in store.list(directory) if there in {TRACKER, name}]
-    if taken:
-        raise UcpError(
-            f"{directory} holds {taken[0]} already: give another destination or remove it",
-            path=join(directory, taken[0]),
-        )
+    refuse_taken(directory, (there for there in store.list(directory) if there in {TRACKER, name}))
     checkpoint.state_map.prove_coverage()
     contents = _contents(checkpoint, places)
     groups = _groups(checkpoint, memory_bytes, experts_apart=ep > 1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.writing.trees import DEEPSPEED_NAMES
+from ucp_core.native import refuse_taken
 from ucp_core.storage import join, undone
 from ucp_core.torch_files import TensorData, write_torch_file
 
@@ -55,13 +56,7 @@ class Output:
             UcpError: The destination is in use, or reading or writing failed. Nothing of this
                 checkpoint is left then.
         """
-        taken = self._store.list(self._directory)
-        if taken:
-            raise UcpError(
-                f"{self._directory} holds {taken[0]} already: give another destination or "
-                "remove it",
-                path=join(self._directory, taken[0]),
-            )
+        refuse_taken(self._directory, self._store.list(self._directory))
         if self._progress is not None:
             for _, tree in files():
                 # Each tensor of a file counts once.
