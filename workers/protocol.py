@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -66,14 +66,6 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldPart:
-    """A version of one rank in a keeper's memory, on the rank's node or copied to another."""
-
-    arena: str  #: Name of the arena on its node.
-    held: Held  #: The version in one of its buffers.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """A rank's version that a parity was computed from."""
 
@@ -88,45 +80,55 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldParity:
-    """A node's parities of a version of one group; see ``workers.parity.rebuild``."""
+class Covered:
+    """What a node's parities of a version were computed from; see ``workers.parity.rebuild``."""
 
-    arena: str  #: Name of the arena on its node.
-    held: Held  #: The parities in one of its buffers; the rank is below 0.
-    num_parities: int  #: 1 or 2: the number of nodes that may be lost.
+    tolerance: int  #: 1 or 2: how many nodes may be lost, and how many parities each keeps.
     place: int  #: The node's place in the group.
-    #: The versions it was computed from, by place; None for a node without one.
-    members: tuple[Member | None, ...]
+    members: tuple[Member | None, ...]  #: By place in the group; None for a node without a part.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRef:
+    """A rank's part of a version in a keeper's memory, own or copied, or its parities of one."""
+
+    node: str  #: Ray node id, hex.
+    arena: str  #: Name of the arena on the node.
+    held: Held  #: The content of one of its buffers; the rank is below 0 for parities.
+    covered: Covered | None = None  #: For parities only.
+    peer: Peer | None = None  #: Its keeper, for readers: in an ``Inventory`` there is none.
+
+    @property
+    def is_copy(self) -> bool:
+        """Return whether it is another node's snapshot, copied (``workers.keeper.arena_table``)."""
+        return "/" in self.arena
+
+    @property
+    def source(self) -> Source:
+        """Return it as a source."""
+        held = self.held
+        return (held.step, held.attempt, self.node, self.arena, held.buffer, held.sequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """What a keeper holds in memory, and the address where peers read it."""
+    """What a keeper holds in memory."""
 
     node: str  #: Ray node id, hex.
-    host: str  #: Host of the keeper's server for peers.
-    port: int
-    parts: tuple[HeldPart, ...]  #: All complete versions in its arenas.
-    parities: tuple[HeldParity, ...] = ()  #: All complete parities in its arenas.
+    parts: tuple[PartRef, ...]  #: All complete versions in its arenas.
+    parities: tuple[PartRef, ...] = ()  #: All complete parities in its arenas.
     budget_bytes: int = 0  #: Limit of all its arenas together; 0 if it keeps no snapshots.
 
     @property
     def held_bytes(self) -> int:
         """Return the length of all that it lists, each with its record."""
-        held = [part.held for part in self.parts] + [one.held for one in self.parities]
+        held = (part.held for part in (*self.parts, *self.parities))
         return sum(each.data_bytes + each.record_bytes for each in held)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPart:
-    """The place of one rank's part of the version to load, or of parities."""
-
-    node: str
-    host: str
-    port: int
-    arena: str
-    held: Held  #: The entry of the keeper's ``Inventory``; the rank is below 0 for parities.
-    secret: bytes = field(repr=False)  #: The secret that the keeper asks for.
+    def only(self, keep: Callable[[PartRef], bool]) -> Inventory:
+        """Return it with those parts and parities alone that are to be kept."""
+        parts, parities = filter(keep, self.parts), filter(keep, self.parities)
+        return replace(self, parts=tuple(parts), parities=tuple(parities))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +155,7 @@ class ParityGroup:
     """The nodes that protect each other by parity."""
 
     attempt: int  #: The attempt whose versions they protect.
-    num_parities: int  #: 1 or 2: the number of nodes that may be lost.
+    tolerance: int  #: 1 or 2: how many nodes may be lost, and how many parities each keeps.
     #: All nodes of the group, this one included, in the same order on each.
     places: tuple[GroupPlace, ...]
     #: Whether ranks compute the parities from their replicas; the keepers then only add the
@@ -171,14 +173,9 @@ class ParityGroup:
         return max(len(place.ranks) for place in self.places)
 
 
-def parity_places(stripe: int, *, num_nodes: int, num_parities: int) -> tuple[int, ...]:
+def parity_places(stripe: int, *, num_nodes: int, tolerance: int) -> tuple[int, ...]:
     """Return the places in a group of the nodes that keep the parities of a stripe."""
-    return tuple((stripe + which) % num_nodes for which in range(num_parities))
-
-
-def held_source(node: str, arena: str, held: Held) -> Source:
-    """Return a buffer of an arena on a node as a source."""
-    return (held.step, held.attempt, node, arena, held.buffer, held.sequence)
+    return tuple((stripe + which) % num_nodes for which in range(tolerance))
 
 
 def stored_source(step: int, attempt: int) -> Source:
@@ -218,7 +215,7 @@ class Assignment:
     #: ``(attempt, resume_step)`` of every attempt up to this one, oldest first.
     lineage: tuple[tuple[int, int], ...]
     #: All parts and parities of that version in keepers' memory; empty to load from storage.
-    memory: tuple[MemoryPart, ...] = ()
+    memory: tuple[PartRef, ...] = ()
     #: Replicas on other nodes whose shares of the state this rank saves beside its own; None if
     #: keepers protect each other's snapshots.
     guards: tuple[int, ...] | None = None

@@ -67,15 +67,7 @@ from orchestrator.policies.saving import (
 )
 from orchestrator.policies.sharing import Share, Sharing, SharingRules
 from orchestrator.policies.slow import SlowRules
-from orchestrator.policies.versions import (
-    MEMORY,
-    STORAGE,
-    Holding,
-    ParityHolding,
-    Protection,
-    Version,
-    complete,
-)
+from orchestrator.policies.versions import MEMORY, STORAGE, Protection, Version, complete
 from orchestrator.policies.whatif import (
     LossFacts,
     RecoveryPlan,

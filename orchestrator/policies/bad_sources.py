@@ -7,10 +7,9 @@ Answers to what a run can resume from omit a bad source for as long as its versi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 
 from ucp_core.lineage import Lineage, counts
-from workers.protocol import Inventory, Source, held_source
+from workers.protocol import Inventory, Source
 
 
 def good(
@@ -21,22 +20,7 @@ def good(
     if not bad:
         return inventories
     left_out = frozenset(bad)
-    return [
-        replace(
-            inventory,
-            parts=tuple(
-                part
-                for part in inventory.parts
-                if held_source(inventory.node, part.arena, part.held) not in left_out
-            ),
-            parities=tuple(
-                parity
-                for parity in inventory.parities
-                if held_source(inventory.node, parity.arena, parity.held) not in left_out
-            ),
-        )
-        for inventory in inventories
-    ]
+    return [each.only(lambda part: part.source not in left_out) for each in inventories]
 
 
 def in_storage(bad: Iterable[Source]) -> frozenset[int]:

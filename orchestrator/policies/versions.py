@@ -11,38 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import NamedTuple
 
 from ucp_core.lineage import Lineage, counts
-from workers.protocol import Held, HeldParity, Inventory, Member, parity_places
+from workers.protocol import Inventory, Member, PartRef, parity_places
 
 #: The tiers from which a version is loaded.
 MEMORY = "memory"
 STORAGE = "storage"
-
-
-class Holding(NamedTuple):
-    """One rank's part of a version in the memory of one keeper."""
-
-    node: str  #: Ray node id, hex.
-    host: str  #: Where the keeper serves bytes.
-    port: int
-    arena: str  #: Name of the arena on the node.
-    held: Held  #: The content of one of its buffers.
-
-    @property
-    def is_copy(self) -> bool:
-        """Return whether it is another node's snapshot, copied (``workers.keeper.arena_table``)."""
-        return "/" in self.arena
-
-
-class ParityHolding(NamedTuple):
-    """One node's parities of a version, in the memory of its keeper."""
-
-    node: str  #: Ray node id, hex.
-    host: str  #: Where the keeper serves bytes.
-    port: int
-    parity: HeldParity  #: The content of one of its buffers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +29,8 @@ class Version:
     source: str  #: "memory" or "storage".
     #: In memory, every holder of every rank's part, by rank; () in storage. A rank without a
     #: holder is computed from parities.
-    parts: tuple[Holding, ...] = ()
-    parities: tuple[ParityHolding, ...] = ()  #: In memory, every holder of parities of it.
+    parts: tuple[PartRef, ...] = ()
+    parities: tuple[PartRef, ...] = ()  #: In memory, every holder of parities of it.
 
     @property
     def world_size(self) -> int:
@@ -66,8 +41,8 @@ class Version:
         """Return the known facts about every part that went into a parity, by rank."""
         return {
             member.rank: member
-            for holding in self.parities
-            for member in holding.parity.members
+            for one in self.parities
+            for member in (one.covered.members if one.covered else ())
             if member is not None
         }
 
@@ -88,16 +63,13 @@ def complete(inventories: Iterable[Inventory], lineage: Lineage) -> list[Version
 
 
 def _complete(inventories: Iterable[Inventory], lineage: Lineage) -> Iterator[Version]:
-    parts: dict[tuple[int, int], list[Holding]] = {}
-    parities: dict[tuple[int, int], list[ParityHolding]] = {}
+    parts: dict[tuple[int, int], list[PartRef]] = {}
+    parities: dict[tuple[int, int], list[PartRef]] = {}
     for one in inventories:
-        for part in one.parts:
-            holding = Holding(one.node, one.host, one.port, part.arena, part.held)
-            parts.setdefault((part.held.step, part.held.attempt), []).append(holding)
-        for parity in one.parities:
-            kept = ParityHolding(one.node, one.host, one.port, parity)
-            parities.setdefault((parity.held.step, parity.held.attempt), []).append(kept)
-    found = (
+        for found, refs in ((parts, one.parts), (parities, one.parities)):
+            for ref in refs:
+                found.setdefault((ref.held.step, ref.held.attempt), []).append(ref)
+    every = (
         Version(
             step=step,
             attempt=attempt,
@@ -110,7 +82,7 @@ def _complete(inventories: Iterable[Inventory], lineage: Lineage) -> Iterator[Ve
         for step, attempt in sorted(parts.keys() | parities.keys(), reverse=True)
         if counts(step=step, attempt=attempt, lineage=lineage)
     )
-    return filter(_is_whole, found)
+    return filter(_is_whole, every)
 
 
 def _is_whole(version: Version) -> bool:
@@ -128,8 +100,7 @@ def _is_whole(version: Version) -> bool:
 
 
 def _world_sizes(version: Version) -> set[int]:
-    sizes = {part.held.world_size for part in version.parts}
-    return sizes | {holding.parity.held.world_size for holding in version.parities}
+    return {part.held.world_size for part in (*version.parts, *version.parities)}
 
 
 def newest(
@@ -181,29 +152,21 @@ def protects(
     *,
     attempt: int,
     nodes: Collection[str],
-    wanted: int,
+    tolerance: int,
     total_steps: int,
 ) -> bool:
-    """Return whether ``nodes`` alone hold a version of ``attempt`` that survives ``wanted`` losses.
+    """Return whether ``nodes`` alone hold a version of ``attempt`` that survives losses.
 
-    Any other keeper then holds nothing that the run needs. As for ``newest``, the last step is no
-    version.
+    That is, of ``tolerance`` of these nodes. Any other keeper then holds nothing that the run needs.
+    As for ``newest``, the last step is no version.
     """
 
-    def helps(held: Held) -> bool:
-        return held.attempt == attempt and held.step < total_steps
+    def helps(ref: PartRef) -> bool:
+        return ref.held.attempt == attempt and ref.held.step < total_steps
 
-    own = [
-        replace(
-            one,
-            parts=tuple(part for part in one.parts if helps(part.held)),
-            parities=tuple(parity for parity in one.parities if helps(parity.held)),
-        )
-        for one in inventories
-        if one.node in nodes
-    ]
+    own = [one.only(helps) for one in inventories if one.node in nodes]
     found = protection(own, lineage)
-    return bool(found.step) and found.node_losses_survived >= wanted
+    return bool(found.step) and found.node_losses_survived >= tolerance
 
 
 def without(version: Version, is_lost: Callable[[str], bool]) -> Version | None:
@@ -224,7 +187,7 @@ class _Dependency:
     parts: tuple[frozenset[str] | None, ...]
     parities: tuple[frozenset[str], ...] = ()  #: By place, the nodes that hold its parities.
     #: How many blocks of a stripe may be missing, if all its parities are held.
-    num_parities: int = 0
+    tolerance: int = 0
 
     def is_left(self, lost: Iterable[str]) -> bool:
         """Return whether all parts are left, or can be computed, without some nodes."""
@@ -232,12 +195,12 @@ class _Dependency:
         missing = {
             place for place, nodes in enumerate(self.parts) if nodes is not None and nodes <= gone
         }
-        if not missing or not self.num_parities:
+        if not missing or not self.tolerance:
             return not missing
         left = {place for place, nodes in enumerate(self.parities) if not nodes <= gone}
-        size, num_parities = len(self.parts), self.num_parities
+        size, tolerance = len(self.parts), self.tolerance
         holders = (
-            set(parity_places(stripe, num_nodes=size, num_parities=num_parities))
+            set(parity_places(stripe, num_nodes=size, tolerance=tolerance))
             for stripe in range(size)
         )
         return all(len(missing - kept_by) <= len(left & kept_by) for kept_by in holders)
@@ -258,19 +221,20 @@ def _dependencies(version: Version) -> frozenset[_Dependency]:
         holders[part.held.rank].add(part.node)
     groups: dict[tuple[int, tuple[Member | None, ...]], dict[int, set[str]]] = {}
     for one in version.parities:
-        group = groups.setdefault((one.parity.num_parities, one.parity.members), {})
-        group.setdefault(one.parity.place, set()).add(one.node)
+        if (covered := one.covered) is not None:
+            group = groups.setdefault((covered.tolerance, covered.members), {})
+            group.setdefault(covered.place, set()).add(one.node)
     dependencies = set()
     left = set(holders)
     # If two groups have the same rank, take the one with more parities held.
-    for (num_parities, members), kept in sorted(groups.items(), key=lambda each: -len(each[1])):
+    for (tolerance, members), kept in sorted(groups.items(), key=lambda each: -len(each[1])):
         ranks = {member.rank for member in members if member is not None}
         if ranks <= left:
             left -= ranks
             dependency = _Dependency(
                 tuple(None if each is None else frozenset(holders[each.rank]) for each in members),
                 tuple(frozenset(kept.get(place, ())) for place in range(len(members))),
-                num_parities,
+                tolerance,
             )
             dependencies.add(dependency)
     return frozenset(dependencies | {_Dependency((frozenset(holders[rank]),)) for rank in left})

@@ -21,9 +21,9 @@ from orchestrator.policies.layout import (
     rooms_of,
     spread,
 )
-from orchestrator.policies.versions import MEMORY, STORAGE, Holding, Version, without
+from orchestrator.policies.versions import MEMORY, STORAGE, Version, without
 from ucp_core.layout import ParallelLayout
-from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY
+from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY, PartRef
 
 #: Kinds of source, the fastest first.
 SOURCES = (LOCAL_MEMORY, PEER_MEMORY, PARITY, STORAGE)
@@ -212,7 +212,7 @@ def _from_memory(version: Version, readers: Sequence[str]) -> list[PartSource]:
         version: The rest of the version.
         readers: The node of each worker that would load it, by rank; empty if the run waits.
     """
-    holders: dict[int, list[Holding]] = {}
+    holders: dict[int, list[PartRef]] = {}
     for part in sorted(version.parts, key=lambda part: (part.held.rank, part.is_copy)):
         holders.setdefault(part.held.rank, []).append(part)
     size_bytes: dict[tuple[int, str, str], int] = {}

@@ -153,7 +153,7 @@ class Parts:
         )
         self.orders = Orders(self.nodes, self.owner.claim)
         self.protection = ProtectionWatch(
-            snapshots=self.snapshots, wanted=snapshot.tolerance if snapshot.every_steps else 0
+            snapshots=self.snapshots, tolerance=snapshot.tolerance if snapshot.every_steps else 0
         )
         self.observer = Observer(
             self.inbox,

@@ -51,7 +51,7 @@ def measure(num_members: int, num_bytes: int, repeat: int) -> dict[str, dict[str
     targets = [np.zeros(num_bytes, np.uint8) for _ in range(2)]
     copies = [np.zeros(num_bytes, np.uint8) for _ in range(num_members)]
     rest = dict(enumerate(members[2:], 2))
-    stripes = Stripes.of_parts([num_bytes] * num_members, num_parities=1)
+    stripes = Stripes.of_parts([num_bytes] * num_members, tolerance=1)
     # Of every other member the block that the first one's parity is of.
     others = {place: [member] for place, member in enumerate(members) if place}
     num_folded = len(others) * stripes.block_bytes

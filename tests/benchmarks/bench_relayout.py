@@ -47,7 +47,7 @@ from workers.memory import descriptor_socket, open_arena
 from workers.models import Decoder, ModelShape, resolve, tensor_plan
 from workers.parallel import ModelPlan
 from workers.process import tuned
-from workers.protocol import LOCAL_MEMORY, MemoryPart
+from workers.protocol import LOCAL_MEMORY, PartRef
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 from workers.state import HostBuffer, StateEntry
 from workers.train.loading.restore import Target
@@ -105,7 +105,7 @@ class Loader:
         place: Place,
         shape: ModelShape,
         layout: ParallelLayout,
-        places: Sequence[MemoryPart],
+        places: Sequence[PartRef],
         stream_port: int,
     ) -> None:
         number = node_of(place.rank, layout.world_size)
@@ -173,7 +173,7 @@ def load_rank(
     shape: ModelShape,
     layout: ParallelLayout,
     rounds: int,
-    places: Sequence[MemoryPart],
+    places: Sequence[PartRef],
     stream_port: int,
 ) -> dict[str, Any]:
     """Be one rank that loads; return begin and end by way and round."""

@@ -125,7 +125,7 @@ class Replicas:
             GroupPlace(peer=None if at == rank else peer, ranks=(at,))
             for at, peer in enumerate(peers)
         )
-        group = ParityGroup(attempt=1, num_parities=1, places=places, over_replicas=True)
+        group = ParityGroup(attempt=1, tolerance=1, places=places, over_replicas=True)
         return KeeperOrder(
             attempt=1,
             lineage=((1, 0),),

@@ -65,7 +65,7 @@ from workers.memory import (
     reserve,
 )
 from workers.process import tuned
-from workers.protocol import MemoryPart
+from workers.protocol import PartRef
 from workers.snapshot import source_of
 from workers.snapshot.writing import BLOCK_BYTES
 
@@ -164,7 +164,7 @@ class Loader:
     """One rank that loads, and its ways to."""
 
     def __init__(
-        self, place: Place, megabytes: int, places: Sequence[MemoryPart], stream_port: int
+        self, place: Place, megabytes: int, places: Sequence[PartRef], stream_port: int
     ) -> None:
         self.directory = place.directory
         self.is_alone = False
@@ -246,7 +246,7 @@ class Loader:
 
 
 def load_rank(
-    place: Place, *, megabytes: int, rounds: int, places: Sequence[MemoryPart], stream_port: int
+    place: Place, *, megabytes: int, rounds: int, places: Sequence[PartRef], stream_port: int
 ) -> dict[str, Any]:
     """Be one rank that loads; return begin, end and processor seconds by mode, way and round."""
     begin(place, NUM_LOADERS)

@@ -16,7 +16,7 @@ from ucp_core.native import Checkpoint, load
 from workers.keeper import MemorySources
 from workers.keeper.peers.parity_mirror import parity_name
 from workers.memory import Arena, notify, open_arena, reserve
-from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY, GroupPlace, MemoryPart, ParityGroup
+from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY, GroupPlace, PartRef, ParityGroup
 
 #: Ranks by node: the first has more than the others.
 RANKS = ((0, 1), (2,), (3,), (4,), (5,))
@@ -41,7 +41,7 @@ class _Group:
                 GroupPlace(peer=None if other is one else other.peer, ranks=ranks)
                 for other, ranks in zip(keepers, RANKS, strict=True)
             )
-            one.protect(ParityGroup(attempt=1, num_parities=2, places=places))
+            one.protect(ParityGroup(attempt=1, tolerance=2, places=places))
         assert eventually(lambda: all(arena.is_followed() for arena in self.arenas.values()))
 
     def take(self, step: int) -> None:
@@ -55,24 +55,17 @@ class _Group:
     def is_protected(self) -> bool:
         return all(arena.is_copied() for arena in self.arenas.values())
 
-    def left(self, lost: set[int]) -> dict[int, list[MemoryPart]]:
+    def left(self, lost: set[int]) -> dict[int, list[PartRef]]:
         """Return all that the other nodes hold, by step."""
-        found: dict[int, list[MemoryPart]] = {}
+        found: dict[int, list[PartRef]] = {}
         for node, (one, ranks) in enumerate(zip(self.keepers, RANKS, strict=True)):
             names = [f"w{rank}.0" for rank in ranks]
             names += [parity_name(row, 1) for row in range(NUM_LANES)]
             for name in names if node not in lost else ():
                 arena: Arena = open_arena(one.door, name)
                 for held in arena.versions():
-                    place = MemoryPart(
-                        node=one.peer.node,
-                        host=one.peer.host,
-                        port=one.peer.port,
-                        secret=one.peer.secret,
-                        arena=name,
-                        held=held,
-                    )
-                    found.setdefault(held.step, []).append(place)
+                    ref = PartRef(node=one.peer.node, arena=name, held=held, peer=one.peer)
+                    found.setdefault(held.step, []).append(ref)
                 arena.close()
         return found
 
@@ -91,7 +84,7 @@ def group(tmp_path: Path) -> Iterator[_Group]:
             arena.close()
 
 
-def _check_loads(group: _Group, places: Sequence[MemoryPart], near: int, step: int) -> set[str]:
+def _check_loads(group: _Group, places: Sequence[PartRef], near: int, step: int) -> set[str]:
     """Load a version on a node that is left, to the bit; return the kinds of its sources."""
 
     def fill(checkpoint: Checkpoint) -> None:

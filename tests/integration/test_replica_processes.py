@@ -28,7 +28,7 @@ from workers.protocol import (
     Completed,
     GroupPlace,
     KeeperOrder,
-    MemoryPart,
+    PartRef,
     ParityGroup,
     Yielded,
 )
@@ -79,7 +79,7 @@ def _protect(nodes: Sequence[NodeProcess]) -> None:
             GroupPlace(peer=None if other is node else peers[other.node], ranks=(rank,))
             for rank, other in enumerate(nodes)
         )
-        group = ParityGroup(attempt=1, num_parities=1, places=places, over_replicas=True)
+        group = ParityGroup(attempt=1, tolerance=1, places=places, over_replicas=True)
         node.order(KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=(), parity=group))
 
 
@@ -140,7 +140,7 @@ def test_what_a_lost_node_had_is_computed_from_the_replicas_of_two(
     assert isinstance(outcome, Yielded)
     state = _stored(run, outcome.step)
 
-    def left() -> list[MemoryPart]:
+    def left() -> list[PartRef]:
         places = [x for node in nodes[:2] for x in (*node.places(), *node.places(parities=True))]
         return [place for place in places if place.held.step == outcome.step]
 

@@ -70,7 +70,7 @@ def recover(
                 attempt=number,
                 lineage=lineage,
                 copies_of=() if by_parity else others,
-                parity=ParityGroup(attempt=number, num_parities=1, places=places)
+                parity=ParityGroup(attempt=number, tolerance=1, places=places)
                 if by_parity
                 else None,
             )

@@ -37,11 +37,10 @@ from workers.memory import descriptor_socket, open_arena
 from workers.protocol import (
     Completed,
     KeeperOrder,
-    MemoryPart,
+    PartRef,
     Pace,
     Unloadable,
     Yielded,
-    held_source,
 )
 from workers.settings import (
     BestSettings,
@@ -197,7 +196,7 @@ def test_growing_and_shrinking_through_memory_changes_no_bit(
     reset(run)
     nodes = make_nodes(chosen, num_nodes=num_nodes)
     resume = (0, 0)
-    memory: tuple[MemoryPart, ...] = ()
+    memory: tuple[PartRef, ...] = ()
     for num_workers in (4, 3):
         step = leave(
             run, chosen, after=3, durable=False, num_workers=num_workers, resume=resume,
@@ -233,7 +232,7 @@ def test_a_state_that_leaves_beside_the_next_step_is_that_of_its_own(
     run.trainers.clear()
     run.begin_with = functools.partial(copying_lane.install, run.directory)
     resume = (0, 0)
-    memory: tuple[MemoryPart, ...] = ()
+    memory: tuple[PartRef, ...] = ()
     for num_steps in (4, 10):
         members = run.begin(chosen, **place, resume=resume, memory=memory)
         wait_for_steps(run, num_steps)
@@ -260,7 +259,7 @@ def test_whatever_moment_trainers_are_killed_at_memory_holds_a_whole_version(
     (node,) = make_nodes(chosen)
     rng = random.Random(11)
     resume = (0, 0)
-    memory: tuple[MemoryPart, ...] = ()
+    memory: tuple[PartRef, ...] = ()
     for _ in range(6):
         before = len(lines(run)) if run.lineage else 0
         members = run.begin(chosen, num_workers=2, resume=resume, memory=memory)
@@ -289,7 +288,7 @@ def test_a_flipped_bit_is_found_and_the_copy_on_another_node_is_loaded(
     step = leave(run, chosen, after=3, durable=False, num_workers=2)
     resume = (step, 1)
 
-    def places() -> list[MemoryPart]:
+    def places() -> list[PartRef]:
         held = [place for node in nodes for place in node.places()]
         return [place for place in held if (place.held.step, place.held.attempt) == resume]
 
@@ -328,7 +327,7 @@ def test_a_damaged_version_without_a_copy_is_loaded_by_no_rank(
     arena = open_arena(descriptor_socket(node.directory), place.arena)
     body = np.frombuffer(arena.body(place.held.buffer), np.uint8)
     body[: place.held.data_bytes] ^= 1
-    bad = held_source(node.node, place.arena, place.held)
+    bad = place.source
     left = run.train(chosen, num_workers=2, resume=resume, memory=memory)
 
     outcomes = [one.outcome for one in left]
@@ -441,7 +440,7 @@ def test_attempts_through_memory_leave_nothing_behind(
     chosen = rarely_stored(text, steps=10_000)
     nodes = make_nodes(chosen, num_nodes=2)
     resume = (0, 0)
-    memory: tuple[MemoryPart, ...] = ()
+    memory: tuple[PartRef, ...] = ()
     held = []
     for number in range(12):
         before = len(lines(run)) if run.lineage else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.server import WireServer
 from workers.memory import descriptor_socket
-from workers.protocol import HeldPart, Inventory, MemoryPart, Source, held_source
+from workers.protocol import Inventory, PartRef, Peer, Source
 
 NUM_FLIPS = 100
 WORLD = 2
@@ -45,16 +46,20 @@ class _Node:
             for step, state in STATES.items():
                 write_version(arena, state, step=step, rank=rank, world_size=WORLD)
 
-    def inventory(self) -> Inventory:
+    @property
+    def peer(self) -> Peer:
         host, port = self._wire.address
+        return Peer(node=self.name, host=host, port=port, secret=SECRET)
+
+    def inventory(self) -> Inventory:
         parts = tuple(
-            HeldPart(arena=name, held=held)
+            PartRef(node=self.name, arena=name, held=held)
             for name, found in self.table.versions().items()
             for held in found
         )
-        return Inventory(node=self.name, host=host, port=port, parts=parts)
+        return Inventory(node=self.name, parts=parts)
 
-    def flip(self, part: HeldPart, at: str, rng: random.Random) -> None:
+    def flip(self, part: PartRef, at: str, rng: random.Random) -> None:
         """Flip one bit of the header, the data or the record of what a buffer holds."""
         arena = self.table.arena(part.arena)
         assert arena is not None
@@ -97,13 +102,8 @@ def _recover(nodes: list[_Node], told: list[Inventory]) -> tuple[int, State, lis
     while True:
         version = versions.newest(bad_sources.good(told, bad), (0, 0), LINEAGE, total_steps=9)
         assert version is not None, "nothing is left"
-        parts = [
-            MemoryPart(
-                node=part.node, host=part.host, port=part.port, secret=SECRET, arena=part.arena,
-                held=part.held,
-            )
-            for part in version.parts
-        ]  # fmt: skip
+        peers = {node.name: node.peer for node in nodes}
+        parts = [replace(part, peer=peers[part.node]) for part in version.parts]
         sources = MemorySources(parts, node=nodes[0].name, keeper_directory=nodes[0].directory)
         with closing(sources):
             try:
@@ -135,7 +135,7 @@ def test_every_flipped_bit_is_noticed_and_another_source_is_loaded(
         for node, inventory in list(zip(nodes, told, strict=True))[:num_holders]:
             part = next(p for p in inventory.parts if (p.held.rank, p.held.step) == (rank, 2))
             node.flip(part, ("data", "record", "header")[number % 3], rng)
-            flipped.add(held_source(node.name, part.arena, part.held))
+            flipped.add(part.source)
         step, loaded, bad = _recover(nodes, told)
 
         assert set(bad) == flipped, number

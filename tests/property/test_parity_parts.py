@@ -96,11 +96,11 @@ def _parities(parts: Sequence[Part | None], num_parities: int) -> list[_BytesPar
             attempt=ATTEMPT,
             step=STEP,
             world_size=9,
-            num_parities=num_parities,
+            tolerance=num_parities,
             place=place,
             members=_members(parts),
         )
-        body = bytearray(b"\xaa" * buffer_bytes(lengths, num_parities=num_parities))
+        body = bytearray(b"\xaa" * buffer_bytes(lengths, tolerance=num_parities))
         others = {i: part for i, part in enumerate(parts) if part is not None and i != place}
         data_bytes, record_bytes = write(record, others, memoryview(body))
         held = _held(-1, data_bytes, record_bytes)
@@ -259,14 +259,14 @@ def _version(arenas: Sequence[Arena], num_parities: int) -> tuple[list[LocalPart
     kept = []
     lengths = [part.held.data_bytes + part.held.record_bytes for part in parts]
     for place in range(len(parts)):
-        size = buffer_bytes(lengths, num_parities=num_parities)
+        size = buffer_bytes(lengths, tolerance=num_parities)
         arena = Arena.create("parity", body_bytes=size)
         arena.begin(0, attempt=1, step=5, rank=-1, world_size=4)
         record = ParityRecord(
             attempt=1,
             step=5,
             world_size=4,
-            num_parities=num_parities,
+            tolerance=num_parities,
             place=place,
             members=_members(parts),
         )
@@ -329,7 +329,7 @@ def _is_padding(parts: Sequence[LocalPart], holder: int, at: int) -> bool:
     """Return whether a byte of a parity says nothing of the last rank's part."""
     lengths = [part.held.data_bytes + part.held.record_bytes for part in parts]
     record = ParityRecord(
-        attempt=1, step=5, world_size=4, num_parities=1, place=holder, members=_members(parts)
+        attempt=1, step=5, world_size=4, tolerance=1, place=holder, members=_members(parts)
     )
     if at >= record.stripes.block_bytes:
         return False
@@ -351,7 +351,7 @@ def test_what_replicas_fold_is_the_parity_of_their_shares(
     rng = np.random.default_rng(seed)
     shares = [[rng.integers(0, 256, size, np.uint8) for size in share] for share in sizes]
     flat = [np.concatenate([*share, np.empty(0, np.uint8)]) for share in shares]
-    stripes = Stripes.of_parts([len(share) for share in flat], num_parities=1)
+    stripes = Stripes.of_parts([len(share) for share in flat], tolerance=1)
     parities: dict[int, Sequence[np.ndarray]] = {}
     for place in range(len(shares)):
         others = {other: share for other, share in enumerate(shares) if other != place}

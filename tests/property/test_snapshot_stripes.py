@@ -20,7 +20,7 @@ def _bytes(length: int, seed: int = 0) -> np.ndarray:
 
 
 def _blocks(stripes: Stripes) -> list[np.ndarray]:
-    return [np.zeros(stripes.block_bytes, np.uint8) for _ in range(stripes.num_parities)]
+    return [np.zeros(stripes.block_bytes, np.uint8) for _ in range(stripes.tolerance)]
 
 
 def _losses(num_nodes: int, num_parities: int) -> list[tuple[int, ...]]:
@@ -35,7 +35,7 @@ def test_unequal_parts_survive_every_loss(lengths: list[int], num_parities: int)
     if len(lengths) <= num_parities:
         lengths = [*lengths, 99]
     parts = [_bytes(length, seed) for seed, length in enumerate(lengths)]
-    stripes = Stripes.of_parts(lengths, num_parities=num_parities)
+    stripes = Stripes.of_parts(lengths, tolerance=num_parities)
     parities = {node: _blocks(stripes) for node in range(len(parts))}
     sent = dict.fromkeys(parities, 0)
     for node, part in enumerate(parts):
@@ -66,7 +66,7 @@ def test_a_node_stores_one_part_in_n_less_the_losses(num_nodes: int, num_paritie
     """S / (n - m), parity included: with n = 4 and one loss a third, not the half of a pair."""
     length = 1 << 20
     lengths = [-(-length // num_nodes)] * num_nodes
-    stripes = Stripes.of_parts(lengths, num_parities=num_parities)
+    stripes = Stripes.of_parts(lengths, tolerance=num_parities)
     stored = num_nodes * stripes.block_bytes
     assert length / (num_nodes - num_parities) <= stored < length / (num_nodes - num_parities) + 999
     assert [len(stripes.parities_of(node)) for node in range(num_nodes)] == (
@@ -76,7 +76,7 @@ def test_a_node_stores_one_part_in_n_less_the_losses(num_nodes: int, num_paritie
 
 def test_one_loss_more_is_refused() -> None:
     """There is no such thing as a state of which most is right."""
-    stripes = Stripes.of_parts([500, 500, 500], num_parities=1)
+    stripes = Stripes.of_parts([500, 500, 500], tolerance=1)
     targets = {node: np.empty(500, np.uint8) for node in (0, 2)}
     with pytest.raises(ParityError, match="are lost and"):
         rebuild_shares(stripes, {1: _bytes(500)}, {1: _blocks(stripes)}, targets)
@@ -86,4 +86,4 @@ def test_one_loss_more_is_refused() -> None:
 def test_groups_that_cannot_be_protected_are_refused(num_nodes: int, num_parities: int) -> None:
     """A group of 18 with two parities has 16 members, and the powers repeat after 15."""
     with pytest.raises(ParityError, match=f"group of {num_nodes} nodes"):
-        Stripes.of_parts([1000] * num_nodes, num_parities=num_parities)
+        Stripes.of_parts([1000] * num_nodes, tolerance=num_parities)

@@ -10,7 +10,7 @@ from orchestrator.policies import complete
 from orchestrator.policies.versions import newest, protection, without
 from workers.errors import ParityError
 from workers.parity import ParityRecord, lost_parts
-from workers.protocol import Held, HeldParity, HeldPart, Inventory, Member
+from workers.protocol import Covered, Held, Inventory, Member, PartRef
 
 NODES = ("a", "b", "c", "d")
 TOTAL = 6
@@ -40,7 +40,7 @@ def _record(attempt: int, step: int, place: int) -> ParityRecord:
         attempt=attempt,
         step=step,
         world_size=world_size,
-        num_parities=(attempt + step) % 2 + 1,
+        tolerance=(attempt + step) % 2 + 1,
         place=place,
         members=tuple(
             None if rank is None else Member(rank=rank, data_bytes=SIZE_BYTES, record_bytes=0)
@@ -49,7 +49,7 @@ def _record(attempt: int, step: int, place: int) -> ParityRecord:
     )
 
 
-def _parity(version: tuple[int, int], place: int) -> HeldParity:
+def _parity(version: tuple[int, int], place: int) -> PartRef:
     record = _record(*version, place)
     held = Held(
         buffer=0,
@@ -61,13 +61,8 @@ def _parity(version: tuple[int, int], place: int) -> HeldParity:
         data_bytes=0,
         record_bytes=len(record.to_bytes()),
     )
-    return HeldParity(
-        arena="parity/0.1",
-        held=held,
-        num_parities=record.num_parities,
-        place=place,
-        members=record.members,
-    )
+    covered = Covered(tolerance=record.tolerance, place=place, members=record.members)
+    return PartRef(node=NODES[place], arena="parity/0.1", held=held, covered=covered)
 
 
 @dataclass(frozen=True)
@@ -84,15 +79,14 @@ class _Buffer:
 
 VERSIONS = st.tuples(st.integers(1, 3), st.integers(1, TOTAL))
 HELD = st.builds(_held, st.integers(1, 3), st.integers(1, TOTAL), st.integers(0, 2))
-PARTS = st.lists(st.builds(HeldPart, arena=st.just("w"), held=HELD), max_size=8).map(tuple)
 INVENTORIES = st.tuples(
     *(
         st.builds(
             Inventory,
             node=st.just(node),
-            host=st.just(""),
-            port=st.just(0),
-            parts=PARTS,
+            parts=st.lists(
+                st.builds(PartRef, node=st.just(node), arena=st.just("w"), held=HELD), max_size=8
+            ).map(tuple),
             parities=st.sets(VERSIONS, max_size=3).map(
                 lambda versions, place=place: tuple(  # type: ignore[misc]
                     _parity(version, place) for version in sorted(versions)
@@ -127,10 +121,10 @@ def _is_there(inventories: Sequence[Inventory], step: int, attempt: int) -> bool
     _, nodes = _holders(inventories, step, attempt)
     parts = [_Buffer(_held(attempt, step, rank)) for rank in nodes]
     parities = [
-        _Buffer(parity.held, _record(attempt, step, parity.place).to_bytes())
+        _Buffer(parity.held, _record(attempt, step, parity.covered.place).to_bytes())
         for inventory in inventories
         for parity in inventory.parities
-        if (parity.held.step, parity.held.attempt) == (step, attempt)
+        if parity.covered and (parity.held.step, parity.held.attempt) == (step, attempt)
     ]
     try:
         computed = lost_parts(parities, parts)

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +32,7 @@ from workers.keeper.node_memory import NodeMemory
 from workers.keeper.peers import server as wire
 from workers.memory import NUM_BUFFERS, Arena, is_copy
 from workers.memory.arena import PAGE_BYTES
-from workers.protocol import MemoryPart
+from workers.protocol import PartRef
 
 #: A small state has many chunks then.
 CHUNK_BYTES = 8 << 10
@@ -189,20 +190,10 @@ def newest(
     return versions.newest(inventories, stored, lineage, total_steps=10**6)
 
 
-def places_of(version: versions.Version, nodes: Sequence[DoomedNode]) -> list[MemoryPart]:
+def places_of(version: versions.Version, nodes: Sequence[DoomedNode]) -> list[PartRef]:
     """Return where a version can be read, as a loader is told."""
-    secrets = {node.node: node.secret for node in nodes}
-    parts = [(one.node, one.host, one.port, one.arena, one.held) for one in version.parts]
-    parts += [
-        (one.node, one.host, one.port, one.parity.arena, one.parity.held)
-        for one in version.parities
-    ]
-    return [
-        MemoryPart(
-            node=node, host=host, port=port, arena=arena, held=held, secret=secrets[node]
-        )
-        for node, host, port, arena, held in parts
-    ]  # fmt: skip
+    peers = {node.node: node.peer() for node in nodes}
+    return [replace(ref, peer=peers[ref.node]) for ref in (*version.parts, *version.parities)]
 
 
 def _serve_node(pipe: Connection, how: dict[str, Any]) -> None:

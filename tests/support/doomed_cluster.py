@@ -240,7 +240,7 @@ class Cluster:
             GroupPlace(peer=None if other == member else peers[other], ranks=(rank,))
             for rank, other in list(enumerate(self.members))[first : first + size]
         )
-        return ParityGroup(attempt=self.attempt, num_parities=self._protect.parities, places=places)
+        return ParityGroup(attempt=self.attempt, tolerance=self._protect.parities, places=places)
 
 
 def state_of(attempt: int, step: int) -> State:

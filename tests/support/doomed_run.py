@@ -16,7 +16,7 @@ from ucp_core.geometry import Box
 from ucp_core.native import Checkpoint, LocalTensor, load
 from workers.keeper import MemorySources
 from workers.memory import is_copy
-from workers.protocol import KeeperOrder, MemoryPart
+from workers.protocol import KeeperOrder, PartRef
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
 __all__ = ["CALM_STEPS", "DOOMED_STEPS", "DoomedRun"]
@@ -113,7 +113,7 @@ class DoomedRun:
         return found.step, found.attempt
 
 
-def _check(step: int, places: Sequence[MemoryPart], near: DoomedNode) -> None:
+def _check(step: int, places: Sequence[PartRef], near: DoomedNode) -> None:
     whole = torch.zeros(ROWS, COLUMNS)
     need = LocalTensor(
         fqn="w", slot="weight", dtype="F32", shape=(ROWS, COLUMNS),

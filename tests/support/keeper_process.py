@@ -51,7 +51,7 @@ class KeeperProcess:
     def protect(self, group: ParityGroup) -> None:
         """Have it keep parities of the group."""
         places = [(each.peer and _packed(each.peer), each.ranks) for each in group.places]
-        self._tell({"attempt": group.attempt, "num_parities": group.num_parities, "places": places})
+        self._tell({"attempt": group.attempt, "tolerance": group.tolerance, "places": places})
 
     def kill(self) -> None:
         """SIGKILL it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -14,7 +15,7 @@ from ucp_core.geometry import Box
 from ucp_core.native import Checkpoint, LocalTensor, load
 from workers.keeper import MemorySources
 from workers.keeper.node_memory import NodeMemory
-from workers.protocol import Inventory, KeeperOrder, MemoryPart, Peer
+from workers.protocol import Inventory, KeeperOrder, PartRef, Peer
 from workers.settings import Settings
 
 #: It is a new process, which imports torch first, perhaps on a busy machine.
@@ -55,7 +56,8 @@ class NodeProcess:
         )
         self._process.start()
         theirs.close()
-        self.secret: bytes = self._answer()
+        (host, port), secret = self._answer()
+        self._peer = Peer(node=self.node, host=host, port=port, secret=secret)
 
     @property
     def pid(self) -> int:
@@ -78,23 +80,13 @@ class NodeProcess:
 
     def peer(self) -> Peer:
         """Return it as other keepers reach it."""
-        held = self.inventory()
-        return Peer(node=self.node, host=held.host, port=held.port, secret=self.secret)
+        return self._peer
 
-    def places(self, *, parities: bool = False) -> list[MemoryPart]:
+    def places(self, *, parities: bool = False) -> list[PartRef]:
         """Return everything that it holds of ranks, or all parities, with the way there."""
         held = self.inventory()
-        return [
-            MemoryPart(
-                node=self.node,
-                host=held.host,
-                port=held.port,
-                secret=self.secret,
-                arena=part.arena,
-                held=part.held,
-            )
-            for part in (held.parities if parities else held.parts)
-        ]
+        refs = held.parities if parities else held.parts
+        return [replace(ref, peer=self._peer) for ref in refs]
 
     def kill(self) -> None:
         """SIGKILL it."""
@@ -115,12 +107,12 @@ class NodeProcess:
         return self._pipe.recv()
 
 
-def newest(nodes: Sequence[NodeProcess]) -> tuple[tuple[int, int], tuple[MemoryPart, ...]]:
+def newest(nodes: Sequence[NodeProcess]) -> tuple[tuple[int, int], tuple[PartRef, ...]]:
     """Return ``(step, attempt)`` of the newest version that is whole, and all places of its parts.
 
     ``(0, 0)`` and nothing if there is none.
     """
-    found: dict[tuple[int, int], list[MemoryPart]] = {}
+    found: dict[tuple[int, int], list[PartRef]] = {}
     for node in nodes:
         for place in node.places():
             found.setdefault((place.held.attempt, place.held.step), []).append(place)
@@ -137,7 +129,7 @@ def newest(nodes: Sequence[NodeProcess]) -> tuple[tuple[int, int], tuple[MemoryP
 
 def serve(pipe: Connection, memory: NodeMemory, **more: Callable[..., Any]) -> None:
     """Do what is asked for through the pipe: what the memory does, and ``more`` by name."""
-    pipe.send(memory.secret)
+    pipe.send((memory.address, memory.secret))
     while True:
         try:
             do, arguments = pipe.recv()
@@ -168,7 +160,7 @@ def whole_state(checkpoint: Checkpoint) -> dict[Any, bytes]:
     return {(tensor.fqn, tensor.slot): bytes(tensor.data) for tensor in need}
 
 
-def read(places: tuple[MemoryPart, ...], node: NodeProcess) -> dict[Any, bytes]:
+def read(places: tuple[PartRef, ...], node: NodeProcess) -> dict[Any, bytes]:
     """Return the state that the keepers hold, as a worker of ``node`` loads it."""
     sources = MemorySources(places, node=node.node, keeper_directory=node.directory)
     with closing(sources):

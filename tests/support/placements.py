@@ -17,7 +17,7 @@ def is_readable(plan: RedundancyPlan, nodes: Collection[str], lost: Collection[s
                 if {node, *plan.keepers.get(node, ())} <= set(lost):
                     return False
                 continue
-            places = parity_places(at, num_nodes=size, num_parities=plan.tolerance)
+            places = parity_places(at, num_nodes=size, tolerance=plan.tolerance)
             num_lost = sum(group[place] in lost for place in range(size) if place not in places)
             if num_lost > sum(group[place] not in lost for place in places):
                 return False

@@ -23,7 +23,7 @@ from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import LocalTensor, load
 from workers.keeper import MemorySources
-from workers.protocol import Assignment, MemoryPart
+from workers.protocol import Assignment, PartRef
 from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
 from workers.state import StateEntry
 
@@ -66,7 +66,7 @@ class Attempt:
     """
 
     lineage: tuple[tuple[int, int], ...]
-    memory: tuple[MemoryPart, ...]
+    memory: tuple[PartRef, ...]
     num_snapshots: int
     workers: tuple[str, str]
 
@@ -184,7 +184,7 @@ class SoakRank:
         self._tensor.copy_(weights(step)[self._box.start[0] : self._box.stop[0]])
         return Captured(step=step, entries=self._entries, extra={"cursor": step}, param_groups=[])
 
-    def _load(self, memory: Sequence[MemoryPart], step: int) -> None:
+    def _load(self, memory: Sequence[PartRef], step: int) -> None:
         need = LocalTensor(
             fqn="w",
             slot="weight",

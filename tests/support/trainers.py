@@ -22,7 +22,7 @@ from tests.support.forking import forking
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers import collectives
-from workers.protocol import Assignment, Formed, MemoryPart, Outcome, Pace
+from workers.protocol import Assignment, Formed, PartRef, Outcome, Pace
 from workers.records import ProgressRecord
 from workers.settings import Settings
 from workers.train import run_attempt
@@ -130,7 +130,7 @@ class Run:
         resume: tuple[int, int] = (0, 0),
         layout: ParallelLayout | None = None,
         members: Sequence[int] | None = None,
-        memory: tuple[MemoryPart, ...] = (),
+        memory: tuple[PartRef, ...] = (),
         guards: Sequence[tuple[int, ...]] | None = None,
         parity: Sequence[tuple[int, ...]] | None = None,
     ) -> list[Trainer]:

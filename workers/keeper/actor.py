@@ -223,7 +223,7 @@ class Keeper:
     async def held(self) -> Inventory:
         """Return what the node holds in memory."""
         if self._memory is None:
-            return Inventory(node=self._node, host="", port=0, parts=())
+            return Inventory(node=self._node, parts=())
         return self._memory.inventory()
 
     async def order(self, order: KeeperOrder) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -24,7 +25,7 @@ from workers.keeper.persister import Persister
 from workers.keeper.trainer_watch import dead_workers
 from workers.memory import Arena, LocalPart, descriptor_socket, is_parity
 from workers.parity import read_record
-from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder
+from workers.protocol import Covered, Held, Inventory, KeeperOrder, PartRef
 from workers.settings import Settings
 
 _SECRET_BYTES: Final = 32
@@ -97,19 +98,17 @@ class NodeMemory:
 
     def inventory(self) -> Inventory:
         """Return the held parts of ranks, own and copied, and the held parities."""
-        host, port = self.address
-        parts: list[HeldPart] = []
-        parities: list[HeldParity] = []
+        parts: list[PartRef] = []
+        parities: list[PartRef] = []
         for name, arena in self._table.arenas().items():
             for held in arena.versions():
+                ref = PartRef(node=self._node, arena=name, held=held)
                 if not is_parity(name):
-                    parts.append(HeldPart(arena=name, held=held))
-                elif (parity := _parity(name, arena, held)) is not None:
-                    parities.append(parity)
+                    parts.append(ref)
+                elif (covered := _covered(arena, held)) is not None:
+                    parities.append(replace(ref, covered=covered))
         return Inventory(
             node=self._node,
-            host=host,
-            port=port,
             parts=tuple(parts),
             parities=tuple(parities),
             budget_bytes=self._budget.num_bytes,
@@ -190,16 +189,10 @@ class Problems:
             return tuple(reversed(self._lines.values()))
 
 
-def _parity(name: str, arena: Arena, held: Held) -> HeldParity | None:
-    """Return what a buffer holds parities of; None if it is damaged or was freed."""
+def _covered(arena: Arena, held: Held) -> Covered | None:
+    """Return what the parities in a buffer cover; None if it is damaged or was freed."""
     try:
         record = read_record(LocalPart(arena, held))
     except (UcpError, WorkerError, ValueError):
         return None
-    return HeldParity(
-        arena=name,
-        held=held,
-        num_parities=record.num_parities,
-        place=record.place,
-        members=record.members,
-    )
+    return Covered(tolerance=record.tolerance, place=record.place, members=record.members)

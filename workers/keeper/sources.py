@@ -41,9 +41,9 @@ from workers.protocol import (
     PARITY,
     PEER_MEMORY,
     Held,
-    MemoryPart,
+    PartRef,
+    Peer,
     Source,
-    held_source,
 )
 
 log = logging.getLogger(__name__)
@@ -67,14 +67,14 @@ class MemorySources:
     """
 
     def __init__(
-        self, parts: Sequence[MemoryPart], *, node: str, keeper_directory: Path | None
+        self, parts: Sequence[PartRef], *, node: str, keeper_directory: Path | None
     ) -> None:
         near = node if keeper_directory is not None else ""
         self._left = sorted(parts, key=lambda part: part.node != near)
         self._near = near
         self._socket = descriptor_socket(keeper_directory or Path())
         self._arenas: dict[str, Arena] = {}
-        self._clients: dict[tuple[str, int], WireClient] = {}
+        self._clients: dict[Peer, WireClient] = {}
         self.skipped: list[tuple[str, str]] = []
         self.damaged: list[Source] = []
         self.unread: list[Source] = []
@@ -170,16 +170,18 @@ class MemorySources:
                     self._give_up_on([place], error)
         return opened
 
-    def _open(self, place: MemoryPart) -> _Watched:
+    def _open(self, place: PartRef) -> _Watched:
         if place.node == self._near:
             arena = self._arenas.get(place.arena)
             if arena is None:
                 arena = self._arenas[place.arena] = open_arena(self._socket, place.arena)
             return _Watched(place, LocalPart(arena, place.held), LOCAL_MEMORY)
-        address = (place.host, place.port)
-        client = self._clients.get(address)
+        peer = place.peer
+        assert peer is not None, "a reader has the keepers' addresses"
+        client = self._clients.get(peer)
         if client is None:
-            client = self._clients[address] = WireClient(address, secret=place.secret)
+            client = WireClient((peer.host, peer.port), secret=peer.secret)
+            self._clients[peer] = client
         return _Watched(
             place, RemotePart(client, place.arena, place.held, is_unchecked=True), PEER_MEMORY
         )
@@ -198,7 +200,7 @@ class MemorySources:
         elif chosen.parities and (part is not None or isinstance(error, ParityError)):
             self._reject_parities(chosen, error)
         else:
-            self.unread += map(_source, _places(every))
+            self.unread += [place.source for place in _places(every)]
             raise error
 
     def _reject_parities(self, chosen: _Chosen, error: UcpError | ParityError) -> None:
@@ -213,7 +215,7 @@ class MemorySources:
         self._give_up_on(_places(found or chosen.parities), error)
 
     def _give_up_on(
-        self, places: Sequence[MemoryPart], error: Exception, *, is_damaged: bool = False
+        self, places: Sequence[PartRef], error: Exception, *, is_damaged: bool = False
     ) -> None:
         """Read no more from holders that failed."""
         away = {place.node for place in places if _is_silence(error)}
@@ -227,7 +229,7 @@ class MemorySources:
         lost = [place for place in self._left if place in places or place.node in away]
         self._left = [place for place in self._left if place not in lost]
         is_damaged |= isinstance(error, CheckpointCorruptError)
-        (self.damaged if is_damaged else self.unread).extend(map(_source, lost))
+        (self.damaged if is_damaged else self.unread).extend(place.source for place in lost)
 
 
 @dataclass(slots=True, eq=False)
@@ -237,7 +239,7 @@ class _Watched:
     ``place`` is None for what is computed.
     """
 
-    place: MemoryPart | None
+    place: PartRef | None
     part: Part
     kind: str
     #: Several readers append to it at once.
@@ -292,13 +294,9 @@ def _behind(
     return None
 
 
-def _places(parts: Iterable[_Watched]) -> list[MemoryPart]:
+def _places(parts: Iterable[_Watched]) -> list[PartRef]:
     """Return the holders of parts, each once; a computed part has none."""
     return list(dict.fromkeys(part.place for part in parts if part.place is not None))
-
-
-def _source(place: MemoryPart) -> Source:
-    return held_source(place.node, place.arena, place.held)
 
 
 def _is_silence(error: Exception) -> bool:

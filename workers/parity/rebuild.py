@@ -63,7 +63,7 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
     stripes = record.stripes
     size, target = stripes.block_bytes, np.frombuffer(body, dtype=np.uint8)
     scratch = bytearray(min(size, _WINDOW_BYTES))
-    blocks = [target[which * size : (which + 1) * size] for which in range(record.num_parities)]
+    blocks = [target[which * size : (which + 1) * size] for which in range(record.tolerance)]
     for block in blocks:
         block[:] = 0
     data_blocks = [
@@ -78,7 +78,7 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
                 window = memoryview(scratch)[: min(_WINDOW_BYTES, stop - low)]
                 parts[place].fill(low, [window])
                 add({which: blocks[which]}, data_block.index, window, low - data_block.start)
-    data_bytes = record.num_parities * size
+    data_bytes = record.tolerance * size
     packed = record.to_bytes()
     body[data_bytes : data_bytes + len(packed)] = packed
     return data_bytes, len(packed)

@@ -16,7 +16,7 @@ from zlib import crc32
 from workers.errors import ParityError
 from workers.memory import Part
 from workers.parity.stripes import Stripes
-from workers.protocol import Member
+from workers.protocol import Covered, Member
 
 _CRC_BYTES: Final = 4
 #: Room in a record for each member, and for the rest.
@@ -25,15 +25,12 @@ _RECORD_BYTES: Final = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParityRecord:
+class ParityRecord(Covered):
     """The parts that a node's parities cover."""
 
     attempt: int
     step: int
     world_size: int
-    num_parities: int  #: 1 or 2: how many nodes may be lost.
-    place: int  #: Place in the group of the node that keeps these parities.
-    members: tuple[Member | None, ...]  #: By place in the group; None for a node without a part.
     #: Whether the parities cover data only, followed by the members' records by place; in a
     #: draft these have 0 bytes.
     with_records: bool = False
@@ -55,7 +52,7 @@ class ParityRecord:
     @property
     def parities_bytes(self) -> int:
         """Return the size of all parities of a node."""
-        return self.num_parities * self.stripes.block_bytes
+        return self.tolerance * self.stripes.block_bytes
 
     def record_start(self, place: int) -> int:
         """Return where in a buffer with records the record of a member lies."""
@@ -65,7 +62,7 @@ class ParityRecord:
     @property
     def stripes(self) -> Stripes:
         """Return how the parts are divided into blocks."""
-        return Stripes.of_parts(self.lengths, num_parities=self.num_parities)
+        return Stripes.of_parts(self.lengths, tolerance=self.tolerance)
 
     @property
     def version(self) -> tuple[int, int, int]:
@@ -92,10 +89,10 @@ class ParityRecord:
         return cls(members=tuple(members), **fields)
 
 
-def buffer_bytes(lengths: Sequence[int], *, num_parities: int) -> int:
+def buffer_bytes(lengths: Sequence[int], *, tolerance: int) -> int:
     """Return what a buffer needs for a node's parities of such parts and their record."""
-    stripes = Stripes.of_parts(lengths, num_parities=num_parities)
-    return num_parities * stripes.block_bytes + _record_bytes_max(len(lengths))
+    stripes = Stripes.of_parts(lengths, tolerance=tolerance)
+    return tolerance * stripes.block_bytes + _record_bytes_max(len(lengths))
 
 
 def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:

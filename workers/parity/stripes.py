@@ -37,40 +37,40 @@ class DataBlock:
 class Stripes:
     """The arithmetic of one group, whose nodes are numbered 0 to n - 1."""
 
-    num_nodes: int  #: Size of the group, above ``num_parities``; even or odd.
-    num_parities: int  #: 1 or 2: how many nodes may be lost.
+    num_nodes: int  #: Size of the group, above ``tolerance``; even or odd.
+    tolerance: int  #: 1 or 2: how many nodes may be lost.
     block_bytes: int  #: Size of a parity block; a data block may be shorter or empty.
 
     def __post_init__(self) -> None:
-        if self.num_parities not in (1, 2) or self.num_nodes <= self.num_parities:
+        if self.tolerance not in (1, 2) or self.num_nodes <= self.tolerance:
             raise ParityError(
-                f"{self.num_parities} parities in a group of {self.num_nodes} nodes: take 1 or 2, "
+                f"{self.tolerance} parities in a group of {self.num_nodes} nodes: take 1 or 2, "
                 "and more nodes than parities",
                 num_nodes=self.num_nodes,
-                num_parities=self.num_parities,
+                tolerance=self.tolerance,
             )
-        if self.num_parities > 1 and self.num_data > GROUP_MAX:
+        if self.tolerance > 1 and self.num_data > GROUP_MAX:
             raise ParityError(
                 f"double parity in a group of {self.num_nodes} nodes: take at most "
-                f"{GROUP_MAX + self.num_parities}",
+                f"{GROUP_MAX + self.tolerance}",
                 num_nodes=self.num_nodes,
             )
 
     @classmethod
-    def of_parts(cls, lengths: Sequence[int], *, num_parities: int) -> Stripes:
+    def of_parts(cls, lengths: Sequence[int], *, tolerance: int) -> Stripes:
         """Return the stripes of parts of ``lengths``, one per node."""
-        blocks = max(len(lengths) - num_parities, 1)
+        blocks = max(len(lengths) - tolerance, 1)
         block_bytes = parity_bytes([-(-max(lengths, default=0) // blocks)])
-        return cls(num_nodes=len(lengths), num_parities=num_parities, block_bytes=block_bytes)
+        return cls(num_nodes=len(lengths), tolerance=tolerance, block_bytes=block_bytes)
 
     @property
     def num_data(self) -> int:
         """Return the number of data blocks in a stripe, and in a part."""
-        return self.num_nodes - self.num_parities
+        return self.num_nodes - self.tolerance
 
     def holders(self, stripe: int) -> tuple[int, ...]:
         """Return the nodes with the parities of a stripe."""
-        return parity_places(stripe, num_nodes=self.num_nodes, num_parities=self.num_parities)
+        return parity_places(stripe, num_nodes=self.num_nodes, tolerance=self.tolerance)
 
     def members(self, stripe: int) -> tuple[int, ...]:
         """Return the nodes with the data blocks of a stripe, by index in its parity."""
@@ -79,7 +79,7 @@ class Stripes:
 
     def parities_of(self, node: int) -> tuple[int, ...]:
         """Return the stripes whose parity P, and Q if there are two, a node holds."""
-        return tuple((node - which) % self.num_nodes for which in range(self.num_parities))
+        return tuple((node - which) % self.num_nodes for which in range(self.tolerance))
 
     def blocks(self, node: int, length: int) -> Iterator[DataBlock]:
         """Yield the non-empty blocks of a part of ``length`` bytes, in order."""

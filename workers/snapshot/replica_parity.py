@@ -86,7 +86,7 @@ class ReplicaParity:
             attempt=assignment.attempt,
             step=0,
             world_size=assignment.layout.world_size,
-            num_parities=1,
+            tolerance=1,
             place=ranks.index(assignment.rank),
             members=tuple(
                 Member(rank=rank, data_bytes=layouts[rank].data_bytes, record_bytes=0)
@@ -95,7 +95,7 @@ class ReplicaParity:
             with_records=True,
         )
         records_bytes = sum(layout.body_bytes - layout.data_bytes for layout in layouts.values())
-        self._body_bytes = buffer_bytes(lengths, num_parities=1) + records_bytes
+        self._body_bytes = buffer_bytes(lengths, tolerance=1) + records_bytes
         self._for_cuda, self._arena, self._seen, self._on_device = for_cuda, None, [], None
         (self._beside,) = self._memory.beside([replica_parity_name(self._memory.worker)])
         self._refused_until_s = float("-inf")

@@ -30,18 +30,18 @@ def noted(time: ReducedTime, at_s: float, *, is_reduced: bool) -> ReducedTime:
     )
 
 
-def alert(time: ReducedTime, *, survived: int, wanted: int) -> tuple[str, ...]:
+def alert(time: ReducedTime, *, survived: int, tolerance: int) -> tuple[str, ...]:
     """Return what to tell people, a line or none.
 
     Args:
         survived: How many nodes may be lost now.
-        wanted: How many that are to be.
+        tolerance: How many that are to be.
     """
     if time.for_s < ALERT_S:
         return ()
     nodes = "1 node and no more" if survived == 1 else "no node"
     line = (
         f"for {time.for_s:.0f} s the loss of {nodes} would be recovered from memory; "
-        f"snapshot.tolerance asks for {wanted}: add nodes, or lower it"
+        f"snapshot.tolerance asks for {tolerance}: add nodes, or lower it"
     )
     return (line,)

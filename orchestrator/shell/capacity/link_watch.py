@@ -17,7 +17,6 @@ from orchestrator.diagnosis import Flows, Guilty, Kind, Verdict, links
 from orchestrator.shell.capacity.actors import answer
 from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.inbox import Inbox
-from workers.protocol import Peer
 
 #: The period whose traffic is compared: some seconds, so that one unusual step counts little, but
 #: less than the ten in which a slow link must be named.
@@ -148,7 +147,7 @@ class LinkWatch:
         for pairs in links.rounds(nodes):
             asked = [pair for pair in pairs if self._can_time(*pair)]
             calls = (
-                self._views[source].keeper.rate_to.remote(_peer(self._views[target]))
+                self._views[source].keeper.rate_to.remote(self._views[target].peer)
                 for source, target in asked
             )
             said = await asyncio.gather(*(answer(call, _TIMED_S) for call in calls))
@@ -175,7 +174,3 @@ def _slow(
             rate = median(rate for pair, rate in rates.items() if pair[end] == node)
             found.add(("", node, rate) if end else (node, "", rate))
     return found
-
-
-def _peer(view: NodeView) -> Peer:
-    return Peer(node=view.node, host=view.host, port=view.port, secret=view.secret)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from workers.protocol import LEASE_S
+from workers.protocol import LEASE_S, Peer
 
 
 @dataclass(slots=True)
@@ -56,6 +56,11 @@ class NodeView:
             "notice": self.notice,
             "taken_in_s": round(self.taken_s - at_s) if math.isfinite(self.taken_s) else None,
         }
+
+    @property
+    def peer(self) -> Peer:
+        """Return the keeper as others reach it."""
+        return Peer(node=self.node, host=self.host, port=self.port, secret=self.secret)
 
 
 def view_of(row: Mapping[str, Any], rack_label: str) -> NodeView:

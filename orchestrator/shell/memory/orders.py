@@ -25,11 +25,7 @@ class Orders:
         """Tell all keepers how an attempt is protected, without waiting."""
         self._last = order
         views = self._nodes.kept()
-        peers = {
-            view.node: Peer(node=view.node, host=view.host, port=view.port, secret=view.secret)
-            for view in views
-            if view.secret
-        }
+        peers = {view.node: view.peer for view in views if view.secret}
         for view in views:
             told = KeeperOrder(
                 attempt=order.attempt,
@@ -73,7 +69,7 @@ def _parity_group(order: OrderKeepers, node: str, peers: Mapping[str, Peer]) -> 
     )
     return ParityGroup(
         attempt=order.attempt,
-        num_parities=plan.tolerance,
+        tolerance=plan.tolerance,
         places=places,
         over_replicas=plan.rank_groups is not None,
     )

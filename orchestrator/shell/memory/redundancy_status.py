@@ -20,12 +20,12 @@ class ProtectionWatch:
 
     Args:
         snapshots: The snapshots that keepers report.
-        wanted: How many nodes may be lost while all is well: 0, 1 or 2.
+        tolerance: How many nodes may be lost while all is well: 0, 1 or 2.
     """
 
-    def __init__(self, *, snapshots: Snapshots, wanted: int) -> None:
+    def __init__(self, *, snapshots: Snapshots, tolerance: int) -> None:
         self._snapshots = snapshots
-        self._wanted = wanted
+        self._tolerance = tolerance
         self._time = ReducedTime()
         self._told: tuple[object, ...] = ()
 
@@ -40,7 +40,7 @@ class ProtectionWatch:
             return False
         survived = self._snapshots.protection(state.lineage).node_losses_survived
         # Before anything was trained there is nothing to protect.
-        is_reduced = survived < self._wanted and state.attempt.step > 0
+        is_reduced = survived < self._tolerance and state.attempt.step > 0
         self._time = noted(self._time, at_s, is_reduced=is_reduced)
         emptied = [n for n in state.fleet.emptied if state.fleet.nodes[n].alive]
         told = (state.attempt.number, *emptied)
@@ -48,7 +48,7 @@ class ProtectionWatch:
             return False
         nodes = {state.fleet.nodes[number].name for number in state.attempt.nodes}
         is_needless = self._snapshots.protects(
-            state.lineage, attempt=state.attempt.number, nodes=nodes, wanted=self._wanted
+            state.lineage, attempt=state.attempt.number, nodes=nodes, tolerance=self._tolerance
         )
         if is_needless:
             self._told = told
@@ -66,8 +66,8 @@ class ProtectionWatch:
         if protection.step and protection.step >= stored_step:
             kind = "memory"
         # By the same reports as the rest of the document: the last look may be a second old.
-        is_whole = survived >= self._wanted
-        alerts = () if is_whole else alert(self._time, survived=survived, wanted=self._wanted)
+        is_whole = survived >= self._tolerance
+        alerts = () if is_whole else alert(self._time, survived=survived, tolerance=self._tolerance)
         return {
             "kind": kind,
             "step": protection.step,

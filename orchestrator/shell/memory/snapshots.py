@@ -20,8 +20,6 @@ from typing import Any
 from ray.exceptions import RayError
 
 from orchestrator.policies import (
-    Holding,
-    ParityHolding,
     Protection,
     RedundancyPlan,
     Version,
@@ -35,13 +33,7 @@ from ucp_core.errors import UcpError
 from ucp_core.lineage import Lineage
 from ucp_core.native import Found, checkpoint_name, find_committed, unloadable
 from ucp_core.storage import Store
-from workers.protocol import (
-    Held,
-    Inventory,
-    MemoryPart,
-    NodeReport,
-    Source,
-)
+from workers.protocol import Inventory, NodeReport, PartRef, Source
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +192,7 @@ class Snapshots:
 
     def known_parts(
         self, step: int, attempt: int, *, unreached: Collection[str] = ()
-    ) -> tuple[MemoryPart, ...]:
+    ) -> tuple[PartRef, ...]:
         """Return where a version is in memory, as the last answer said.
 
         () if it said another one, or counted on a node in ``unreached``.
@@ -208,8 +200,7 @@ class Snapshots:
         version = self._version
         if version is None or (version.step, version.attempt) != (step, attempt):
             return ()
-        places: tuple[Holding | ParityHolding, ...] = (*version.parts, *version.parities)
-        if any(place.node in unreached for place in places):
+        if any(part.node in unreached for part in (*version.parts, *version.parities)):
             return ()
         return self._memory_parts(version)
 
@@ -220,7 +211,7 @@ class Snapshots:
         *,
         bad: Sequence[Source] = (),
         unreached: Collection[str] = (),
-    ) -> tuple[MemoryPart, ...]:
+    ) -> tuple[PartRef, ...]:
         """Ask where a version is in memory; () if it is not complete there."""
 
         def found(inventories: Sequence[Inventory]) -> list[Version]:
@@ -231,23 +222,12 @@ class Snapshots:
         inventories = await self._patient_inventories(lambda these: len(found(these)), expected=1)
         return next(map(self._memory_parts, found(inventories)), ())
 
-    def _memory_parts(self, version: Version) -> tuple[MemoryPart, ...]:
-        secrets = {view.node: view.secret for view in self._nodes.kept()}
-        places: list[tuple[Holding | ParityHolding, str, Held]] = [
-            (part, part.arena, part.held) for part in version.parts
-        ]
-        places += [(one, one.parity.arena, one.parity.held) for one in version.parities]
+    def _memory_parts(self, version: Version) -> tuple[PartRef, ...]:
+        peers = {view.node: view.peer for view in self._nodes.kept() if view.secret}
         return tuple(
-            MemoryPart(
-                node=place.node,
-                host=place.host,
-                port=place.port,
-                arena=arena,
-                held=held,
-                secret=secrets[place.node],
-            )
-            for place, arena, held in places
-            if secrets.get(place.node)
+            replace(part, peer=peers[part.node])
+            for part in (*version.parts, *version.parities)
+            if part.node in peers
         )
 
     async def inventories(self) -> list[Inventory]:
@@ -334,7 +314,7 @@ class Snapshots:
         return versions.protection(self._reported(), lineage)
 
     def protects(
-        self, lineage: Lineage, *, attempt: int, nodes: Collection[str], wanted: int
+        self, lineage: Lineage, *, attempt: int, nodes: Collection[str], tolerance: int
     ) -> bool:
         """Return what ``policies.versions.protects`` says of the last reports."""
         return versions.protects(
@@ -342,7 +322,7 @@ class Snapshots:
             lineage,
             attempt=attempt,
             nodes=nodes,
-            wanted=wanted,
+            tolerance=tolerance,
             total_steps=self._total_steps,
         )
 

@@ -37,7 +37,7 @@ def _places(config: RunConfig) -> list[tuple[int, str, str]]:
         for part in version.parts:
             found[part.held.rank, part.node, part.arena] = None
         for parity in version.parities:
-            found[-1, parity.node, parity.parity.arena] = None
+            found[-1, parity.node, parity.arena] = None
     return list(found)
 
 

@@ -10,7 +10,7 @@ from orchestrator.core import events as ev
 from tests.simulation.faults import watching
 from tests.simulation.violation import require
 from tests.simulation.world import Orphans, SimCluster, SimNode, SimWorker
-from workers.protocol import held_source, stored_source
+from workers.protocol import stored_source
 
 #: A silent keeper is not to be reported more often than that.
 _TOLD_MAX = 3
@@ -301,7 +301,7 @@ def flip_bits(cluster: SimCluster) -> None:
     """Bytes of the newest versions change where they lie, and nothing shows it."""
     rng = cluster.rng
     held = [
-        held_source(one.node, part.arena, part.held)
+        part.source
         for one in cluster.memory.inventories(cluster.nodes.values(), cluster.now_s)
         for part in one.parts
     ]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from orchestrator.core import StartAttempt
 from orchestrator.policies import bad_sources, versions
-from tests.simulation.world.parts import Loading, source_of
+from tests.simulation.world.parts import Loading
 from tests.simulation.world.wires import World
-from workers.protocol import Inventory, Source, held_source, stored_source
+from workers.protocol import Inventory, Source, stored_source
 
 
 def begin(world: World, action: StartAttempt) -> Loading:
@@ -59,12 +59,12 @@ def _from_memory(
 ) -> bool:
     """Try the holders of each part until one has it; return whether every part was had."""
     found = _reached(world, members)
-    there = {held_source(one.node, part.arena, part.held) for one in found for part in one.parts}
+    there = {part.source for one in found for part in one.parts}
     places = list(loading.places or ())
     world.rng.shuffle(places)
     loaded: set[int] = set()
     for place in places:
-        source = source_of(place)
+        source = place.source
         if place.held.rank in loaded:
             continue
         if source not in there:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from orchestrator.policies import complete
 from tests.simulation.world.parts import SimNode, SimWorker
 from ucp_core.lineage import Lineage, counts
-from workers.protocol import Held, HeldParity, HeldPart, Inventory, Source, held_source
+from workers.protocol import Held, Inventory, PartRef, Source
 
 #: As ``workers.memory.arena``.
 NUM_BUFFERS = 3
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
     def source(self, node: str, arena: str) -> Source:
         """Return it as a source, held in that arena."""
-        return held_source(node, arena, self.held())
+        return PartRef(node=node, arena=arena, held=self.held()).source
 
     def held(self) -> Held:
         """Return what a keeper says of it."""
@@ -69,7 +69,7 @@ class Memory:
         self.grew_s = 0.0
         self.copied: list[tuple[float, str, str, Part]] = []
         self._nodes: dict[str, dict[str, list[Part]]] = {}
-        self._parities: dict[str, dict[str, list[HeldParity]]] = {}
+        self._parities: dict[str, dict[str, list[PartRef]]] = {}
         self._ranks: dict[tuple[int, int], set[int]] = {}
         # By node, what its keeper says; made when it is asked and dropped with every change.
         self._said: dict[str, Inventory] = {}
@@ -89,7 +89,7 @@ class Memory:
             del parts[over]
         parts.append(part)
 
-    def write_parity(self, node: str, parity: HeldParity) -> None:
+    def write_parity(self, node: str, parity: PartRef) -> None:
         """Put a node's parities over the oldest of the attempt."""
         self._said.pop(node, None)
         kept = self._parities.setdefault(node, {}).setdefault(parity.arena, [])
@@ -138,11 +138,9 @@ class Memory:
         if said is None:
             said = self._said[node] = Inventory(
                 node=node,
-                host="",
-                port=0,
                 budget_bytes=self.budget_bytes,
                 parts=tuple(
-                    HeldPart(arena=arena, held=part.held())
+                    PartRef(node=node, arena=arena, held=part.held())
                     for arena, parts in self._nodes.get(node, {}).items()
                     for part in parts
                 ),

@@ -7,9 +7,9 @@ from itertools import zip_longest
 from math import inf
 
 from orchestrator.core import StartAttempt
-from orchestrator.policies import Holding, Preference, RedundancyPlan
+from orchestrator.policies import Preference, RedundancyPlan
 from ucp_core.layout import ParallelLayout
-from workers.protocol import DEVICE_MEMORY, Member, SaveCosts, Source, held_source, stored_source
+from workers.protocol import DEVICE_MEMORY, Member, PartRef, SaveCosts, Source, stored_source
 
 #: Long beside a message and short beside a recovery: half a dozen steps meet as many faults as
 #: many short ones would, in four fifths of the time.
@@ -158,7 +158,7 @@ class Loading:
     """
 
     version: tuple[int, int]
-    places: tuple[Holding, ...] | None
+    places: tuple[PartRef, ...] | None
     bad: tuple[Source, ...]
     is_done: bool = False
     is_loaded: bool = True
@@ -168,13 +168,8 @@ class Loading:
     def sources(self) -> list[Source]:
         """Return what may be read from."""
         if self.places is not None:
-            return [source_of(place) for place in self.places]
+            return [place.source for place in self.places]
         return [stored_source(*self.version)] if self.version[0] else []
-
-
-def source_of(place: Holding) -> Source:
-    """Return what a load from ``place`` reads."""
-    return held_source(place.node, place.arena, place.held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from tests.simulation.world.memory import Part, answers, serves
 from tests.simulation.world.parts import STEP_S, WRITE_S, SimAttempt, SimWorker
 from tests.simulation.world.wires import World
 from workers.memory import guard_name
-from workers.protocol import HeldParity
+from workers.protocol import Covered, PartRef
 
 #: A store by a keeper takes up to this long.
 _STORE_S = 3.0 * STEP_S
@@ -144,7 +144,7 @@ def _look_at_others(world: World, attempt: SimAttempt) -> None:
         attempt.lineage,
         attempt=attempt.number,
         nodes=attempt.nodes,
-        wanted=world.tiers.tolerance,
+        tolerance=world.tiers.tolerance,
         total_steps=world.rules.total_steps,
     )
     if is_protected:
@@ -179,12 +179,13 @@ def _encode(world: World, attempt: SimAttempt, part: Part, keeper: str) -> None:
     place = group.index(keeper)
     block = part._replace(rank=-1 - place)
     for lane, members in enumerate(attempt.lanes(group)):
-        parity = HeldParity(
+        parity = PartRef(
+            node=keeper,
             arena=f"parity/{lane}.{part.attempt}",
             held=block.held(),
-            num_parities=attempt.plan.tolerance,
-            place=place,
-            members=members,
+            covered=Covered(
+                tolerance=attempt.plan.tolerance, place=place, members=members
+            ),
         )
         world.memory.write_parity(keeper, parity)
         world.memory.copied.append((world.now_s, keeper, parity.arena, block))

@@ -178,7 +178,7 @@ class ParityMirror(Replication):
         group = self._group
         places = range(len(group.places))
         sizes = [found[index].body_bytes if index in found else 0 for index in places]
-        arena = self._reserve(row, buffer_bytes(sizes, num_parities=group.num_parities))
+        arena = self._reserve(row, buffer_bytes(sizes, tolerance=group.tolerance))
         if any((held.attempt, held.step) == (group.attempt, step) for held in arena.versions()):
             return True
         world_size = next(iter(found.values())).held.world_size
@@ -186,7 +186,7 @@ class ParityMirror(Replication):
             attempt=group.attempt,
             step=step,
             world_size=world_size,
-            num_parities=group.num_parities,
+            tolerance=group.tolerance,
             place=group.place,
             members=tuple(_member(found.get(index)) for index in places),
         )

@@ -35,13 +35,12 @@ from tests.support.live_pages import collector, live_page, require
 from ucp_core.storage import join
 from workers.protocol import (
     CHECKPOINTS,
-    HeldPart,
     Inventory,
+    PartRef,
     Source,
     StepFacts,
     WorkerPhase,
     WorkerReport,
-    held_source,
     stored_source,
 )
 
@@ -195,10 +194,16 @@ def test_what_is_stored_while_memory_is_asked_is_in_memory_too(tmp_path: Path) -
     async def losses() -> dict[str, Any]:
         step = 19 + len(asked)
         asked.append(step)
-        parts = tuple(HeldPart(arena=f"w{rank}.1", held=held(step, rank)) for rank in (0, 1))
-        document = loss_document(
-            [Inventory(node=node, host="h", port=7, parts=parts) for node in nodes], run.state
-        )
+        inventories = [
+            Inventory(
+                node=node,
+                parts=tuple(
+                    PartRef(node=node, arena=f"w{rank}.1", held=held(step, rank)) for rank in (0, 1)
+                ),
+            )
+            for node in nodes
+        ]
+        document = loss_document(inventories, run.state)
         if step == 19:
             save(run.store, small_state(), step=20, root=join(run.path, CHECKPOINTS))
         return document
@@ -213,12 +218,12 @@ def test_a_plan_counts_on_nothing_that_could_not_be_loaded(tmp_path: Path) -> No
     run = _run_in(tmp_path)
     for step in (10, 20):
         save(run.store, small_state(), step=step, root=join(run.path, CHECKPOINTS))
-    part = HeldPart(arena="w0.1", held=replace(held(30, 0), world_size=1))
     nodes = [node.name for node in run.state.fleet.nodes.values()]
-    _find_damaged(run, stored_source(20, 1), held_source(nodes[0], part.arena, part.held))
+    part = PartRef(node=nodes[0], arena="w0.1", held=replace(held(30, 0), world_size=1))
+    _find_damaged(run, stored_source(20, 1), part.source)
 
     async def losses() -> dict[str, Any]:
-        return loss_document([Inventory(node=nodes[0], host="h", port=7, parts=(part,))], run.state)
+        return loss_document([Inventory(node=nodes[0], parts=(part,))], run.state)
 
     plan = asyncio.run(_plan(tmp_path, losses, nodes[1]))
 

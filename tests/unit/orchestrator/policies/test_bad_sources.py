@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 from orchestrator.policies.bad_sources import described, good, in_storage, on_node, still_bad
-from workers.protocol import Held, HeldPart, Inventory, held_source, stored_source
+from workers.protocol import Held, Inventory, PartRef, stored_source
 
 
-def _part(arena: str, *, buffer: int, sequence: int, step: int = 5) -> HeldPart:
+def _part(arena: str, *, buffer: int, sequence: int, step: int = 5) -> PartRef:
     held = Held(
         buffer=buffer,
         sequence=sequence,
@@ -13,11 +15,11 @@ def _part(arena: str, *, buffer: int, sequence: int, step: int = 5) -> HeldPart:
         data_bytes=1,
         record_bytes=1,
     )
-    return HeldPart(arena=arena, held=held)
+    return PartRef(node="a", arena=arena, held=held)
 
 
-def _inventory(node: str, *parts: HeldPart) -> Inventory:
-    return Inventory(node=node, host="h", port=1, parts=parts)
+def _inventory(node: str, *parts: PartRef) -> Inventory:
+    return Inventory(node=node, parts=tuple(replace(part, node=node) for part in parts))
 
 
 def test_only_the_very_buffer_is_left_out() -> None:
@@ -27,9 +29,9 @@ def test_only_the_very_buffer_is_left_out() -> None:
     copy = _part("a/w.1", buffer=0, sequence=4)
     inventories = [_inventory("a", bad, *others), _inventory("b", copy)]
 
-    left = good(inventories, [held_source("a", bad.arena, bad.held)])
+    left = good(inventories, [bad.source])
 
-    assert [one.parts for one in left] == [others, (copy,)]
+    assert [one.parts for one in left] == [others, (replace(copy, node="b"),)]
 
 
 def test_a_version_in_storage_says_nothing_of_the_same_step_in_memory() -> None:
@@ -39,7 +41,7 @@ def test_a_version_in_storage_says_nothing_of_the_same_step_in_memory() -> None:
 
     assert good([_inventory("a", part)], bad) == [_inventory("a", part)]
     assert in_storage(bad) == {5}
-    assert in_storage([held_source("a", "w.1", part.held)]) == frozenset()
+    assert in_storage([part.source]) == frozenset()
 
 
 def test_what_counts_no_more_need_not_be_left_out() -> None:
@@ -54,7 +56,7 @@ def test_what_counts_no_more_need_not_be_left_out() -> None:
 def test_a_keeper_is_told_of_its_own_buffers_and_people_of_all() -> None:
     """A keeper that is told of another's would look for an arena that it has not."""
     part = _part("w.1", buffer=2, sequence=8)
-    bad = [held_source("aa", "w.1", part.held), stored_source(5, 1)]
+    bad = [replace(part, node="aa").source, stored_source(5, 1)]
 
     assert on_node(bad, "aa") == (("w.1", 2, 8),)
     assert on_node(bad, "bb") == ()

@@ -14,7 +14,7 @@ from orchestrator.policies import (
     plan_recovery,
 )
 from orchestrator.policies.versions import newest, newest_stored, protection, protects
-from workers.protocol import Held, HeldParity, HeldPart, Inventory, Member
+from workers.protocol import Covered, Held, Inventory, Member, PartRef
 
 LINEAGE = ((1, 0),)
 
@@ -33,9 +33,9 @@ def _held(step: int, rank: int, *, attempt: int = 1, world_size: int = 2) -> Hel
 
 
 def _inventory(node: str, own: Sequence[Held], copies: Sequence[Held] = ()) -> Inventory:
-    parts = [HeldPart(arena=f"w{held.rank:04d}.0", held=held) for held in own]
-    parts += [HeldPart(arena=f"other/w{held.rank:04d}.0", held=held) for held in copies]
-    return Inventory(node=node, host="10.0.0.1", port=7, parts=tuple(parts))
+    parts = [PartRef(node=node, arena=f"w{held.rank:04d}.0", held=held) for held in own]
+    parts += [PartRef(node=node, arena=f"other/w{held.rank:04d}.0", held=held) for held in copies]
+    return Inventory(node=node, parts=tuple(parts))
 
 
 #: Two nodes with a rank each; both copied step 8 of the other, only step 9 is not copied yet.
@@ -162,16 +162,13 @@ def test_what_no_memory_has_is_computed_from_parities() -> None:
     group = [
         Inventory(
             node=node * 2,
-            host="",
-            port=0,
-            parts=(HeldPart(arena="w.0", held=_held(9, rank, world_size=4)),),
+            parts=(PartRef(node=node * 2, arena="w.0", held=_held(9, rank, world_size=4)),),
             parities=(
-                HeldParity(
+                PartRef(
+                    node=node * 2,
                     arena="parity/0.1",
                     held=_held(9, -1 - rank, world_size=4),
-                    num_parities=2,
-                    place=rank,
-                    members=members,
+                    covered=Covered(tolerance=2, place=rank, members=members),
                 ),
             ),
         )

@@ -103,7 +103,7 @@ def test_what_a_lost_node_held_is_loaded_from_the_copies(
 
     inventory = near.inventory()
     assert _held(inventory) == {("w0001.1", 1, 3), (f"{'b' * 12}/w0002.1", 1, 3)}
-    client = WireClient((inventory.host, inventory.port), secret=near.secret)
+    client = WireClient(near.address, secret=near.secret)
     parts = [RemotePart(client, each.arena, each.held) for each in inventory.parts]
     whole = part(0, 0, 1)
     load(open_version(complete_versions(parts)[1, 3]), [whole])
@@ -148,7 +148,7 @@ def test_a_group_keeps_parities_until_the_next_order(
             GroupPlace(peer=None if other is memory else _peer(other, where), ranks=(rank,))
             for rank, (other, where) in enumerate(zip(memories, names, strict=True))
         )
-        group = ParityGroup(attempt=1, num_parities=1, places=places)
+        group = ParityGroup(attempt=1, tolerance=1, places=places)
         order = KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=(), parity=group)
         assert memory.fence(order)
         memory.obey(order)
@@ -163,8 +163,10 @@ def test_a_group_keeps_parities_until_the_next_order(
         inventory = memory.inventory()
         assert inventory.budget_bytes == 64 << 20
         (kept,) = inventory.parities
-        assert (kept.held.step, kept.place, kept.num_parities) == (3, place, 1)
-        assert [each.rank for each in kept.members if each] == [0, 1, 2]
+        covered = kept.covered
+        assert covered is not None
+        assert (kept.held.step, covered.place, covered.tolerance) == (3, place, 1)
+        assert [each.rank for each in covered.members if each] == [0, 1, 2]
         assert [each.held.rank for each in inventory.parts] == [place]
     assert eventually(lambda: all(trainer.is_followed() for trainer in trainers))
     for memory in memories:
@@ -186,7 +188,7 @@ def test_a_group_that_no_thread_was_left_for_is_followed_by_the_same_order_again
         GroupPlace(peer=None, ranks=(0,)),
         GroupPlace(peer=_peer(other, names[1]), ranks=(1,)),
     )
-    group = ParityGroup(attempt=1, num_parities=1, places=places)
+    group = ParityGroup(attempt=1, tolerance=1, places=places)
     order = KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=(), parity=group)
     assert mine.fence(order)
     with monkeypatch.context() as patch:

@@ -16,7 +16,7 @@ from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.server import WireServer
 from workers.memory import descriptor_socket
-from workers.protocol import LOCAL_MEMORY, PEER_MEMORY, MemoryPart, Source, held_source
+from workers.protocol import LOCAL_MEMORY, PEER_MEMORY, PartRef, Peer, Source
 
 SECRET = b"of this keeper"
 WORLD = 2
@@ -33,15 +33,14 @@ class Keeper:
         self.door = DescriptorServer(descriptor_socket(directory), self.table)
         self.wire = WireServer(self.table, host="127.0.0.1", secret=SECRET)
         self.is_open = {"door", "wire"}
-        self.parts: dict[int, MemoryPart] = {}
+        self.parts: dict[int, PartRef] = {}
         for rank in ranks:
             name = f"w{rank:04d}.1"
             arena = self.table.reserve(name, body_bytes=1 << 20)
             held = write_version(arena, STATE, step=3, rank=rank, world_size=WORLD)
             host, port = self.wire.address
-            self.parts[rank] = MemoryPart(
-                node=node, host=host, port=port, secret=SECRET, arena=name, held=held
-            )
+            peer = Peer(node=node, host=host, port=port, secret=SECRET)
+            self.parts[rank] = PartRef(node=node, arena=name, held=held, peer=peer)
 
     def flip(self, rank: int, byte: int) -> None:
         """Flip a bit of what is held of a rank; counted from the end if negative."""
@@ -53,8 +52,7 @@ class Keeper:
 
     def source(self, rank: int) -> Source:
         """Return what is held of a rank as a source."""
-        part = self.parts[rank]
-        return held_source(part.node, part.arena, part.held)
+        return self.parts[rank].source
 
     def overwrite(self, rank: int) -> None:
         """Begin another version where the part of a rank is."""

@@ -20,7 +20,7 @@ from workers.keeper.peers.parity_mirror import parity_name
 from workers.keeper.peers.server import WireServer
 from workers.memory import Arena, LocalPart, Part, descriptor_socket
 from workers.parity import ParityRecord, buffer_bytes, read_record, write
-from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY, Member, MemoryPart, held_source
+from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY, Member, PartRef, Peer
 
 WORLD = 4
 STATE = make_state(7)
@@ -48,12 +48,11 @@ class _Node:
     def own(self) -> str:
         return f"w{self.name}.1"
 
-    def place(self, name: str) -> MemoryPart:
+    def place(self, name: str) -> PartRef:
         (held,) = self.arena(name).versions()
         host, port = self.wire.address
-        return MemoryPart(
-            node=self.name, host=host, port=port, secret=SECRET, arena=name, held=held
-        )
+        peer = Peer(node=self.name, host=host, port=port, secret=SECRET)
+        return PartRef(node=self.name, arena=name, held=held, peer=peer)
 
     def flip(self, name: str, byte: int) -> None:
         held = self.place(name).held
@@ -103,11 +102,11 @@ def _protect(nodes: Sequence[_Node], num_parities: int) -> None:
             attempt=1,
             step=3,
             world_size=WORLD,
-            num_parities=num_parities,
+            tolerance=num_parities,
             place=place,
             members=members,
         )
-        body_bytes = buffer_bytes(sizes, num_parities=num_parities)
+        body_bytes = buffer_bytes(sizes, tolerance=num_parities)
         arena = node.table.reserve(PARITIES, body_bytes=body_bytes)
         arena.begin(0, attempt=1, step=3, rank=-1 - place, world_size=WORLD)
         data_bytes, record_bytes = write(record, parts, arena.body(0))
@@ -157,7 +156,7 @@ def test_a_damaged_member_gives_way_to_the_parities(
     with closing(_sources([nodes[0], nodes[2], nodes[3]])) as found:
         found.load(_read)
 
-    assert found.damaged == [held_source(source.node, source.arena, source.held)]
+    assert found.damaged == [source.source]
     assert found.unread == []
 
 
@@ -170,7 +169,7 @@ def test_a_damaged_parity_gives_way_to_the_other(nodes: list[_Node], bad: int) -
     with closing(_sources([nodes[0], nodes[2], nodes[3]])) as found:
         found.load(_read)
 
-    expected = [held_source(source.node, source.arena, source.held)]
+    expected = [source.source]
     # What is lost with node 1 needs P of the stripes 2 and 3.
     assert found.damaged == (expected if bad else [])
     assert found.unread == []
@@ -215,7 +214,7 @@ def test_every_flipped_bit_of_what_a_part_is_computed_from_is_noticed(
         arena._memory[:] = content
 
         blamed = [*found.damaged, *found.unread]
-        assert blamed == [held_source(source.node, source.arena, held)], (number, name, at, byte)
+        assert blamed == [source.source], (number, name, at, byte)
         if at == "data" or (name, at) == (PARITIES, "record"):
             assert found.unread == [], "it is proven"
 

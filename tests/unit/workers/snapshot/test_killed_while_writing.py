@@ -26,7 +26,7 @@ from tests.support.snapshot_rank import Node, Rank, state
 from ucp_core.lineage import Lineage
 from ucp_core.native import load
 from workers.memory import Arena, LocalPart, open_version
-from workers.protocol import Held, HeldPart, Inventory
+from workers.protocol import Held, Inventory, PartRef
 from workers.snapshot import SnapshotMemory, SnapshotWriter
 from workers.state import StateEntry
 
@@ -184,8 +184,8 @@ def test_what_a_writer_completes_that_wakes_in_a_later_attempt_counts_no_more(
 
 def _newest(node: Node, lineage: Lineage) -> Held:
     """Return what a run resumes from that asks this keeper only."""
-    parts = tuple(HeldPart(arena="w", held=held) for held in node.arena().versions())
-    inventory = Inventory(node="n", host="", port=0, parts=parts)
+    parts = tuple(PartRef(node="n", arena="w", held=held) for held in node.arena().versions())
+    inventory = Inventory(node="n", parts=parts)
     found = versions.newest([inventory], (0, 0), lineage, total_steps=9)
     assert found is not None
     return found.parts[0].held

@@ -26,11 +26,10 @@ from workers.protocol import (
     PARITY,
     GroupPlace,
     Held,
-    MemoryPart,
+    PartRef,
     ParityGroup,
     Peer,
     Source,
-    held_source,
 )
 from workers.snapshot import replica_parity
 from workers.snapshot.buffer_layout import Captured
@@ -139,7 +138,7 @@ def _protect(replicas: Sequence[_Replica], stack: ExitStack) -> None:
             GroupPlace(peer=None if rank == own.rank else replicas[rank].peer, ranks=(rank,))
             for rank in own.group
         )
-        group = ParityGroup(attempt=1, num_parities=1, places=places, over_replicas=True)
+        group = ParityGroup(attempt=1, tolerance=1, places=places, over_replicas=True)
         own.mirror = ParityMirror(own.node.table, group)
         stack.callback(own.mirror.stop)
     arenas = [one.arena(parity=False) for one in replicas]
@@ -170,17 +169,10 @@ def _content(held: Held) -> Held:
     return replace(held, buffer=0, sequence=0)
 
 
-def _left(replicas: Sequence[_Replica], step: int) -> list[MemoryPart]:
+def _left(replicas: Sequence[_Replica], step: int) -> list[PartRef]:
     """Return what some hold of a step, as a worker on the node of the first reaches it."""
     return [
-        MemoryPart(
-            node=one.peer.node,
-            host=one.peer.host,
-            port=one.peer.port,
-            secret=SECRET,
-            arena=name,
-            held=held,
-        )
+        PartRef(node=one.peer.node, arena=name, held=held, peer=one.peer)
         for one in replicas
         for name, versions in one.node.table.versions().items()
         for held in versions
@@ -188,7 +180,7 @@ def _left(replicas: Sequence[_Replica], step: int) -> list[MemoryPart]:
     ]
 
 
-def _loaded(places: Sequence[MemoryPart], near: _Replica) -> tuple[list[Source], set[str]]:
+def _loaded(places: Sequence[PartRef], near: _Replica) -> tuple[list[Source], set[str]]:
     """Load a version and compare it; return what was found damaged, and kinds of sources."""
     sources = MemorySources(places, node=near.peer.node, keeper_directory=near.node.directory)
     with closing(sources):
@@ -254,7 +246,7 @@ def test_a_damaged_share_gives_way_to_the_parities_of_the_others(tmp_path: Path)
         arena.body(held.buffer)[held.data_bytes // 2] ^= 16
 
         damaged, kinds = _loaded(_left(replicas, 1), replicas[0])
-        assert damaged == [held_source("node1", "w0001.1", held)]
+        assert damaged == [PartRef(node="node1", arena="w0001.1", held=held).source]
         assert PARITY in kinds
 
 

@@ -10,7 +10,7 @@ from orchestrator.core import events as ev
 from orchestrator.policies import LayoutRules, Mechanism, Preference, RedundancyRules
 from orchestrator.traffic import Topology
 from tests.support.keeper_handles import held
-from workers.protocol import held_source
+from workers.protocol import PartRef
 
 RULES = RunRules(
     run="test",
@@ -115,7 +115,7 @@ def test_racks_that_nodes_share_are_told() -> None:
 
 def test_keepers_are_told_what_is_bad_while_the_attempt_trains() -> None:
     """A rank that found a damaged copy loads another; nobody else is to be offered it."""
-    bad = (held_source("a", "w0.0", held(7, 0)),)
+    bad = (PartRef(node="a", arena="w0.0", held=held(7, 0)).source,)
     formed = ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0001", damaged=bad)
     _, (order,) = _fold(_started(), formed)
 

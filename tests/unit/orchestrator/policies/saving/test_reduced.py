@@ -24,9 +24,9 @@ def test_nobody_is_told_before_redundancy_is_reduced_for_long() -> None:
     """Every recovery reduces it for a moment; an alert for each would not be read any more."""
     begun = [(0.0, True), (ALERT_S - 1, True)]
 
-    assert alert(_after(begun), survived=0, wanted=1) == ()
-    (line,) = alert(_after([*begun, (ALERT_S, True)]), survived=0, wanted=1)
+    assert alert(_after(begun), survived=0, tolerance=1) == ()
+    (line,) = alert(_after([*begun, (ALERT_S, True)]), survived=0, tolerance=1)
     assert line.startswith("for 60 s the loss of no node would be recovered")
-    (line,) = alert(_after([*begun, (ALERT_S, True)]), survived=1, wanted=2)
+    (line,) = alert(_after([*begun, (ALERT_S, True)]), survived=1, tolerance=2)
     assert line.startswith("for 60 s the loss of 1 node and no more would be recovered")
-    assert alert(_after([*begun, (ALERT_S, False)]), survived=1, wanted=1) == ()
+    assert alert(_after([*begun, (ALERT_S, False)]), survived=1, tolerance=1) == ()

@@ -14,7 +14,7 @@ from orchestrator.policies import (
     state_bytes,
 )
 from ucp_core.layout import ParallelLayout
-from workers.protocol import Held, HeldPart, Inventory
+from workers.protocol import Held, Inventory, PartRef
 
 FIVE = ("e", "c", "a", "b", "d")
 
@@ -239,7 +239,7 @@ def test_keepers_copy_into_another_rack_too() -> None:
 def test_the_size_of_the_state_is_that_of_its_newest_version() -> None:
     """Ranks hold about the same each, and an older version may have had other tensors."""
 
-    def part(step: int, rank: int, size_bytes: int) -> HeldPart:
+    def part(step: int, rank: int, size_bytes: int) -> PartRef:
         held = Held(
             buffer=0,
             sequence=2,
@@ -250,9 +250,9 @@ def test_the_size_of_the_state_is_that_of_its_newest_version() -> None:
             data_bytes=size_bytes - 10,
             record_bytes=10,
         )
-        return HeldPart(arena=f"w{rank}.1", held=held)
+        return PartRef(node="a", arena=f"w{rank}.1", held=held)
 
     parts = (part(4, 0, 900), part(5, 0, 100), part(5, 1, 101))
-    inventory = Inventory(node="a", host="", port=0, parts=parts)
+    inventory = Inventory(node="a", parts=parts)
     assert state_bytes([inventory]) == 3 * 101
     assert state_bytes([]) == 0

@@ -26,7 +26,7 @@ def _reduced_for_s(states: list[RunState]) -> float | None:
     """Return what the status says after a look at each, when keepers hold nothing."""
 
     async def act(snapshots: Snapshots, _: dict[str, Handle]) -> Any:
-        watch = ProtectionWatch(snapshots=snapshots, wanted=1)
+        watch = ProtectionWatch(snapshots=snapshots, tolerance=1)
         for number, state in enumerate(states):
             watch.look(state, number * LOOK_S)
         return watch.redundancy(states[-1])["reduced_for_s"]
@@ -72,8 +72,8 @@ def test_it_is_said_once_that_a_node_which_was_left_is_not_needed() -> None:
         for node in handles:
             held = await handles[node].held.remote()
             snapshots.on_report(NodeReport(node=node, seq=1, workers=(), inventory=held))
-        watch = ProtectionWatch(snapshots=snapshots, wanted=0)
-        careful = ProtectionWatch(snapshots=snapshots, wanted=1)
+        watch = ProtectionWatch(snapshots=snapshots, tolerance=0)
+        careful = ProtectionWatch(snapshots=snapshots, tolerance=1)
         looks = enumerate([used, lost, left, left])
         return [watch.look(state, at_s) for at_s, state in looks] + [careful.look(left, 0.0)]
 

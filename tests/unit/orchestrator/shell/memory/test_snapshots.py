@@ -36,13 +36,12 @@ from ucp_core.errors import StorageError
 from ucp_core.native import MANIFEST_NAME, checkpoint_name, save_rank
 from ucp_core.storage import MemoryStore, Store
 from workers.protocol import (
-    HeldParity,
-    HeldPart,
+    Covered,
     Inventory,
     Member,
     NodeReport,
+    PartRef,
     Source,
-    held_source,
     stored_source,
 )
 
@@ -192,7 +191,8 @@ def test_what_is_damaged_in_storage_is_named_also_if_nothing_is_left() -> None:
 
 def test_what_is_bad_is_passed_over_in_either_tier() -> None:
     """The same step of the other tier comes before an older one of the same."""
-    in_memory, in_storage = held_source("aa", "w0.0", held(7, 0)), stored_source(7, 1)
+    in_memory = PartRef(node="aa", arena="w0.0", held=held(7, 0)).source
+    in_storage = stored_source(7, 1)
     store = MemoryStore()
     _commit(store, 7)
 
@@ -210,7 +210,7 @@ def test_what_is_bad_is_passed_over_in_either_tier() -> None:
 
 def test_a_keeper_is_told_what_it_is_to_hold_no_longer() -> None:
     """Whoever asks it must not be offered it again, be it a rank or another keeper."""
-    bad = (held_source("aa", "w0.0", held(7, 0)), stored_source(7, 1))
+    bad = (PartRef(node="aa", arena="w0.0", held=held(7, 0)).source, stored_source(7, 1))
 
     async def act(_: Snapshots, handles: Handles) -> Any:
         orders = Orders(handles.nodes, 0)
@@ -290,7 +290,7 @@ def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
 
     early, whole = with_keepers(MemoryStore(), act)
     assert (early.parity, early.copies_of, whole.copies_of) == (None, (), ())
-    assert (whole.parity.attempt, whole.parity.num_parities, whole.parity.place) == (1, 1, 1)
+    assert (whole.parity.attempt, whole.parity.tolerance, whole.parity.place) == (1, 1, 1)
     assert [place.ranks for place in whole.parity.places] == [(0,), (1,), (2, 3)]
     assert [place.peer and place.peer.node for place in whole.parity.places] == ["aa", None, "cc"]
 
@@ -351,9 +351,8 @@ def test_only_what_storage_lacks_is_stored_at_the_end() -> None:
 def test_a_version_that_must_be_computed_gives_way_at_the_end() -> None:
     """Keepers store what they hold: half of the newest version would be no version."""
     members = tuple(Member(rank=rank, data_bytes=10, record_bytes=1) for rank in (0, 1))
-    parity = HeldParity(
-        arena="parity/0.1", held=held(7, -1), num_parities=1, place=0, members=members
-    )
+    covered = Covered(tolerance=1, place=0, members=members)
+    parity = PartRef(node="aa", arena="parity/0.1", held=held(7, -1), covered=covered)
 
     async def act(made: Snapshots, handles: Handles) -> Any:
         near, far = (handle._inventory for handle in handles.values())
@@ -371,9 +370,9 @@ def test_what_a_dead_keeper_said_protects_nobody() -> None:
 
     async def act(made: Snapshots, handles: Handles) -> Any:
         survived = []
-        parts = tuple(HeldPart(arena="w", held=held(7, rank)) for rank in (0, 1))
         for node in ("aa", "bb"):
-            inventory = Inventory(node=node, host="h", port=7, parts=parts)
+            parts = tuple(PartRef(node=node, arena="w", held=held(7, rank)) for rank in (0, 1))
+            inventory = Inventory(node=node, parts=parts)
             made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
         for secret in (b"bb", b"", b"new"):
             handles.nodes.views["bb"].secret = secret

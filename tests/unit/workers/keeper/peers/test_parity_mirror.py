@@ -90,7 +90,7 @@ def _protecting(
         places = tuple(
             GroupPlace(peer=None if node is own else node.peer, ranks=node.ranks) for node in nodes
         )
-        group = ParityGroup(attempt=attempt, num_parities=num_parities, places=places)
+        group = ParityGroup(attempt=attempt, tolerance=num_parities, places=places)
         own.mirror = ParityMirror(own.table, group)
         mirrors.append(own.mirror)
     yield mirrors

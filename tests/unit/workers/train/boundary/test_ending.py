@@ -9,14 +9,14 @@ import pytest
 from ucp_core.errors import StorageError
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore
-from workers.protocol import STOPPED, Assignment, Held, MemoryPart
+from workers.protocol import STOPPED, Assignment, Held, PartRef
 from workers.records import ProgressRecord
 from workers.settings import Settings
 from workers.train.boundary.ending import Ending
 from workers.train.context import WorkerContext
 
 
-def ending(folder: Path, memory: tuple[MemoryPart, ...]) -> Ending:
+def ending(folder: Path, memory: tuple[PartRef, ...]) -> Ending:
     context = WorkerContext(
         worker="w0001",
         settings=Settings(),
@@ -48,7 +48,7 @@ def test_storage_that_is_away_keeps_no_run_from_what_memory_holds(tmp_path: Path
     held = Held(
         buffer=0, sequence=2, attempt=1, step=5, rank=0, world_size=1, data_bytes=1, record_bytes=1
     )
-    part = MemoryPart(node="a", host="", port=0, arena="w0001.0", held=held, secret=b"")
+    part = PartRef(node="a", arena="w0001.0", held=held)
 
     assert not ending(tmp_path, (part,)).resumed()
     with pytest.raises(StorageError):
