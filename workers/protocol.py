@@ -90,13 +90,13 @@ class Covered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRef:
-    """A rank's part of a version in a keeper's memory, own or copied, or its parities of one."""
+    """What a buffer of a keeper holds: a rank's part of a version, or a node's parities of one."""
 
     node: str  #: Ray node id, hex.
     arena: str  #: Name of the arena on the node.
     held: Held  #: The content of one of its buffers; the rank is below 0 for parities.
     covered: Covered | None = None  #: For parities only.
-    peer: Peer | None = None  #: Its keeper, for readers: in an ``Inventory`` there is none.
+    peer: Peer | None = None  #: Its keeper; the controller adds it for those who read.
 
     @property
     def is_copy(self) -> bool:

@@ -155,10 +155,10 @@ def protects(
     tolerance: int,
     total_steps: int,
 ) -> bool:
-    """Return whether ``nodes`` alone hold a version of ``attempt`` that survives losses.
+    """Return whether ``nodes`` alone hold a version of ``attempt`` that survives enough losses.
 
-    That is, of ``tolerance`` of these nodes. Any other keeper then holds nothing that the run needs.
-    As for ``newest``, the last step is no version.
+    Enough is ``tolerance``. Any other keeper then holds nothing that the run needs. As for
+    ``newest``, the last step is no version.
     """
 
     def helps(ref: PartRef) -> bool:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from workers.parity import Stripes
 from workers.parity import code as parity
 from workers.parity.code import BLOCK_BYTES, P, Q
-from workers.snapshot.replica_parity import fold, folds
+from workers.snapshot.for_others import fold, folds
 
 #: Issue of this part: at least so much of a copy's speed.
 TARGETS = {"replica": 0.60, "one": 0.60, "two": 0.25}

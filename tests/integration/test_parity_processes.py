@@ -16,7 +16,7 @@ from ucp_core.native import Checkpoint, load
 from workers.keeper import MemorySources
 from workers.keeper.peers.parity_mirror import parity_name
 from workers.memory import Arena, notify, open_arena, reserve
-from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY, GroupPlace, PartRef, ParityGroup
+from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY, GroupPlace, ParityGroup, PartRef
 
 #: Ranks by node: the first has more than the others.
 RANKS = ((0, 1), (2,), (3,), (4,), (5,))

@@ -28,8 +28,8 @@ from workers.protocol import (
     Completed,
     GroupPlace,
     KeeperOrder,
-    PartRef,
     ParityGroup,
+    PartRef,
     Yielded,
 )
 from workers.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings

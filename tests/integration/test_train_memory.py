@@ -37,8 +37,8 @@ from workers.memory import descriptor_socket, open_arena
 from workers.protocol import (
     Completed,
     KeeperOrder,
-    PartRef,
     Pace,
+    PartRef,
     Unloadable,
     Yielded,
 )

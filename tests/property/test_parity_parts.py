@@ -22,7 +22,7 @@ from workers.parity import rebuild as parity_part
 from workers.parity.code import BLOCK_BYTES
 from workers.parity.rebuild import Group
 from workers.protocol import Held, Member
-from workers.snapshot.replica_parity import fold, folds
+from workers.snapshot.for_others import fold, folds
 
 ATTEMPT, STEP = 3, 17
 

@@ -14,7 +14,7 @@ from orchestrator.shell.capacity.nodes import Cluster
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.memory.snapshots import Answer, Snapshots
 from ucp_core.storage import Store
-from workers.protocol import Held, PartRef, Inventory, KeeperOrder
+from workers.protocol import Held, Inventory, KeeperOrder, PartRef
 
 ROOT = "run/checkpoints"
 LINEAGE = ((1, 0),)
@@ -34,7 +34,9 @@ class Handle:
         self.orders: list[KeeperOrder] = []
         self.flushed: list[tuple[int, int]] = []
         self.is_silent = False
-        parts = tuple(PartRef(node=node, arena=f"w{rank}.0", held=held(step, rank)) for step in steps)
+        parts = tuple(
+            PartRef(node=node, arena=f"w{rank}.0", held=held(step, rank)) for step in steps
+        )
         self._inventory = Inventory(node=node, parts=parts)
         self.held, self.order, self.flush = Call(self._held), Call(self._order), Call(self._flush)
 

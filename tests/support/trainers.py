@@ -22,7 +22,7 @@ from tests.support.forking import forking
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers import collectives
-from workers.protocol import Assignment, Formed, PartRef, Outcome, Pace
+from workers.protocol import Assignment, Formed, Outcome, Pace, PartRef
 from workers.records import ProgressRecord
 from workers.settings import Settings
 from workers.train import run_attempt

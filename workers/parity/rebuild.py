@@ -6,7 +6,7 @@ be lost; with two parities 2/(k-2), and any two. A rebuilt part is read like any
 by the checksums in its own record.
 
 Counterparts: ``workers.keeper.peers.parity_mirror`` fills the buffers while ranks train, or
-completes those that ``workers.snapshot.replica_parity`` filled.
+completes those that ``workers.snapshot.for_others`` filled.
 """
 
 from __future__ import annotations

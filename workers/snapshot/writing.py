@@ -24,8 +24,7 @@ from workers.protocol import Assignment
 from workers.snapshot.buffer_layout import BLOCK_BYTES, BufferLayout, Captured, source_of
 from workers.snapshot.device import DeviceCopy
 from workers.snapshot.final import FINAL_S_MAX, Fallback, is_quick
-from workers.snapshot.guards import Guards
-from workers.snapshot.replica_parity import ReplicaParity
+from workers.snapshot.for_others import ForOthers
 from workers.state import StateEntry
 
 __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "source_of"]
@@ -76,9 +75,7 @@ class SnapshotWriter:
         self._copy = DeviceCopy(
             Credits(memory.directory), BLOCK_BYTES, stream, checksums=memory.checksums
         )
-        self._for_others: Guards | ReplicaParity = (
-            ReplicaParity(memory, assignment) if assignment.parity else Guards(memory, assignment)
-        )
+        self._for_others = ForOthers(memory, assignment)
         self._layout: BufferLayout | None = None
         self._arena: Arena | None = None
         self._captured: _Copied | None = None

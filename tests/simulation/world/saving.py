@@ -183,9 +183,7 @@ def _encode(world: World, attempt: SimAttempt, part: Part, keeper: str) -> None:
             node=keeper,
             arena=f"parity/{lane}.{part.attempt}",
             held=block.held(),
-            covered=Covered(
-                tolerance=attempt.plan.tolerance, place=place, members=members
-            ),
+            covered=Covered(tolerance=attempt.plan.tolerance, place=place, members=members),
         )
         world.memory.write_parity(keeper, parity)
         world.memory.copied.append((world.now_s, keeper, parity.arena, block))

@@ -161,7 +161,7 @@ class WireClient:
             "after": after,
             "timeout_s": timeout_s,
             "without": sorted(without),
-            "copied": {name: fields_of(held) for name, held in copied.items()},
+            "copied": _fields_of(copied),
         }
         try:
             connection = self._rested()
@@ -172,26 +172,16 @@ class WireClient:
             self._hang_up()
             raise self._unreachable(error) from error
 
-    def note_copied(self, arena: str, held: Held) -> None:
-        """Tell the peer that this version and all older ones are copied, or need not be.
+    def note_copied(self, copied: Mapping[str, Held]) -> None:
+        """Tell the peer that these versions and all older ones are copied, or need not be.
+
+        Without any it still shows the peer that this thread follows it, while others read.
 
         Raises:
             StorageError: The peer cannot be reached.
         """
         try:
-            send_json(self._rested(), {"copied": {arena: fields_of(held)}})
-        except OSError as error:
-            self._hang_up()
-            raise self._unreachable(error) from error
-
-    def keep(self) -> None:
-        """Show the peer that this thread still follows it, while others read.
-
-        Raises:
-            StorageError: The peer cannot be reached.
-        """
-        try:
-            send_json(self._rested(), {"copied": {}})
+            send_json(self._rested(), {"copied": _fields_of(copied)})
         except OSError as error:
             self._hang_up()
             raise self._unreachable(error) from error
@@ -333,6 +323,10 @@ class WireClient:
             port=port,
             refused=False,
         )
+
+
+def _fields_of(copied: Mapping[str, Held]) -> dict[str, Sequence[int]]:
+    return {name: fields_of(held) for name, held in copied.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,12 +54,9 @@ class Mirror(Replication):
         self._client = WireClient(address, secret=secret)
         self._streams = Streams(self._client, address, secret=secret, niceness=niceness)
         what = f"copying what the ranks of node {peer.node} write"
-        super().__init__(what, [self._client], niceness)
+        super().__init__(what, {0: self._client}, niceness)
         self._table = table
         self._peer = peer
-        #: Copies that the peer knows of, by arena, and over how many connections it was told.
-        self._told: dict[str, Held] = {}
-        self._told_over = 0
         #: Arenas without memory, and when to ask again.
         self._refused: dict[str, float] = {}
         #: Overtaken copies in a row, by arena.
@@ -90,20 +87,8 @@ class Mirror(Replication):
                 self._note_problem(gone, "")
             arenas = listing.arenas.items()
             there = [name for name, x in arenas if name not in without and self._copy(name, x)]
-            copied = self._news_of({name: listing.arenas[name].parts[-1] for name in there})
+            copied = self._news_for(0, {name: listing.arenas[name].parts[-1] for name in there})
             self._is_well()
-
-    def _news_of(self, newest: dict[str, Held]) -> dict[str, Held]:
-        """Return the copies that the peer does not know of yet.
-
-        A new connection, which continuing a copy may have made, needs all of them again.
-        """
-        if self._told_over != self._client.num_connections:
-            self._told_over = self._client.num_connections
-            self._told.clear()
-        news = {name: held for name, held in newest.items() if self._told.get(name) != held}
-        self._told.update(news)
-        return news
 
     def _copy(self, name: str, listed: Listed) -> bool:
         """Return whether all that counts in this listing is copied."""

@@ -58,19 +58,17 @@ class ParityMirror(Replication):
     """Keeps this node's parities of a group, under ``parity_name``, until ``stop``."""
 
     def __init__(self, table: ArenaTable, group: ParityGroup, niceness: int = 0) -> None:
-        self._peers = {
+        peers = {
             index: WireClient((place.peer.host, place.peer.port), secret=place.peer.secret)
             for index, place in enumerate(group.places)
             if place.peer is not None and place.ranks
         }
         what = f"protecting a group of {len(group.places)} nodes by parity"
-        super().__init__(what, list(self._peers.values()), niceness)
+        super().__init__(what, peers, niceness)
         self._table = table
         self._group = group
         #: The newest version that all ranks, and all nodes with parities of it, have.
         self._kept: tuple[int, int] | None = None
-        #: Versions that peers know to be protected, by place and arena.
-        self._told: dict[tuple[int, str], Held] = {}
         self._thread.start()
 
     def stop(self) -> None:
@@ -81,7 +79,6 @@ class ParityMirror(Replication):
         super().stop()
 
     def _replicate(self) -> None:
-        self._told.clear()
         # A node without ranks keeps parities, but contributes nothing.
         news = {index: -1 for index, place in enumerate(self._group.places) if place.ranks}
         listed: dict[int, Mapping[str, Listed]] = {}
@@ -106,8 +103,8 @@ class ParityMirror(Replication):
             self._is_well()
 
     def _list(self, place: int, news: int, timeout_s: float) -> tuple[int, Mapping[str, Listed]]:
-        if place in self._peers:
-            listing = self._peers[place].list_arenas(after=news, timeout_s=timeout_s)
+        if place in self._clients:
+            listing = self._clients[place].list_arenas(after=news, timeout_s=timeout_s)
             return listing.news, listing.arenas
         news = self._table.wait_news(news, timeout_s)
         own = {name: arena for name, arena in self._table.arenas().items() if not is_copy(name)}
@@ -125,38 +122,46 @@ class ParityMirror(Replication):
                 if row < len(place.ranks)
             }
             there = {index: each for index, each in found.items() if each is not None}
-            # Some ranks have overwritten it: there is a newer version.
-            make = self._complete_row if self._group.over_replicas else self._make_row
-            if len(there) < len(found) or not make(row, step, there):
+            if len(there) < len(found):
+                # Some ranks have overwritten it: there is a newer version.
+                return False
+            try:
+                if self._group.over_replicas:
+                    self._complete_row(row, step, there)
+                else:
+                    self._make_row(row, step, there)
+            except StorageError as error:
+                if error.facts.get("refused", True):
+                    # Overwritten: the next listing has what is there now.
+                    return False
+                raise
+            except ValueError:
+                # An arena was freed meanwhile.
                 return False
         return True
 
-    def _complete_row(self, row: int, step: int, found: Mapping[int, _Found]) -> bool:
+    def _complete_row(self, row: int, step: int, found: Mapping[int, _Found]) -> None:
         """Add the members' records to the parity that this node's rank has made."""
         rank = self._group.places[self._group.place].ranks[row]
         arena, made = self._made(rank, step)
-        own = self._table.arena(found[self._group.place].arena)
-        if own is None:
-            return False
-        parts: dict[int, Part] = {
-            index: RemotePart(self._peers[index], each.arena, each.held)
-            if index in self._peers
-            else LocalPart(own, each.held)
-            for index, each in found.items()
-        }
+        parts = {index: self._part(index, each) for index, each in found.items()}
         try:
             complete_draft(made, parts, arena.body(made.held.buffer))
         except ParityError as error:
             raise ArenaError(f"the parity of rank {rank} is of no use: {error}") from error
-        except StorageError as error:
-            if error.facts.get("refused", True):
-                # Overwritten: the next listing has what is there now.
-                return False
-            raise
-        except ValueError:
-            # An arena was freed meanwhile.
-            return False
-        return True
+
+    def _part(self, index: int, found: _Found) -> Part:
+        """Return what is read of a node.
+
+        Raises:
+            StorageError: It is this one, and the arena was freed.
+        """
+        if index in self._clients:
+            return RemotePart(self._clients[index], found.arena, found.held)
+        own = self._table.arena(found.arena)
+        if own is None:
+            raise StorageError(f"{found.arena} was freed", arena=found.arena)
+        return LocalPart(own, found.held)
 
     def _made(self, rank: int, step: int) -> tuple[Arena, LocalPart]:
         """Return the parity that a rank of this node has made from its replica.
@@ -174,13 +179,13 @@ class ParityMirror(Replication):
             rank=rank,
         )
 
-    def _make_row(self, row: int, step: int, found: Mapping[int, _Found]) -> bool:
+    def _make_row(self, row: int, step: int, found: Mapping[int, _Found]) -> None:
         group = self._group
         places = range(len(group.places))
         sizes = [found[index].body_bytes if index in found else 0 for index in places]
         arena = self._reserve(row, buffer_bytes(sizes, tolerance=group.tolerance))
         if any((held.attempt, held.step) == (group.attempt, step) for held in arena.versions()):
-            return True
+            return
         world_size = next(iter(found.values())).held.world_size
         record = ParityRecord(
             attempt=group.attempt,
@@ -190,27 +195,14 @@ class ParityMirror(Replication):
             place=group.place,
             members=tuple(_member(found.get(index)) for index in places),
         )
-        parts = {
-            index: RemotePart(client, found[index].arena, found[index].held)
-            for index, client in self._peers.items()
-            if index in found
-        }
-        try:
-            buffer = arena.choose(self._table.lineage, kept=self._kept)
-            # Not a rank: a reader that takes it for one must find none.
-            rank = -1 - group.place
-            arena.begin(buffer, attempt=group.attempt, step=step, rank=rank, world_size=world_size)
-            data_bytes, record_bytes = write(record, parts, arena.body(buffer))
-            arena.finish(buffer, data_bytes=data_bytes, record_bytes=record_bytes)
-        except StorageError as error:
-            if error.facts["refused"]:
-                # Overwritten: the next listing has what is there now.
-                return False
-            raise
-        except ValueError:
-            # The arena was freed meanwhile.
-            return False
-        return True
+        others = {index: each for index, each in found.items() if index != group.place}
+        parts = {index: self._part(index, each) for index, each in others.items()}
+        buffer = arena.choose(self._table.lineage, kept=self._kept)
+        # Not a rank: a reader that takes it for one must find none.
+        rank = -1 - group.place
+        arena.begin(buffer, attempt=group.attempt, step=step, rank=rank, world_size=world_size)
+        data_bytes, record_bytes = write(record, parts, arena.body(buffer))
+        arena.finish(buffer, data_bytes=data_bytes, record_bytes=record_bytes)
 
     def _reserve(self, row: int, body_bytes: int) -> Arena:
         """Return memory for parities of a row; larger parts get a new arena beside the old ones.
@@ -226,14 +218,15 @@ class ParityMirror(Replication):
 
     def _tell(self, listed: Mapping[int, Mapping[str, Listed]], made: int) -> None:
         """Tell the peers which of their newest versions need no longer be waited for."""
-        for place, client in self._peers.items():
-            for name, each in listed[place].items():
-                newest = each.parts[-1] if each.parts else None
-                if newest is None or self._told.get((place, name)) == newest:
-                    continue
-                if newest.attempt != self._group.attempt or newest.step <= made:
-                    client.note_copied(name, newest)
-                    self._told[place, name] = newest
+        for place, client in self._clients.items():
+            newest = {name: each.parts[-1] for name, each in listed[place].items() if each.parts}
+            safe = {
+                name: held
+                for name, held in newest.items()
+                if held.attempt != self._group.attempt or held.step <= made
+            }
+            if news := self._news_for(place, safe):
+                client.note_copied(news)
 
 
 def _of_attempt(arenas: Mapping[str, Listed], attempt: int) -> _Versions:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError
 from workers.keeper.arena_table import be_nice
 from workers.keeper.peers.client import WireClient
+from workers.protocol import Held
 
 #: How long a peer may hold back a listing without news.
 POLL_S: Final = 1.0
@@ -27,16 +28,21 @@ class Replication(ABC):
 
     Args:
         what: What is done for the peers; a problem appends "fails".
+        clients: The peers, by their place.
 
     Attributes:
         problems: What is wrong now, a line by subject; "" is the peers themselves. Replaced at each
             change, so that any thread may read it.
     """
 
-    def __init__(self, what: str, clients: Sequence[WireClient], niceness: int = 0) -> None:
+    def __init__(self, what: str, clients: Mapping[int, WireClient], niceness: int = 0) -> None:
         self._niceness = niceness
         self._what = what
-        self._clients = tuple(clients)
+        self._clients = clients
+        #: Versions that peers know to be protected, by place and arena, and over how many
+        #: connections each peer was told.
+        self._told: dict[tuple[int, str], Held] = {}
+        self._told_over = dict.fromkeys(clients, 0)
         self.problems: dict[str, str] = {}
         self._stopping = threading.Event()
         self._num_failures = 0
@@ -50,7 +56,7 @@ class Replication(ABC):
     def stop(self) -> None:
         """Stop at once; the copies stay."""
         self._stopping.set()
-        for client in self._clients:
+        for client in self._clients.values():
             client.abort()
         self._thread.join()
 
@@ -72,8 +78,20 @@ class Replication(ABC):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        for client in self._clients:
+        for client in self._clients.values():
             client.close()
+
+    def _news_for(self, place: int, safe: Mapping[str, Held]) -> dict[str, Held]:
+        """Return the versions that a peer does not know yet to be protected, by arena.
+
+        A new connection, which continuing a read may have made, needs all of them again.
+        """
+        if self._told_over[place] != self._clients[place].num_connections:
+            self._told_over[place] = self._clients[place].num_connections
+            self._told = {key: held for key, held in self._told.items() if key[0] != place}
+        news = {name: held for name, held in safe.items() if self._told.get((place, name)) != held}
+        self._told |= {(place, name): held for name, held in news.items()}
+        return news
 
     def _is_well(self) -> None:
         """Note that the peers answer."""

@@ -160,7 +160,7 @@ class Streams:
             now_s = time.monotonic()
             if now_s - kept_s >= _KEEP_S:
                 kept_s = now_s
-                self._client.keep()
+                self._client.note_copied({})
             self._look(now_s)
 
     def _is_over(self) -> bool:

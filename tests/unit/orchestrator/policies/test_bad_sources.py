@@ -34,6 +34,16 @@ def test_only_the_very_buffer_is_left_out() -> None:
     assert [one.parts for one in left] == [others, (replace(copy, node="b"),)]
 
 
+def test_a_bad_parity_is_left_out_too() -> None:
+    """It is no rank's part, and what is computed from it would be as bad."""
+    bad, other = (_part("parity/0.1", buffer=number, sequence=2) for number in (0, 1))
+    inventory = replace(_inventory("a", other), parities=(bad, other))
+
+    (left,) = good([inventory], [bad.source])
+
+    assert (left.parts, left.parities) == ((other,), (other,))
+
+
 def test_a_version_in_storage_says_nothing_of_the_same_step_in_memory() -> None:
     """The other tier is the next source."""
     part = _part("w.1", buffer=0, sequence=4)

@@ -100,7 +100,7 @@ def test_protection_falls_when_a_copy_is_missing() -> None:
     ("changed", "expected"),
     [
         ({}, True),
-        ({"wanted": 2}, False),
+        ({"tolerance": 2}, False),
         ({"nodes": {"aa"}}, False),
         ({"attempt": 2}, False),
         ({"total_steps": 8}, False),
@@ -111,7 +111,7 @@ def test_a_keeper_is_needless_once_the_nodes_of_the_attempt_can_do_without(
 ) -> None:
     """What it holds of an older attempt must not go before something newer is as safe."""
     older = _inventory("cc", [_held(7, 0), _held(7, 1)], [_held(8, 1)])
-    asked = {"attempt": 1, "nodes": {"aa", "bb"}, "wanted": 1, "total_steps": 100, **changed}
+    asked = {"attempt": 1, "nodes": {"aa", "bb"}, "tolerance": 1, "total_steps": 100, **changed}
 
     assert protects((*PAIR, older), LINEAGE, **asked) is expected
 

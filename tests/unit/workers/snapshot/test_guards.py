@@ -14,7 +14,7 @@ from ucp_core.layout import ParallelLayout
 from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.memory import SnapshotMemory, descriptor_socket, guard_name, is_guard
-from workers.snapshot import guards
+from workers.snapshot import for_others
 from workers.snapshot.buffer_layout import Captured
 from workers.state import ReplicaShare, StateEntry, replicas_of
 from workers.state.replica_shares import cut
@@ -109,7 +109,7 @@ def test_memory_that_is_refused_for_a_guard_costs_no_own_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The own one is worth as much as before; the copy follows once there is room."""
-    monkeypatch.setattr(guards, "_REFUSED_S", 0.0)
+    monkeypatch.setattr(for_others, "_REFUSED_S", 0.0)
     node = Node(tmp_path, budget_bytes=4 << 20)
     rank = _begin(SnapshotMemory(node.directory, "w0000"), 0, (1,))
     _take(rank, 1)

@@ -26,12 +26,12 @@ from workers.protocol import (
     PARITY,
     GroupPlace,
     Held,
-    PartRef,
     ParityGroup,
+    PartRef,
     Peer,
     Source,
 )
-from workers.snapshot import replica_parity
+from workers.snapshot import for_others
 from workers.snapshot.buffer_layout import Captured
 from workers.state import ReplicaShare, StateEntry
 from workers.state.replica_shares import cut
@@ -293,7 +293,7 @@ def test_memory_that_is_refused_for_a_parity_costs_no_snapshot_and_holds_nobody_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The own one is worth as much as before; the parity follows once there is room."""
-    monkeypatch.setattr(replica_parity, "_REFUSED_S", 0.0)
+    monkeypatch.setattr(for_others, "_REFUSED_S", 0.0)
     monkeypatch.setattr(following, "_PROBLEM_S", 0.0)
     monkeypatch.setattr(following, "_PAUSE_S_MAX", 0.05)
     with ExitStack() as stack:

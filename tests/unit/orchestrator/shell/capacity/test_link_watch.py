@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from orchestrator.core import Event, LinksTimed
 from orchestrator.diagnosis import Flows, Guilty, Kind, Verdict
 from orchestrator.shell.capacity.link_watch import LinkWatch
+from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.inbox import Inbox
 from workers.protocol import Flow, NodeReport, Peer
 
@@ -32,10 +33,8 @@ class _Lab:
         self.training: tuple[str, ...] = NODES
         self._sent = dict.fromkeys(NODES, (0, 0))
         self._flows = Flows()
-        views: Mapping[str, Any] = {
-            node: SimpleNamespace(
-                node=node, host="", port=1, secret=b"s", lost=asyncio.Event(), keeper=self._as(node)
-            )
+        views = {
+            node: NodeView(node, ("", 0), port=1, secret=b"s", keeper=self._as(node))
             for node in NODES
         }
         self.suspected: list[tuple[float, tuple[Verdict, ...], float, float]] = []

@@ -159,14 +159,14 @@ def test_what_was_copied_is_noted_and_never_taken_back(arena: Arena, client: Wir
     (old,) = arena.versions()
     client.list_arenas(after=-1, timeout_s=0.0)
     assert arena.copy_behind()
-    client.note_copied("w0001", old)
+    client.note_copied({"w0001": old})
     assert eventually(lambda: not arena.copy_behind())
 
     new = _write(arena, 2)
     assert arena.copy_behind()
-    client.note_copied("w0001", new)
-    client.note_copied("w0001", old)
-    client.note_copied("w0404", old)
+    client.note_copied({"w0001": new})
+    client.note_copied({"w0001": old})
+    client.note_copied({"w0404": old})
     # It answers in order: the notices were taken.
     client.list_arenas(after=-1, timeout_s=0.0)
     assert not arena.copy_behind()
@@ -196,7 +196,7 @@ def test_ranks_wait_for_all_who_copy_them(
         each.list_arenas(after=-1, timeout_s=0.0)
     (held,) = arena.versions()
     for each in (client, others[1]):
-        each.note_copied("w0001", held)
+        each.note_copied({"w0001": held})
         each.list_arenas(after=-1, timeout_s=0.0, without=["w0001"] if each is others[1] else [])
     assert arena.copy_behind(), "one has got it, and one that does not follow"
     others[0].close()
