@@ -1,6 +1,6 @@
 """What ten thousand nodes cost the controller: its decisions, its detector, its journal, its page.
 
-    python -m tests.benchmarks fleet [--nodes 10000] [--hours 24] [--storms rack pod ...]
+    python -m tests.benchmarks fleet [--nodes 10000] [--hours 1] [--storms rack pod ...]
         [--parts decisions detection] [--seconds 4] [--histories 0]
 
 The production core, detector, journal, metrics and page; only the machines are not there
@@ -345,7 +345,7 @@ def main() -> None:
     """Print one JSON object for each part, and one of all."""
     parser = argparse.ArgumentParser(description="Time the controller of a large fleet.")
     parser.add_argument("--nodes", type=int, default=10_000)
-    parser.add_argument("--hours", type=float, default=24.0, help="of the trace of faults")
+    parser.add_argument("--hours", type=float, default=1.0, help="of the trace of faults")
     storms = ["rack", "pod", "switch", "storage", "notices", "unreplaced"]
     parser.add_argument("--storms", nargs="*", choices=storms, default=storms)
     parts = ["decisions", "detection"]
