@@ -178,11 +178,13 @@ class PlainState:
 
 
 def make_optimizer_state(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> None:
-    """Have optimizers make all of their state anew, to be filled; gradients are dropped."""
+    """Have optimizers make all of their state, to be filled; gradients are dropped."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
-        optimizer.state.clear()
-        get_optimizer_state_dict(model, optimizer)
+        every = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        if not all(optimizer.state.get(one) for one in every if one.requires_grad):
+            optimizer.state.clear()
+            get_optimizer_state_dict(model, optimizer)
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, tuple[int, ...]]:

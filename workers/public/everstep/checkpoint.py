@@ -136,7 +136,7 @@ def save(
     """Write the state after ``step`` to the folder or URL ``path``; every rank calls it.
 
     Returns when this rank's part is written. The checkpoint counts once all parts are. Saving a
-    step again does nothing, unless the first save failed or ``load`` went back.
+    step again does nothing, unless the first save failed, it was deleted, or ``load`` went back.
 
     Args:
         path: Gets one folder for each step.
@@ -223,8 +223,8 @@ def load(
         path: A folder that ``save`` filled, for its newest checkpoint, or one checkpoint: of
             everstep, DeepSpeed, Megatron, torch DCP or Hugging Face.
         model: As in ``save``, under any layout. Weights may be narrower floats in the checkpoint.
-        optimizer: As in ``save``. Its state is made anew, and gradients are dropped. None loads
-            weights only.
+        optimizer: As in ``save``. It makes its state if it has none yet, and gradients are dropped.
+            None loads weights only.
         extra: Objects with ``load_state_dict`` get the state that was saved under their names.
         rename: The model's names by the checkpoint's: ``{"transformer.*": "model.*"}``.
         missing: Names, with ``*``, of parameters that may keep their values.
@@ -278,7 +278,8 @@ def _captured(
 ) -> Callable[[], None]:
     """Return what writes this rank's part of the state that is there now."""
     folder = _claimed(os.fspath(path))
-    if step in folder.saved:
+    where = join(folder.path, checkpoint_name(step))
+    if step in folder.saved and folder.store.exists(where):
         return lambda: None
     states = [PlainState(*each, rank, is_alone=world_size == 1) for each in pairs]
     names = Counter(chain.from_iterable(state.shards for state in states))
@@ -289,6 +290,7 @@ def _captured(
     write = partial(
         _write,
         folder,
+        where,
         tensors,
         step=step,
         rank=rank,
@@ -303,8 +305,9 @@ def _captured(
     return write
 
 
-def _write(
+def _write(  # noqa: PLR0913 - what makes up a save
     folder: _Folder,
+    where: str,
     tensors: Sequence[LocalTensor],
     *,
     step: int,
@@ -330,7 +333,7 @@ def _write(
         )
         saver.save(
             folder.store,
-            join(folder.path, checkpoint_name(step)),
+            where,
             step=step,
             data=[tensors[index].data for index in saver.order],
             extra=extra,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +204,21 @@ def test_a_job_that_was_replaced_commits_nothing_more(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.CheckpointError, match=r"taken over: claim 2 .* on other"):
         checkpoint.save(tmp_path, 2, model=model, optimizer=optimizer)
     assert checkpoint.newest(tmp_path) == str(tmp_path / "step-00000001")
+
+
+def test_a_step_that_is_saved_again_is_written_only_if_it_is_gone(tmp_path: Path) -> None:
+    """A trainer saves the last step twice; a script deletes its folder and begins again."""
+    model, optimizer = trained()
+    for _ in range(2):
+        checkpoint.save(tmp_path / "kept", 1, model=model, optimizer=optimizer)
+        train(model, optimizer, 3)
+    (path,) = (tmp_path / "kept").glob("*/*.bin")
+    first = path.read_bytes()
+    shutil.rmtree(tmp_path / "kept")
+    checkpoint.save(tmp_path / "kept", 1, model=model, optimizer=optimizer)
+
+    assert path.read_bytes() != first
+    assert checkpoint.newest(tmp_path / "kept") == str(path.parent)
 
 
 def test_old_checkpoints_are_deleted(tmp_path: Path) -> None:
