@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,11 @@ print(checkpoint.load("ckpt", model=model, optimizer=optimizer).step, checkpoint
 def test_an_async_save_has_the_state_at_its_call(tmp_path: Path) -> None:
     """Training changes the same memory while it is written."""
     model, optimizer = trained()
-    expected = whole(model, optimizer)
+    expected, trains_on = whole(model, optimizer), threading.Event()
+    checkpoint._Process.writer.submit(trains_on.wait)
     checkpoint.async_save(tmp_path, 2, model=model, optimizer=optimizer)
     train(model, optimizer, 9)
+    trains_on.set()
     other = fresh()
     loaded = checkpoint.load(tmp_path, model=other[0], optimizer=other[1])
 
