@@ -51,7 +51,7 @@ def test_a_loop_with_fsdp_continues_where_it_was(tmp_path: Path) -> None:
     text = changed((PORTS / "titan_plain.py").read_text(), block("A loop with FSDP2"))
     script = tmp_path / "train.py"
     printed = []
-    for last in (20, 40):
+    for last in (20, 30):
         script.write_text(text.replace("self.step < self.job.steps", f"self.step < {last}"))
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         rank = {
@@ -65,10 +65,10 @@ def test_a_loop_with_fsdp_continues_where_it_was(tmp_path: Path) -> None:
             r"step (\d+): loss (\d\.\d+)", run_script(script, tmp_path, environment=rank)
         )
 
-    assert [int(step) for step, _ in printed] == [10, 20, 30, 40]
+    assert [int(step) for step, _ in printed] == [10, 20, 30]
     losses = [float(loss) for _, loss in printed]
     assert losses == sorted(losses, reverse=True)
-    assert checkpoint.newest(tmp_path / "outputs") == str(tmp_path / "outputs/step-00000040")
+    assert checkpoint.newest(tmp_path / "outputs") == str(tmp_path / "outputs/step-00000020")
 
 
 class Optimizers:

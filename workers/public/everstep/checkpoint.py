@@ -41,7 +41,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -108,7 +107,7 @@ class _Folder:
     path: str
     owner: Owner  #: Its claim, whose number is that of the attempt.
     lineage: Lineage
-    saved: set[int] = field(default_factory=set)  #: Steps that this process saved, or saves.
+    saved: set[int] = field(default_factory=set)  #: Steps that this process saved.
 
 
 class _Process:
@@ -287,39 +286,9 @@ def _captured(
         raise CheckpointError(f"two parts of the model have a {names.most_common(1)[0][0]}")
     tensors = on_host(list(chain.from_iterable(state.training.saved() for state in states)))
     groups = list(chain.from_iterable(state.training.param_groups() for state in states))
-    write = partial(
-        _write,
-        folder,
-        where,
-        tensors,
-        step=step,
-        rank=rank,
-        world_size=world_size,
-        keep=keep,
-        extra=_small_values(states, extra or {}),
-        param_groups=groups,
-        roles=dict(chain.from_iterable(state.roles.items() for state in states)),
-        ties=dict(chain.from_iterable(state.ties.items() for state in states)),
-    )
-    folder.saved.add(step)
-    return write
+    values = _small_values(states, extra or {})
 
-
-def _write(  # noqa: PLR0913 - what makes up a save
-    folder: _Folder,
-    where: str,
-    tensors: Sequence[LocalTensor],
-    *,
-    step: int,
-    rank: int,
-    world_size: int,
-    keep: int,
-    extra: Mapping[str, Any],
-    param_groups: Sequence[Mapping[str, Any]],
-    **relations: Mapping[str, str],
-) -> None:
-    """Write a rank's part, and commit if it is the last one."""
-    try:
+    def write() -> None:
         saver = RankSaver(
             tensors,
             attempt=folder.owner.claim,
@@ -329,17 +298,19 @@ def _write(  # noqa: PLR0913 - what makes up a save
             block_bytes=BLOCK_BYTES,
             require_owner=folder.owner.require,
             uncoordinated=world_size > 1,
-            **relations,
+            roles=dict(chain.from_iterable(state.roles.items() for state in states)),
+            ties=dict(chain.from_iterable(state.ties.items() for state in states)),
         )
         saver.save(
             folder.store,
             where,
             step=step,
             data=[tensors[index].data for index in saver.order],
-            extra=extra,
-            param_groups=param_groups,
+            extra=values,
+            param_groups=groups,
             fsync=False,
         )
+        folder.saved.add(step)
         if keep and rank == 0:
             collect_garbage(
                 folder.store,
@@ -348,9 +319,8 @@ def _write(  # noqa: PLR0913 - what makes up a save
                 lineage=folder.lineage,
                 require_owner=folder.owner.require,
             )
-    except BaseException:
-        folder.saved.discard(step)
-        raise
+
+    return write
 
 
 def _in_background(said: str, write: Callable[[], None]) -> None:
