@@ -133,7 +133,7 @@ def test_stop_is_told_to_the_controller_after_one_that_is_stopped(
     assert strange.returncode == 2
     assert "that is not the token of the run" in strange.stderr
     assert stopped.returncode == 0, stopped.stderr
-    assert "it is ended after 20 s and the next one is told" in stopped.stderr
+    assert "a stopped controller is restarted after 20 s" in stopped.stderr
     assert json.loads(summary.read_text())["outcome"] == "stopped"
 
 
