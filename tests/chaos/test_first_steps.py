@@ -46,7 +46,7 @@ def test_two_commands_lead_from_an_empty_folder_to_steps(tmp_path: Path) -> None
     assert (tmp_path / "out/model.safetensors").exists()
 
 
-def test_a_node_that_is_lost_before_the_first_step_is_told_at_once(tmp_path: Path) -> None:
+def test_a_node_that_is_lost_before_the_first_step_is_told_and_left_at_once(tmp_path: Path) -> None:
     """Eight lines of "waiting" followed, and only the report told that a machine was gone."""
     (tmp_path / "train.py").write_text(
         "import time\nimport torch\nfrom torch.nn.functional import cross_entropy\n"
@@ -81,6 +81,12 @@ def test_a_node_that_is_lost_before_the_first_step_is_told_at_once(tmp_path: Pat
     (trains,) = (at for at, line in enumerate(lines) if "attempt 1 trains on 1 worker " in line)
     assert lost < trains
     assert "lost is complete after step 4 of 4" in "\n".join(lines)
+    first = Path("runs/lost/journal/000001.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in first]
+    started_s = next(one["at_s"] for one in entries if one["kind"] == "StartAttempt")
+    ready_s = [one["at_s"] for one in entries if one["kind"] == "WorkerReady"]
+    # It is not waited for what replaces the node.
+    assert started_s - max(at_s for at_s in ready_s if at_s <= started_s) < 5.0
 
 
 TRAINER = """

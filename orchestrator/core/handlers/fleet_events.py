@@ -146,6 +146,8 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
     if had_links:
         # A worker that was given up because it did not reach this node is wanted again.
         demand.renew_pending(transition)
+    # The first attempt waits for no replacement.
+    transition.follow(CapacityChanged())
 
 
 def node_draining(transition: Transition, event: NodeDraining) -> None:
@@ -240,6 +242,7 @@ def worker_exited(transition: Transition, event: WorkerExited) -> None:
         fleet.strike(transition, worker.node)
     demand.release_failing_reservations(transition, worker.node)
     if not was_inside:
+        transition.follow(CapacityChanged())
         return
     if worker.status is not WorkerStatus.DYING:
         preempted = event.cause == "preempted" or node.is_taken

@@ -81,7 +81,7 @@ def links_due(transition: Transition, _: LinksDue) -> None:
 def _try_start(transition: Transition) -> bool:
     """Start an attempt if there are enough workers; return whether the run waits no longer.
 
-    The first attempt waits a while for all workers.
+    The first attempt waits a while for all workers, but for no replacement of what was lost.
     """
     run = transition.run
     used = capacity(transition)
@@ -91,9 +91,7 @@ def _try_start(transition: Transition) -> bool:
     if transition.now_s < run.hold_until_s:
         run.deadline_s = min(run.deadline_s, run.hold_until_s)
         return False
-    if not run.attempt.members and used < transition.rules.wanted(
-        transition.max_workers, run.refused
-    ):
+    if not run.attempt.members and used < _first_wanted(transition):
         run.enough_since_s = min(run.enough_since_s, transition.now_s)
         grace_end_s = run.enough_since_s + transition.rules.bounds.grace_s
         if transition.now_s < grace_end_s:
@@ -107,6 +105,30 @@ def _try_start(transition: Transition) -> bool:
     else:
         _start(transition)
     return True
+
+
+def _first_wanted(transition: Transition) -> int:
+    """Return how many workers the first attempt waits for.
+
+    What replaces a lost node or process is not waited for: it joins later, as in any attempt.
+    """
+    run, num = transition.run, transition.max_workers
+    if run.fleet.nodes.where(_has_lost):
+        # Those that are ready, and the starting ones that replace no process.
+        nodes = list(run.fleet.nodes.values())
+        num = sum(max(_num_live(transition, one) - len(one.strikes), one.usable) for one in nodes)
+    return transition.rules.wanted(min(num, transition.max_workers), run.refused)
+
+
+def _has_lost(node: Node) -> bool:
+    return not node.alive or bool(node.strikes)
+
+
+def _num_live(transition: Transition, node: Node) -> int:
+    """Return how many processes of ``node`` train or may soon, at most one per reservation."""
+    statuses = [transition.run.fleet.workers[number].status for number in node.workers]
+    num = sum(status is not WorkerStatus.DYING for status in statuses)
+    return min(num, len(node.reservations))
 
 
 def _wait_for_due(transition: Transition) -> None:
