@@ -61,6 +61,10 @@ class LayoutRefusedError(TaskError):
     """The script or the model cannot have the degree of ``facts["axis"]`` in the layout."""
 
 
+class KernelsDifferError(TaskError):
+    """Machines of a deterministic run do not compute alike; all workers raise it."""
+
+
 class ApartError(TaskError):
     """A script does on some workers what all must do; it says which line each of them is in."""
 

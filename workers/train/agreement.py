@@ -1,22 +1,29 @@
-"""Checks that all workers of an attempt have the same data, and register the same state."""
+"""Checks that the workers of an attempt have the same data and state, and compute alike."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
-from typing import Any
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from workers.collectives import on_host
 from workers.data import DataLoader, DataOrder
-from workers.errors import DataDiffersError, TaskError
-from workers.train.executor import ShardedModel
+from workers.errors import DataDiffersError, KernelsDifferError, TaskError
+from workers.settings import TrainSettings
+from workers.train.executor import ShardedModel, checksums, described
 
 log = logging.getLogger(__name__)
+
+#: Bytes in which a worker says where and what it is; characters of a node, and nodes named.
+_TEXT_BYTES: Final = 128
+_NODE_CHARS: Final = 8
+_NUM_NODES: Final = 4
 
 
 def agree_on_data(
@@ -27,17 +34,21 @@ def agree_on_data(
     restored: Mapping[str, Any],
     step: int,
     sharded: ShardedModel,
+    train: TrainSettings,
+    node: str,
 ) -> dict[str, Any]:
-    """Return what a checkpoint records about the data.
+    """Return what a checkpoint records about the data; also compare how the workers compute.
 
     Args:
         data: The number of samples, or what reads them.
         digest: Identifies them; "" for that of the loader.
         restored: The small named values of the version of ``step``.
         step: The step that the attempt resumes from.
+        node: This worker's machine.
 
     Raises:
         DataDiffersError: Workers, or this run and its checkpoint, have different data.
+        KernelsDifferError: Machines do not compute alike, and the run is to be deterministic.
     """
     loader = data if isinstance(data, DataLoader) else None
     cursor: dict[str, Any] = {
@@ -66,17 +77,62 @@ def agree_on_data(
             found=cursor,
             expected=before,
         )
+    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+    kernels = checksums(sharded.device, dtype)
+    texts = [repr(value) for value in (*cursor.values(), *kernels.values())]
+    same = are_everywhere(texts, sharded.device)
     differing = [
         f"{name} (rank {sharded.mesh.rank} has {value})"
-        for name, value in cursor.items()
-        if not is_everywhere(repr(value), sharded.device)
+        for (name, value), is_same in zip(cursor.items(), same, strict=False)
+        if not is_same
     ]
     if differing:
         raise DataDiffersError(
             f"the workers have different training data: {', '.join(differing)}; give all nodes "
             "the same files, and with data.source=stdlib the same Python"
         )
+    odd = [name for name, is_same in zip(kernels, same[len(cursor) :], strict=True) if not is_same]
+    if odd:
+        _tell_kernels(odd, kernels, sharded, deterministic=train.deterministic, node=node)
     return cursor
+
+
+def _tell_kernels(
+    odd: Sequence[str],
+    kernels: Mapping[str, int],
+    sharded: ShardedModel,
+    *,
+    deterministic: bool,
+    node: str,
+) -> None:
+    """Say which machines compute otherwise; every worker calls it. ``odd`` kernels differ."""
+    kind = zlib.crc32(repr(kernels).encode())
+    mine = f"{kind:08x} {node[:_NODE_CHARS]} {described(sharded.device)}".encode()[:_TEXT_BYTES]
+    device, num_ranks = sharded.device, sharded.mesh.layout.world_size
+    rows = torch.zeros(num_ranks, _TEXT_BYTES, dtype=torch.int32, device=device)
+    rows[sharded.mesh.rank, : len(mine)] = torch.tensor(list(mine), device=device)
+    dist.all_reduce(rows)
+    table = torch.tensor(on_host(rows.reshape(-1))).to(torch.uint8).view(num_ranks, -1)
+    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
+    nodes: dict[str, dict[str, str]] = {}
+    for text in texts:
+        key, name, what = text.split(" ", 2)
+        nodes.setdefault(key, {})[name] = what
+    kinds = [
+        f"node {', '.join([*each][:_NUM_NODES])}{' and more' if len(each) > _NUM_NODES else ''} "
+        f"({'; '.join(dict.fromkeys(each.values()))})"
+        for each in nodes.values()
+    ]
+    told = f"{', '.join(odd)} give other bits on {' than on '.join(kinds)}"
+    if deterministic:
+        raise KernelsDifferError(
+            f"the workers do not compute alike: {told}. With train.deterministic the run would "
+            "depend on where a worker is: use machines of one kind with the same libraries, or "
+            "write train.deterministic: false",
+            kernels=tuple(odd),
+        )
+    if sharded.mesh.rank == 0:
+        log.warning("the workers do not compute alike, which is no fault: %s", told)
 
 
 def agree_on_registered(sharded: ShardedModel, saved: Mapping[str, Any], *, step: int) -> None:
@@ -99,9 +155,15 @@ def agree_on_registered(sharded: ShardedModel, saved: Mapping[str, Any], *, step
 
 def is_everywhere(text: str, device: torch.device) -> bool:
     """Return whether all workers have the same text; every worker calls it."""
-    key = hashlib.sha256(text.encode()).digest()
-    number = int.from_bytes(key[:8], "little") >> 2
-    ends = torch.tensor([number, -number], device=device)
+    return are_everywhere([text], device)[0]
+
+
+def are_everywhere(texts: Sequence[str], device: torch.device) -> list[bool]:
+    """Return of each text whether all workers have the same; every worker calls it."""
+    keys = (hashlib.sha256(text.encode()).digest() for text in texts)
+    numbers = [int.from_bytes(key[:8], "little") >> 2 for key in keys]
+    ends = torch.tensor([*numbers, *(-number for number in numbers)], device=device)
     dist.all_reduce(ends, op=dist.ReduceOp.MIN)
-    least, negative = on_host(ends)
-    return bool(least == -negative)
+    found = on_host(ends)
+    pairs = zip(found[: len(texts)], found[len(texts) :], strict=True)
+    return [least == -negative for least, negative in pairs]

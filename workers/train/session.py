@@ -568,6 +568,7 @@ class Session:
             sharded=sharded,
             boundary=self._boundary,
             progress=self._context.progress,
+            node=self._context.node,
         )
         return restored
 

@@ -42,6 +42,7 @@ class Steps:
     Args:
         step: The step that the attempt resumes from.
         restored: The small named values of its version.
+        node: This worker's machine.
 
     Attributes:
         step: Last completed step.
@@ -59,6 +60,7 @@ class Steps:
         sharded: ShardedModel,
         boundary: Boundary,
         progress: ProgressRecord,
+        node: str,
     ) -> None:
         loss = restored.get("loss")
         self.step, self.loss = step, math.nan if loss is None else loss
@@ -66,7 +68,7 @@ class Steps:
         self.has_begun = False
         self.sharded = sharded
         self._restored = restored
-        self._settings = settings
+        self._settings, self._node = settings, node
         self._boundary, self._progress = boundary, progress
         self._first_step = step + 1
         self._timeout_s = settings.parallel.collective_timeout_s
@@ -163,7 +165,14 @@ class Steps:
             given=sampled.epoch if sampled is not None else None,
         )
         cursor = agree_on_data(
-            read, order, digest, restored=restored, step=self.step, sharded=sharded
+            read,
+            order,
+            digest,
+            restored=restored,
+            step=self.step,
+            sharded=sharded,
+            train=train,
+            node=self._node,
         )
         self._cursor = cursor | adapter_documents(sharded.model)
         self._stream = loader if loader is not None and loader.is_stream else None

@@ -4,16 +4,14 @@ A flipped bit in a copy stays there, and each copy saves a share of the state: t
 would mix two models. The sum of all words as integers differs after any flipped bit. Optimizer
 state is not compared: its difference shows in the weights of the next step.
 
-Machines of different kinds round differently in the optimizer, so their copies differ in the last
-bits without a fault. In that case all ranks get the weights of the first copy.
+Machines that do not compute alike round differently in the optimizer, so their copies differ in
+the last bits without a fault. In that case all ranks get the weights of the first copy.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,7 @@ from torch import Tensor
 from ucp_core.layout import ParallelLayout
 from workers.collectives import on_host, settled
 from workers.errors import DivergedError
-from workers.train.executor import ShardedModel
+from workers.train.executor import ShardedModel, machine_kind
 
 #: Integers of the size of an element.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,8 +30,8 @@ _NUM_NAMED = 3
 def refuse_diverged(step: int, sharded: ShardedModel) -> None:
     """Return if all copies of the weights after ``step`` are equal; every rank calls it.
 
-    On machines of different kinds it makes them equal. Without copies (``dp_replicate`` of 1) there
-    is nothing to compare.
+    On machines that do not compute alike it makes them equal. Without copies (``dp_replicate`` of
+    1) there is nothing to compare.
 
     Raises:
         DivergedError: Some differ. All ranks raise it.
@@ -45,7 +43,7 @@ def refuse_diverged(step: int, sharded: ShardedModel) -> None:
     sums = torch.stack([zero, *(_sum_of_words(one.local) for one in sharded.shards)])
     every = torch.zeros(2, layout.world_size, dtype=torch.int64, device=device)
     every[0, sharded.mesh.rank] = sums.sum()
-    every[1, sharded.mesh.rank] = _machine_kind(device)
+    every[1, sharded.mesh.rank] = machine_kind(device)
     dist.all_reduce(every)
     found = on_host(every.reshape(-1))
     if odd_ones(layout, found[layout.world_size :]):
@@ -84,16 +82,6 @@ def odd_ones(layout: ParallelLayout, sums: Sequence[float]) -> tuple[int, ...]:
             is_clear = 2 * count > len(copies)
             found += (rank for rank in copies if not is_clear or sums[rank] != usual)
     return tuple(sorted(found))
-
-
-@cache
-def _machine_kind(device: torch.device) -> int:
-    """Return a number that is equal on machines that compute an update alike."""
-    is_cuda = device.type == "cuda"
-    kind = (
-        torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
-    )
-    return zlib.crc32(kind.encode())
 
 
 def _bring_together(sharded: ShardedModel) -> None:

@@ -7,6 +7,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.train.executor.average import Average, AverageOfWeights
     from workers.train.executor.gradient_sums import GradientSums, room_of
+    from workers.train.executor.kernels import checksums, described, machine_kind
     from workers.train.executor.not_finite import Finiteness
     from workers.train.executor.own_changes import refuse_hooks
     from workers.train.executor.quotas import quota

@@ -1,0 +1,50 @@
+"""Checksums of kernels: equal where machines compute alike, other ones where they do not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from workers.train.executor import checksums, machine_kind
+
+_PRINT = (
+    "import torch; from workers.train.executor import checksums, machine_kind; "
+    "cpu = torch.device('cpu'); torch.rand(9999); torch.set_num_threads(1); "
+    "print(checksums(cpu, torch.float32), checksums(cpu, torch.bfloat16), machine_kind(cpu))"
+)
+
+
+def printed(**environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", _PRINT],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    return done.stdout
+
+
+def test_processes_of_one_machine_compute_alike_and_other_kernels_are_noticed() -> None:
+    """Random inputs would already differ by processor, and small whole numbers in no kernel."""
+    usual = printed()
+
+    assert printed() == usual
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "DEFAULT":
+        pytest.skip("this processor has no other kernels")
+    assert printed(ATEN_CPU_CAPABILITY="default").split()[-1] != usual.split()[-1]
+
+
+def test_the_random_numbers_of_a_script_stay_as_they_are() -> None:
+    """The probe runs behind the script's own seeds, and draws its inputs."""
+    before = torch.get_rng_state()
+    checksums.cache_clear()
+    machine_kind(torch.device("cpu"))
+
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,71 @@
+"""Whether machines compute alike: checksums of what a few kernels make of the same numbers.
+
+Other instruction sets, libraries, types of GPUs and numbers of threads add in another order. Two
+machines whose checksums are equal may still differ in a kernel that is not tried here.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+#: Rows, columns and heads: enough for the blocks and vectors of kernels, and a few milliseconds.
+_ROWS, _COLUMNS, _HEADS = 96, 320, 4
+
+
+@functools.cache
+def checksums(device: torch.device, dtype: torch.dtype) -> dict[str, int]:
+    """Return a checksum of the result of each kernel, by what it is called in messages.
+
+    Computed once in a process; other random numbers stay as they are.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    # Whole numbers over a power of two: the same bits on every machine.
+    drawn = torch.randint(-(2**23), 2**23, (2, _ROWS, _COLUMNS), generator=numbers, device="cpu")
+    one, other = (drawn / 2.0**22).to(device, dtype)
+    with torch.no_grad():
+        return {name: _checksum(kernel(one, other)) for name, kernel in _KERNELS.items()}
+
+
+def described(device: torch.device) -> str:
+    """Return what of this machine may differ from others, for people."""
+    if device.type == "cuda":
+        name, library = torch.cuda.get_device_name(device), f", CUDA {torch.version.cuda}"
+    else:
+        name = torch.backends.cpu.get_cpu_capability()
+        library = f", threads: {torch.get_num_threads()}"
+    return f"{name}, torch {torch.__version__}{library}"
+
+
+def machine_kind(device: torch.device) -> int:
+    """Return a number that is equal on machines that compute an update alike."""
+    return zlib.crc32(repr(checksums(device, torch.float32)).encode())
+
+
+def _attention(one: Tensor, other: Tensor) -> Tensor:
+    query, key = (x.unflatten(-1, (_HEADS, -1)).transpose(0, 1)[None] for x in (one, other))
+    return functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+
+def _update(one: Tensor, other: Tensor) -> Tensor:
+    """Return what an optimizer like Adam computes of each element."""
+    return one.lerp(other, 0.1).addcdiv(other, (one * one).sqrt().add(1e-8), value=-0.01)
+
+
+_KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda one, other: one @ other.T,
+    "attention": _attention,
+    "sums": lambda one, other: torch.cat([one.sum(0), (one * other).sum(1), one.norm()[None]]),
+    "normalization": lambda one, _: functional.layer_norm(one, [_COLUMNS]).log_softmax(-1),
+    "functions of elements": lambda one, other: functional.gelu(one) + other.exp().tanh(),
+    "updates": _update,
+}
+
+
+def _checksum(result: Tensor) -> int:
+    return zlib.crc32(result.cpu().contiguous().view(torch.uint8).numpy().tobytes())
