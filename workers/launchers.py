@@ -10,9 +10,12 @@ job that started them, and libraries in a worker would wait for ranks that do no
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import re
 import signal
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import Final
 
 #: The signals that schedulers send some time before they end a job.
@@ -25,6 +28,21 @@ _PLACES: Final = re.compile(
     r"|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NPROCS|TASK_PID|TASKS_PER_NODE|MPI_TYPE)"
     r"|SLURM_(NTASKS|STEP|PMI)\w*"
 )
+#: What a process must know to meet the others that torchrun, or another launcher, started with it.
+_NEEDED: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedPlace:
+    """The place of this process among those that a launcher started together."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int  #: Its number on its machine.
+    host: str  #: Where the store listens in which they meet.
+    port: int
+    is_served: bool  #: Whether the launcher holds that store; else rank 0 does.
+    restart: str  #: Tells starts of the same launcher apart.
 
 
 def ignore_schedulers() -> None:
@@ -51,3 +69,24 @@ def forget_place(environment: MutableMapping[str, str]) -> tuple[str, ...]:
     for name in found:
         del environment[name]
     return found
+
+
+@functools.cache
+def take_place() -> LaunchedPlace | None:
+    """Return the place that a launcher gave this process, in its environment; None if none did.
+
+    Remove it there, so that no library forms groups of its own.
+    """
+    have = os.environ.copy()
+    if not all(have.get(name) for name in _NEEDED) or int(have["WORLD_SIZE"]) == 1:
+        return None
+    forget_place(os.environ)
+    return LaunchedPlace(
+        rank=int(have["RANK"]),
+        num_ranks=int(have["WORLD_SIZE"]),
+        local_rank=int(have.get("LOCAL_RANK", "0")),
+        host=have["MASTER_ADDR"],
+        port=int(have["MASTER_PORT"]),
+        is_served=have.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restart=have.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )

@@ -307,7 +307,8 @@ class ParallelSettings:
     """How the model is sharded over the workers. ``dp_shard`` follows from their number.
 
     The degrees are those of the full size. With fewer workers they stay while at most a quarter of
-    the workers would be idle; otherwise they are divided. A script that runs alone ignores them.
+    the workers would be idle; otherwise they are divided. A script that runs in one process ignores
+    them; under torchrun they must divide the number of ranks.
 
     Attributes:
         dp_replicate: Full copies of the model.

@@ -1,4 +1,4 @@
-"""Run a training script alone in its process, without a controller that picks a checkpoint.
+"""Run a training script without a controller: alone in its process, or on a launcher's ranks.
 
 Training resumes from the newest checkpoint that loads. A damaged one is skipped with a warning.
 A checkpoint that does not fit the model, or cannot be read now, ends the training: skipping it
@@ -12,7 +12,8 @@ import logging
 import secrets
 import socket
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from ucp_core.errors import SupersededError
-from ucp_core.layout import ParallelLayout
 from ucp_core.native import (
     MANIFEST_NAME,
     Found,
@@ -32,6 +32,7 @@ from ucp_core.native import (
 )
 from ucp_core.storage import Store, claim, held, join, next_claim, open_store
 from workers.errors import MisfitError, SettingsError, StateError, TaskError
+from workers.launchers import take_place
 from workers.protocol import (
     CHECKPOINTS,
     Assignment,
@@ -45,6 +46,7 @@ from workers.protocol import (
 )
 from workers.records import ProgressRecord
 from workers.settings import Settings, problems
+from workers.train.launched import Ranks, layout_for
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.script import Task, hand_over
 
@@ -59,13 +61,14 @@ def run(
     init_from: str = "",
     **train_settings: Any,
 ) -> None:
-    """Train alone in this process; under everstep, pass ``train`` to the worker.
+    """Train in this process, or in all that torchrun started; under everstep, pass on ``train``.
 
     Code after the call runs once, when the run is complete. Under everstep, rank 0 runs the script
-    for that from its top again, and this returns at once.
+    for that from its top again, and this returns at once. Under torchrun, the other ranks exit.
 
-    Alone, training resumes from the newest checkpoint in ``directory``; delete that to restart. A
-    damaged checkpoint is skipped with a warning, and ``train`` is called again with an older one.
+    Without everstep, training resumes from the newest checkpoint in ``directory``; delete that to
+    restart. A damaged checkpoint is skipped with a warning, and ``train`` is called again with an
+    older one.
 
     Args:
         train: Called with a session; ``everstep`` documents the contract.
@@ -80,7 +83,8 @@ def run(
         HeldError: Another process trains in the directory.
         SupersededError: Another process started to, in a storage without locks; this one has ended.
         StorageError: The storage refused to list the checkpoints.
-        TaskError: ``train`` raised; the message ends with its traceback.
+        TaskError: ``train`` raised; the message ends with its traceback. Or a rank was lost.
+        SystemExit: On ranks above 0 of torchrun, when the run is complete.
     """
 
     def given() -> Settings:
@@ -95,14 +99,32 @@ def run(
     if settings.train.deterministic:
         # More threads sum in another order, and a worker has one unless configured otherwise.
         torch.set_num_threads(1)
+    if dist.is_initialized():
+        raise TaskError(
+            "torch.distributed has a group before everstep.run: leave out init_process_group, the "
+            "session forms the groups of each attempt"
+        )
     directory = settings.run.directory
     store, path = open_store(directory)
-    with held(store, path, shared=False):
-        outcome = _train(train, settings, store, path)
+    ranks = Ranks(take_place(), timeout_s=settings.parallel.patient_timeout_s)
+    layout_for(ranks.num_ranks, settings.parallel)
+    _agree_on_settings(settings, ranks)
+    if ranks.rank:
+        outcome = _follow(train, settings, store, path, ranks)
+    else:
+        with held(store, path, shared=False):
+            outcome = _train(train, settings, store, path, ranks)
+    _raise_unless_completed(outcome, directory)
+    if ranks.rank:
+        # What follows the call is for one process.
+        raise SystemExit(0)
+
+
+def _raise_unless_completed(outcome: Outcome, directory: str) -> None:
     if isinstance(outcome, Raised):
         raise TaskError(f"training failed in step {outcome.step}\n{outcome.traceback}")
     if isinstance(outcome, PeerLost):
-        # The script has its own store or group, or the device's transport failed.
+        # Another rank was lost, or the script has its own group, or a device's transport failed.
         raise TaskError(f"training failed after step {outcome.step}: {outcome.detail}")
     if isinstance(outcome, Superseded):
         raise SupersededError(outcome.why, path=directory)
@@ -128,8 +150,40 @@ def _given(
         raise SettingsError(f"run: {error}", problems=[str(error)]) from error
 
 
-def _train(train: Task, settings: Settings, store: Store, path: str) -> Outcome:
-    """Train as the only worker, from the newest checkpoint that loads; return the outcome."""
+def _agree_on_settings(settings: Settings, ranks: Ranks) -> None:
+    """Return once every rank has come; raise ``SettingsError`` if one has other settings."""
+    every = ranks.gather({key: repr(value) for key, value in asdict(settings).items()})
+    for rank, theirs in enumerate(every):
+        other = ", ".join(key for key, value in theirs.items() if value != every[0][key])
+        if other:
+            problem = f"rank {rank} has other settings than rank 0 ({other}); give all the same"
+            raise SettingsError(problem, problems=[problem])
+
+
+def _follow(train: Task, settings: Settings, store: Store, path: str, ranks: Ranks) -> Outcome:
+    """Train as a rank above 0, in the attempts that rank 0 plans; return the outcome."""
+    while True:
+        plan = ranks.tell()
+        outcome = _attempt(_assignment(plan, settings, ranks), settings, store, path, train, ranks)
+        if isinstance(outcome, Completed | Unloadable | Raised):
+            # Rank 0 waits for each rank in the end, also for one whose script has failed there.
+            ranks.gather(asdict(outcome))
+        if not isinstance(outcome, Unloadable):
+            return outcome
+
+
+def _merged(reports: Iterable[Mapping[str, Any]]) -> FoundBad:
+    """Return what any rank has found bad, from the outcomes of all."""
+    every = [report["found"] for report in reports]
+    return FoundBad(
+        damaged=tuple(tuple(source) for found in every for source in found["damaged"]),
+        misfits=tuple(dict.fromkeys(line for found in every for line in found["misfits"])),
+        reasons=tuple(dict.fromkeys(line for found in every for line in found["reasons"])),
+    )
+
+
+def _train(train: Task, settings: Settings, store: Store, path: str, ranks: Ranks) -> Outcome:
+    """Train as rank 0, from the newest checkpoint that loads; return the outcome."""
     claimed = _claimed(store, path)
     checkpoints = join(path, CHECKPOINTS)
     skipped: dict[str, str] = {}
@@ -139,20 +193,23 @@ def _train(train: Task, settings: Settings, store: Store, path: str) -> Outcome:
         # Above every attempt that has files: a later commit rewrites the skipped checkpoints.
         names = [name for name, _ in found.skipped] if found else store.list(checkpoints)
         known = found.attempt if found else 0
-        attempt = max(known, last_attempt(store, checkpoints, names)) + 1
+        attempt = ranks.next_attempt(max(known, last_attempt(store, checkpoints, names)))
         resume = (found.step, found.attempt) if found is not None else (0, 0)
         if found is not None:
             # As a warning: a script that runs alone has set up no logging.
             log.warning("resumes at step %s from %s", found.step, path)
-        outcome = attempt_alone(
-            settings, store, path, attempt=attempt, resume=resume, task=train, claimed=claimed
-        )
+        plan = ranks.tell({"attempt": attempt, "claim": claimed, "resume": resume})
+        outcome = _attempt(_assignment(plan, settings, ranks), settings, store, path, train, ranks)
+        if isinstance(outcome, Completed):
+            # The store may end with this process: each rank has come out of the attempt first.
+            ranks.gather(asdict(outcome))
         if not isinstance(outcome, Unloadable):
             return outcome
+        bad = _merged(ranks.gather(asdict(outcome)))
         assert found is not None, f"there was nothing to load: {outcome}"
-        _raise_unless_damaged(found.directory, outcome.found)
+        _raise_unless_damaged(found.directory, bad)
         name = found.directory.rpartition("/")[2]
-        reasons = (reason.removeprefix(f"{name}: ") for reason in outcome.found.reasons)
+        reasons = (reason.removeprefix(f"{name}: ") for reason in bad.reasons)
         _warn(name, "; ".join(reasons), skipped)
 
 
@@ -233,11 +290,40 @@ def attempt_alone(
         task: What to train; None for the settings' script, or the built-in training.
         claimed: The claim on the directory; 0 for an unshared one.
     """
-    rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = Ranks(None, timeout_s=settings.parallel.patient_timeout_s)
+    plan = {"attempt": attempt, "claim": claimed, "resume": resume}
+    assignment = _assignment(plan, settings, ranks)
+    return _attempt(assignment, settings, store, directory, task, ranks)
+
+
+def _assignment(plan: Mapping[str, Any], settings: Settings, ranks: Ranks) -> Assignment:
+    step, resumed_attempt = plan["resume"]
+    return Assignment(
+        attempt=plan["attempt"],
+        claim=plan["claim"],
+        rank=ranks.rank,
+        layout=layout_for(ranks.num_ranks, settings.parallel),
+        store_host=ranks.host,
+        store_port=ranks.port,
+        resume_step=step,
+        resume_attempt=resumed_attempt,
+        lineage=((plan["attempt"], step),),
+    )
+
+
+def _attempt(
+    assignment: Assignment,
+    settings: Settings,
+    store: Store,
+    directory: str,
+    task: Task | None,
+    ranks: Ranks,
+) -> Outcome:
+    worker = "alone" if ranks.num_ranks == 1 else f"rank{ranks.rank}"
     with tempfile.TemporaryDirectory(prefix="everstep-") as scratch:
-        progress = ProgressRecord.create(Path(scratch) / "progress", worker="alone")
+        progress = ProgressRecord.create(Path(scratch) / "progress", worker=worker)
         context = WorkerContext(
-            worker="alone",
+            worker=worker,
             settings=settings,
             store=store,
             directory=directory,
@@ -245,17 +331,7 @@ def attempt_alone(
             ring_path=str(Path(scratch) / "ring"),
             yield_requested=lambda _attempt: False,
             fenced=lambda _attempt: False,
-        )
-        assignment = Assignment(
-            attempt=attempt,
-            claim=claimed,
-            rank=0,
-            layout=ParallelLayout(),
-            store_host="127.0.0.1",
-            store_port=rendezvous.port,
-            resume_step=resume[0],
-            resume_attempt=resume[1],
-            lineage=((attempt, resume[0]),),
+            node=ranks.node,
         )
         try:
             return run_attempt(assignment, context, task)

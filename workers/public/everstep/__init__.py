@@ -2,7 +2,8 @@
 
 A torch script becomes elastic by handing over three things: how to build the model, how to build
 the optimizer, and the loss of the samples it is given. Run it alone with ``python train.py``, or
-under everstep with ``run.script: train.py`` in the configuration::
+under everstep with ``run.script: train.py`` in the configuration. ``torchrun train.py`` trains on
+all its ranks without Ray, and resumes on any number of them when it is started again::
 
     import torch
     from torch.nn import functional

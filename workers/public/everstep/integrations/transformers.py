@@ -69,7 +69,7 @@ from ucp_core.native import checkpoint_name
 from ucp_core.storage import join, open_store
 from workers.collectives import on_host
 from workers.errors import LayoutRefusedError
-from workers.launchers import forget_place
+from workers.launchers import forget_place, take_place
 from workers.models import saved_by
 from workers.parallel import drop_gathered, own_names
 from workers.protocol import CHECKPOINTS
@@ -99,9 +99,9 @@ _OVERRIDDEN: Final = {
 
 log = logging.getLogger(__name__)
 
-# Alone there is one process. Arguments that find WORLD_SIZE=2 of another job would wait for a
-# second one. Under torchrun others do come.
-if "TORCHELASTIC_RUN_ID" not in os.environ and (forgotten := forget_place(os.environ)):
+# The session meets the processes that torchrun started. Arguments that find their variables, or
+# WORLD_SIZE=2 of another job, would wait for them too.
+if take_place() is None and (forgotten := forget_place(os.environ)):
     log.warning("ElasticTrainer: took %s out of the environment", ", ".join(forgotten))
 
 
