@@ -441,7 +441,8 @@ def _fill(
 
     own = checkpoint.extra.get("optimizer")
     slots = {key.slot for key in checkpoint.state_map.entries} - {"weight"}
-    slots |= own.keys() if isinstance(own, dict) else set()
+    if isinstance(own, dict) and checkpoint.manifest.kind is not Kind.FOREIGN:
+        slots |= own.keys()
     # An optimizer that keeps nothing, or has done no step, has groups only.
     is_all = bool(optimizers) and (bool(slots) or not checkpoint.param_groups)
     if is_all:
