@@ -322,10 +322,11 @@ class RunStats:
         last.layout_after = ""
         last.t_fence_s = record["fenced_s"]
         last.rule, last.verdict = record.get("rule", ""), record.get("verdict", "")
+        guilty = set(last.guilty)
         last.places = tuple(record.get("places", ())) or tuple(
             (rank, worker, node)
             for worker, (rank, node) in self._members.items()
-            if worker in last.guilty
+            if worker in guilty
         )
         last.killed = tuple(map(tuple, record.get("killed", ())))
         last.suspects = tuple(self._suspects)
