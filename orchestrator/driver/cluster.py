@@ -13,7 +13,15 @@ from ray.exceptions import RayError
 from orchestrator.config import RunConfig
 from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, OrchestratorError
-from orchestrator.shell import CONTROLLER, HostedCluster, RunNames, connect_ray, run_id, why_silent
+from orchestrator.shell import (
+    CONTROLLER,
+    HostedCluster,
+    RunNames,
+    connect_ray,
+    is_another_head,
+    run_id,
+    why_silent,
+)
 from ucp_core.errors import UcpError
 from workers.process import gpus_here
 from workers.protocol import LEAVE_SHARE
@@ -108,6 +116,8 @@ def has_controller(address: str, namespace: str) -> bool:
     """
     if why_silent(address, timeout_s=_LOOK_S):
         return True  # This cannot be known, and Ray would ask for a minute.
+    if is_another_head(address):
+        return False
     try:
         ray.get_actor(CONTROLLER, namespace=namespace)
     except ValueError:

@@ -168,7 +168,9 @@ class Launched(Run):
                 and self._summary_of_ours(within_s=0.0) is None
             ):
                 raise CapacityError(
-                    f"the run in {self.url} was ended by force. {self.safe_text()}", path=self.url
+                    f"the run in {self.url} was ended by force, or its head lost its state. "
+                    f"{self.safe_text()}",
+                    path=self.url,
                 )
             on_status(status)
             time.sleep(FOLLOW_S)

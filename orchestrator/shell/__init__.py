@@ -6,7 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.shell.clock import wall_time
-    from orchestrator.shell.connect import connect_ray, why_silent
+    from orchestrator.shell.connect import connect_ray, is_another_head, why_silent
     from orchestrator.shell.controller import OPTIONS, Controller
     from orchestrator.shell.local import (
         HostedCluster,

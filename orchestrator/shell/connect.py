@@ -122,24 +122,9 @@ def _why_no_head(address: str) -> str:
     if not port:
         return ""
     # Ray's own client logs for a minute what becomes of a server that does not speak gRPC.
-    said = [] if os.environ.get("RAY_USE_TLS") else _why_no_grpc(host, port)
-
-    def ask() -> None:
-        raylet: Any = _raylet
-        try:
-            raylet.GcsClient(address=address)
-        except Exception as error:  # noqa: BLE001  of Ray's own kinds, which are not public
-            said.append(str(error))
-        else:
-            said.append("")
-
-    # It asks for 40 s, and no argument makes that less.
-    asking = threading.Thread(target=ask, name="asking", daemon=True)
-    if not said:
-        with _quiet_stderr():
-            asking.start()
-            asking.join(ANSWER_S)
-    why = said[0] if said else f"nothing that Ray says came in {ANSWER_S:g} s"
+    why = "" if os.environ.get("RAY_USE_TLS") else _why_no_grpc(host, port)
+    if not why:
+        _, why = _ask_head(address)
     if not why:
         return ""
     proxies = [f"{kind}_proxy" for kind in getproxies() if not proxy_bypass(host)]
@@ -150,17 +135,45 @@ def _why_no_head(address: str) -> str:
     )
 
 
-def _why_no_grpc(host: str, port: int) -> list[str]:
-    """Return why what answers there is no gRPC server; [] if it is one."""
+def is_another_head(address: str) -> bool:
+    """Return whether the head at ``address`` has another cluster than this process joined.
+
+    A head that is started again without its old state has another id of the cluster.
+    """
+    there, _ = _ask_head(address)
+    return bool(there) and there != ray_worker.global_worker.gcs_client.cluster_id.hex()
+
+
+def _ask_head(address: str) -> tuple[str, str]:
+    """Return the id of the cluster whose head is at ``address``, or "" and why none answers."""
+    answers: list[tuple[str, str]] = []
+
+    def ask() -> None:
+        raylet: Any = _raylet
+        try:
+            answers.append((raylet.GcsClient(address=address).cluster_id.hex(), ""))
+        except Exception as error:  # noqa: BLE001  of Ray's own kinds, which are not public
+            answers.append(("", str(error)))
+
+    # It asks for 40 s, and no argument makes that less.
+    asking = threading.Thread(target=ask, name="asking", daemon=True)
+    with _quiet_stderr():
+        asking.start()
+        asking.join(ANSWER_S)
+    return answers[0] if answers else ("", f"nothing that Ray says came in {ANSWER_S:g} s")
+
+
+def _why_no_grpc(host: str, port: int) -> str:
+    """Return why what answers there is no gRPC server; "" if it is one."""
     try:
         with _connected(host, port, ANSWER_S) as connection:
             connection.sendall(_HELLO)
             answer = connection.recv(_FRAME_KIND + 1, socket.MSG_WAITALL)
     except TimeoutError:
-        return [f"nothing came in {ANSWER_S:g} s"]
+        return f"nothing came in {ANSWER_S:g} s"
     except OSError as error:
-        return [str(error)]
-    return [] if answer[_FRAME_KIND:] == bytes([_SETTINGS]) else ["it does not speak gRPC"]
+        return str(error)
+    return "" if answer[_FRAME_KIND:] == bytes([_SETTINGS]) else "it does not speak gRPC"
 
 
 @contextmanager
