@@ -141,7 +141,8 @@ def is_another_head(address: str) -> bool:
     A head that is started again without its old state has another id of the cluster.
     """
     there, _ = _ask_head(address)
-    return bool(there) and there != ray_worker.global_worker.gcs_client.cluster_id.hex()
+    worker: Any = ray_worker.global_worker
+    return bool(there) and there != worker.gcs_client.cluster_id.hex()
 
 
 def _ask_head(address: str) -> tuple[str, str]:
