@@ -45,7 +45,7 @@ def diff_command(  # noqa: PLR0913 - options of a command
     second: Source,
     *,
     only: Annotated[
-        str | None, typer.Option(help="Only tensors whose name matches this expression.")
+        str | None, typer.Option(help="Only tensors with a match of this expression in the name.")
     ] = None,
     slots: Annotated[
         str | None, typer.Option(help="Only these slots, such as weight,exp_avg.")
@@ -281,7 +281,7 @@ def _refuse_options(to: str, given: Iterable[str]) -> None:
 def _numbers(text: str, option: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"{text!r} is not a list like 0,12", param_hint=option)
+        raise typer.BadParameter(f"{text!r} is not a list of layers like 0,12", param_hint=option)
     return tuple(int(part) for part in parts)
 
 

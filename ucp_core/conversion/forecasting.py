@@ -80,7 +80,7 @@ def forecast(
 
 
 def _gathered_bytes(checkpoint: Checkpoint) -> int:
-    """Return the bytes of fragments whose order differs between source and target."""
+    """Return the bytes that are strided, averaged, or not contiguous in the target."""
     total = 0
     for entry in checkpoint.state_map.entries.values():
         if not is_plain(entry):

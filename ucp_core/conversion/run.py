@@ -137,7 +137,7 @@ def _kept(files: LocalFiles | StreamedFiles) -> Iterator[LocalFiles | StreamedFi
     try:
         yield files
     except CheckpointCorruptError:
-        # The result is useless in any part.
+        # No part of the result is usable.
         files.discard()
         raise
     finally:
@@ -193,7 +193,7 @@ def _num_cores() -> int:
 
 
 def _workers(checkpoint: Checkpoint, memory_bytes: int, processes: int | None) -> int:
-    """Return how many processes or threads to use: the fewest of asked, useful and fitting."""
+    """Return how many processes or threads to use: the least of asked, useful and affordable."""
     wanted = processes or _num_cores()
     useful = max(1, checkpoint.state_map.num_bytes // _PROCESS_BYTES_MIN)
     per_worker = _WORKER_BYTES

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ucp_core.formats import TargetFile
 
-#: A process may have 1024 files open, and others need some of them.
+#: A process may have 1024 files open, and its other parts need some of them.
 _OPEN_FILES_MAX = 200
 
 

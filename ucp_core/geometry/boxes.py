@@ -53,7 +53,7 @@ class Box(NamedTuple):
         return Box(start, stop)
 
     def contains(self, other: Box) -> bool:
-        """Return whether this box contains ``other``."""
+        """Return whether every element of ``other`` is in this box."""
         return all(map(le, self.start, other.start)) and all(map(le, other.stop, self.stop))
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
@@ -185,7 +185,7 @@ def runs(inner: Box, outer: Box) -> Iterator[tuple[int, int]]:
 
 
 def slabs(box: Box, num_elements_max: int) -> Iterator[Box]:
-    """Yield boxes of at most ``num_elements_max`` elements that are adjacent in memory."""
+    """Yield boxes of at most ``num_elements_max`` elements that make up ``box``, in order."""
     assert num_elements_max >= 1, f"num_elements_max={num_elements_max} holds nothing"
     if box.is_empty:
         return

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: Columns of ``Table.places``.
 FILE, OFFSET, NUM_BYTES, CRC, FIRST_BLOCK, NUM_BLOCKS = range(6)
 START, STOP = range(2)
-#: Limit of positions if all tensors are adjacent; the sum of two still fits int64.
+#: Limit of positions with all tensors laid end to end; the sum of two still fits int64.
 _POSITION_MAX = 1 << 61
 
 
@@ -98,7 +98,7 @@ class _Ranges(NamedTuple):
     #: By tensor: whether it is cut this way, which proves that every element is held once. Other
     #: tensors may be valid, too: tensor parallelism cuts columns.
     is_range: NDArray[np.bool_]
-    bases: Numbers  #: By tensor: its first position if all tensors are adjacent.
+    bases: Numbers  #: By tensor: its first position with all tensors laid end to end.
     firsts: Numbers  #: By row: its first position. Rows of other tensors are empty.
     lasts: Numbers  #: By row: its end.
 
@@ -284,7 +284,7 @@ def bounds_of(boxes: Sequence[Box], ndim: int) -> Numbers:
 def spans(inner: Numbers, outer: Numbers) -> tuple[Numbers, Numbers, Numbers]:
     """Return flat positions of boxes within larger ones: first, end, and size.
 
-    A non-empty box is contiguous in the other one if its size equals the distance between the two.
+    A non-empty box is contiguous in the larger one if its size equals end minus first.
     """
     first = np.zeros(len(inner), np.int64)
     last = np.zeros(len(inner), np.int64)

@@ -67,7 +67,7 @@ class Fragment(NamedTuple):
     replica: bool = False  #: Another fragment without this flag holds the same elements.
     #: Bytes between neighbours along each dim; None if the box is C-contiguous.
     strides: tuple[int, ...] | None = None
-    copy: int = 0  #: Number of the independently updated copy that it belongs to.
+    copy: int = 0  #: Number of the independently updated copy of the tensor.
 
     def byte_strides(self, itemsize: int) -> tuple[int, ...]:
         """Return the bytes between neighbours along each dim, also for a C-contiguous box."""
@@ -220,7 +220,7 @@ def _prove_once(entry: TensorEntry, whole: Box, primary: Sequence[Fragment], of:
 
 @lru_cache(maxsize=_CUTS_KEPT)
 def _overlap(ndim: int, boxes: tuple[Box, ...]) -> tuple[int, int] | None:
-    """Return two boxes that share an element, or None; sweep along the dim with the most cuts."""
+    """Return two boxes that share an element, or None; sweep along ``sweep_dim``."""
     filled = [number for number, box in enumerate(boxes) if not box.is_empty]
     if len(filled) <= 1:
         return None

@@ -96,7 +96,7 @@ class _Pair(NamedTuple):
 
 
 class _PairBox(NamedTuple):
-    """A box of a pair, which has a number."""
+    """A box of a pair of tensors; ``pair`` is the number of the pair."""
 
     pair: int
     a: TensorBox
@@ -123,7 +123,7 @@ def diff(  # noqa: PLR0913 - options that have nothing to do with each other
 
     Args:
         tolerance: Differences to ignore; None: every bit counts.
-        names: Only tensors whose fqn matches this regular expression.
+        names: Only tensors whose fqn contains a match of this regular expression.
         cast: Compare floats of two dtypes as the coarser one; else the dtype is a difference.
         read_all: Also read tensors that checksums prove equal, to show that they can be read.
         threads: At most this many readers.
@@ -189,7 +189,7 @@ def _entry(checkpoint: Checkpoint, key: TensorKey) -> TensorEntry | None:
 
 
 def _kind(a: TensorEntry | None, b: TensorEntry | None, *, cast: bool) -> str:
-    """Return what differs before any element is compared, or None."""
+    """Return what differs before any element is compared; "" if nothing does."""
     if a is None or b is None:
         return "only in b" if a is None else "only in a"
     if a.shape != b.shape:

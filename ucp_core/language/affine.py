@@ -28,10 +28,10 @@ class AffinePiece(NamedTuple):
 
     shape: tuple[int, ...]  #: Shape of the view, on both sides.
     source_offset: int  #: First element in the whole tensor.
-    #: Strides in the whole tensor, for each dim of ``shape``.
+    #: Strides in the whole tensor, in elements, for each dim of ``shape``.
     source_strides: tuple[int, ...]
     dest_offset: int  #: First element in the shard.
-    dest_strides: tuple[int, ...]  #: Strides in the shard.
+    dest_strides: tuple[int, ...]  #: Strides in the shard, in elements.
     #: All ranks with these elements; the lowest is the primary one.
     locations: tuple[int, ...]
     scale: float = 1.0  #: The shard holds the elements multiplied by this factor.
@@ -59,7 +59,7 @@ class _View(NamedTuple):
 
 
 class _Aligned(NamedTuple):
-    """The box that a view spans; its extent is 1 along axes that are no dim of the view."""
+    """The box that a view spans; its extent is 1 along axes without a dim of the view."""
 
     start: tuple[int, ...]
     extents: tuple[int, ...]

@@ -151,7 +151,7 @@ def _order(fragment: Fragment) -> tuple[Box, int, bool, str, int]:
 
 
 def strip_padding(entry: TensorEntry, shape: Sequence[int]) -> TensorEntry:
-    """Return the tensor without padding, cropped to ``shape``."""
+    """Return the tensor without padding, cropped to ``shape``, which must fit inside."""
     whole = Box.full(shape)
     if len(shape) != len(entry.shape) or not Box.full(entry.shape).contains(whole):
         raise PatternError(
@@ -241,7 +241,8 @@ def tie(manifest: Manifest, ties: Mapping[str, str]) -> Manifest:
         ties: The owner of each alias; an alias may have no bytes.
 
     Raises:
-        PatternError: The owner does not exist, or the alias is another tensor.
+        PatternError: The owner does not exist or is tied itself, or the alias differs from it in
+            dtype or shape.
     """
     entries = dict(manifest.state_map.entries)
     for alias, owner in ties.items():

@@ -60,7 +60,7 @@ def builtin_rules(name: str) -> Rules:
         )
     text = (_families() / f"{name}.yaml").read_text(encoding="utf-8")
     rules = load_rules(text, f"{name}.yaml")
-    # No model has all the tensors of its family.
+    # A model need not have all the tensors of its family.
     return replace(rules, rules=tuple(replace(rule, optional=True) for rule in rules.rules))
 
 

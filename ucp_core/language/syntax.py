@@ -147,7 +147,7 @@ class _Reader(YamlText):
         return tuple(values) if values and len(values) == len(nodes) else None
 
     def regex(self, node: yaml.Node | None, what: str, groups: int | None = None) -> str | None:
-        """Return a compiled regular expression, or None if it does not compile."""
+        """Return the text of a regular expression, or None if it does not compile."""
         text = self.text(node, what)
         if node is None or text is None:
             return None

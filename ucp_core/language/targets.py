@@ -1,7 +1,7 @@
 """The boxes that each rank of a layout holds: the paper's UcpInfo (``GenUcpMetadata``). Pure.
 
 Pipeline stages and tensor parallelism follow the rules. Data-parallel ranks share each local tensor
-them: by rows, as FSDP2 does. A rank computes only its own part.
+by rows, as FSDP2 does. A rank computes only its own part.
 """
 
 from __future__ import annotations

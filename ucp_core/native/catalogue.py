@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ucp_core.lineage import Lineage
 
-#: Larger than what it takes to read 1 TB at 300 MB/s.
+#: Longer than it takes to read 1 TB at 300 MB/s.
 GRACE_S = 3600.0
 #: Where ``extra`` says that weights are not finite: ``sound_step`` is the newest step with finite
 #: ones.

@@ -182,7 +182,7 @@ class _Chunk(NamedTuple):
         )
 
     def read_bytes(self, block_bytes: int) -> int:
-        """Return what to read for it."""
+        """Return how many bytes to read for it."""
         return sum(read_bytes_of(item.step, block_bytes) for item in self.items)
 
 

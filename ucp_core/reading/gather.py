@@ -127,7 +127,7 @@ def position(box: Box, shape: Sequence[int], number: int) -> int:
 
 
 def scattered(run: Run, shape: Sequence[int], start: int) -> Iterator[tuple[int, Box, int]]:
-    """Yield ``(place, box, target)`` for every box of a run that is not adjacent in the tensor.
+    """Yield ``(place, box, target)`` in order, for every box of a run that is not contiguous.
 
     ``place`` is the start of the box in the run, ``box`` is in coordinates of the whole tensor, and
     ``target`` is the place of its first element, relative to position ``start`` of the tensor.

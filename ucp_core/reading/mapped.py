@@ -1,7 +1,7 @@
 """Take copies of a plan from files that this process has mapped.
 
-Copy the needed part of each block, then verify the block, which is by then in the cache.
-``Mapped.confirm`` notices if another process overwrote the file in between.
+It copies the needed part of each block, then verifies the block, which is by then in the cache.
+``Mapped.confirm`` notices if the file was overwritten in between.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PIECE_BYTES = 1 << 20
 
 
 class Mapped(NamedTuple):
-    """The bytes of a file that another process may overwrite."""
+    """The bytes of a file that may be overwritten at any time."""
 
     data: memoryview
     #: Call it after the last access with the number of bytes used; it raises StorageError if the
-    #: file has changed.
+    #: file was overwritten.
     confirm: Callable[[int], None]
 
 
@@ -67,7 +67,7 @@ def take(
 
     Raises:
         DamagedBlockError: Bytes are damaged.
-        StorageError: Another process overwrote them.
+        StorageError: The file was overwritten meanwhile.
     """
     whole = mapped.data.cast("B")
     num_bytes = 0

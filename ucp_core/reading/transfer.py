@@ -484,7 +484,7 @@ class _Scratch:
         return self._memory[low : self._used_bytes]
 
     def unwanted(self, size_bytes: int) -> memoryview:
-        """Return memory for bytes without a use; it is the same every time."""
+        """Return memory for bytes that are not needed; it is the same every time."""
         if len(self._unwanted) < size_bytes:
             self._unwanted = _fresh(size_bytes)
         return self._unwanted[:size_bytes]

@@ -46,7 +46,7 @@ class _Piece(NamedTuple):
 
 
 def appended_sizes(store: Store, directory: str) -> dict[str, int]:
-    """Return the size in bytes of every file in ``directory``, by name; pieces are added up."""
+    """Return the bytes of every file in ``directory``, sorted by name; pieces are added up."""
     files = _files(store.sizes(directory))
     return {name: sum(piece.num_bytes for piece in files[name]) for name in sorted(files)}
 

@@ -73,7 +73,7 @@ def _name(fd: int) -> None:
 
 
 def _lock(fd: int, kind: int) -> bool:
-    """Lock the file if that is possible soon; return whether this process has the lock.
+    """Lock the file if that is possible soon; return False if another process holds it.
 
     A ``lockf`` lock belongs to the process: forked children, such as those of a DataLoader, do not
     hold it when the process is killed.

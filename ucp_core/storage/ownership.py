@@ -1,10 +1,10 @@
 """Decide which claim on a run's directory is valid.
 
-The start or resumption of a run claims the directory with a record such as
-``claims/000002.json``. The record is created once and never replaced: where the storage creates
+The start or resumption of a run claims the directory with a record, ``claims/000002.json``. Records
+are numbered from 1. A record is created once and never replaced: where the storage creates
 exclusively (S3, GCS, Azure, file systems), one of two claims with the same number fails. A claim is
-valid until the next number has a record. An older claimant, whose cluster is unreachable but still
-trains, thus learns from storage itself that it must commit and delete nothing more.
+valid until the next number has a record. An older claimant that still trains on an unreachable
+cluster thus learns from storage itself that it must commit and delete nothing more.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def claim(
 
     Args:
         number: The result of ``next_claim``.
-        record: JSON values; "token" is unique to the claim; "host" and "since" tell people where it
-            is from.
+        record: JSON values; "token" is unique to the claim; "host" and "since" tell people where
+            and when it was made.
 
     Returns:
         The record of this claim, as first written.
@@ -89,7 +89,7 @@ class Owner:
         """Check that this claim is still valid, by one read of a file that does not exist.
 
         Args:
-            within_s: A check within the last so many seconds is enough.
+            within_s: A check within the last ``within_s`` seconds is enough.
 
         Raises:
             SupersededError: A later claim is valid.

@@ -31,8 +31,8 @@ _CODES = {
     "ThrottlingException",
     "XAmzContentSHA256Mismatch",
 }
-#: Broken connections in botocore, aiohttp and requests, including subclasses. An answer that is
-#: throttled and not XML is a ResponseParserError.
+#: Broken connections in botocore, aiohttp and requests, including subclasses. A throttling
+#: answer that is not XML is a ResponseParserError.
 _CLASSES = {
     "ChunkedEncodingError",
     "ClientConnectionError",

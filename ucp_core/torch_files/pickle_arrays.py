@@ -36,7 +36,7 @@ class NumpyArray:
     """An array of numbers or booleans, as its pickle has it.
 
     Raises:
-        TypeError: Its dtype is not numeric.
+        TypeError: Its dtype is neither a number nor a boolean.
         ValueError: Its shape does not match its number of bytes.
     """
 

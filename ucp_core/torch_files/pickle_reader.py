@@ -112,7 +112,7 @@ def read_pickle(
     Raises:
         ForeignClassError: It names a class that is not allowed, or data that cannot be read.
         MemoryBudgetError: Its content takes more memory than the checkpoint has left.
-        CheckpointCorruptError: It is not a pickle of these protocols, cut short, or too large.
+        CheckpointCorruptError: It is not a pickle of these protocols, or is cut short or too large.
     """
     if len(data) > PICKLE_BYTES_MAX:
         raise CheckpointCorruptError(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _DEPTH_MAX = 100
 #: Memory of a value beside its text: its place, and the pieces of JSON around it.
 _NODE_BYTES = 256
-#: Memory of a reader's notes about each value that it keeps: its name and its fate.
+#: Memory of a reader's notes about each value that it keeps: its name and what became of it.
 _NOTE_BYTES = 512
 #: JSON is a text, the pieces of it, and the bytes of a file, some of them briefly twice.
 _TEXT_COPIES = 4

@@ -76,7 +76,10 @@ def causal_attention(
 def bidirectional_attention(
     query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """Return the attention of each position to all others, in rows without padding."""
+    """Return the attention of each position to all positions; else as ``causal_attention``.
+
+    Rows must have no padding.
+    """
     return _mixed(query, key, value, dropout=dropout, scale=scale, is_causal=False)
 
 
@@ -142,7 +145,8 @@ def hub_attention(
     if asked:
         raise LayoutRefusedError(
             f"parallel.cp={size}: the attention of model part {type(module).__name__} uses "
-            f"{', '.join(asked)}, which parts of a sequence cannot; write parallel.cp: 1",
+            f"{', '.join(asked)}, which attention over parts does not support; write "
+            "parallel.cp: 1",
             axis="cp",
         )
     mixed = causal_attention(query, key, value, dropout=dropout, scale=scaling)
@@ -187,7 +191,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # gloo has no reduce-scatter of this speed.
+        # gloo has no reduce-scatter that is as fast as this.
         sent = torch.stack(gradient.chunk(ctx.group.size(), _POSITIONS))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=ctx.group)

@@ -100,7 +100,7 @@ class Decoder(nn.Module):
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def tie(self) -> None:
-        """Tie the output layer to the embedding if asked; call it after every ``to_empty``."""
+        """Tie the output layer and the embedding if ``shape.tied``. Call it after ``to_empty``."""
         if self.shape.tied and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
@@ -214,10 +214,10 @@ def _loss(
 def initial_value(fqn: str, size: tuple[int, ...], *, seed: int, num_layers: int) -> Tensor:
     """Return the whole initial value of one parameter, float32 on the CPU.
 
-    Each parameter has its own generator, seeded by seed and name. So the value does not depend on
-    the layout or on the other parameters of this rank. Norms are 1; matrices are normal with
-    standard deviation 0.02, divided by ``sqrt(2 * num_layers)`` for those that write to the
-    residual stream (GPT-2, section 2.3).
+    Each parameter has its own generator, seeded with the seed and the name. So the value
+    does not depend on the layout or on the other parameters of this rank. Norms are 1; matrices are
+    normal with standard deviation 0.02, divided by ``sqrt(2 * num_layers)`` for those that write to
+    the residual stream (GPT-2, section 2.3).
     """
     if len(size) == 1:
         return torch.ones(size)

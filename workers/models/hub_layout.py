@@ -90,7 +90,7 @@ def _converted(manifest: Manifest, model: Any, needed: Collection[str]) -> Manif
 
 
 def _stacks_experts(converter: Any) -> bool:
-    """Return whether a conversion stacks experts, after joining the rows of several matrices."""
+    """Return whether a conversion only stacks experts, and perhaps then joins matrices by rows."""
     found = [(type(one).__name__, one.dim) for one in converter.operations if hasattr(one, "dim")]
     rows = [("MergeModulelist", 0), ("Concatenate", 1)]
     return len(found) == len(converter.operations) and found in (rows[:1], rows)

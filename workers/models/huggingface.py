@@ -106,14 +106,14 @@ def adapter_documents(model: nn.Module) -> dict[str, Any]:
 def initial_parameter(model: Any, fqn: str, *, seed: int) -> Tensor:
     """Return the initial value of one whole parameter, float32 on the CPU, by the model's own rule.
 
-    Each parameter has its own random numbers, seeded by seed and name, so no rank builds the whole
-    model.
+    Each parameter has its own random numbers, seeded with the seed and the name, so no rank
+    builds the whole model.
 
     Args:
         model: The model, on the meta device.
 
     Raises:
-        TaskError: The model does not define it.
+        TaskError: The model's rule does not set this parameter.
     """
     path, _, name = fqn.rpartition(".")
     module = model.get_submodule(path)

@@ -47,7 +47,7 @@ class SequenceParts:
         if "labels" in self._names and labels is not None:
             if shifted is None:
                 shifted = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-            # transformers computes a loss if the batch has labels, and skips the shift for these.
+            # transformers computes a loss only if there are labels, and takes it from shift_labels.
             found["labels"] = found["shift_labels"] = shifted
         names = self._names | ({"shift_labels"} if "labels" in self._names else set())
         held = [name for name in sorted(names) if isinstance(found.get(name), Tensor)]
@@ -68,7 +68,7 @@ class SequenceParts:
         return found
 
     def refuse_unused(self) -> None:
-        """Raise ``LayoutRefusedError`` if this rank computed whole sequences, or only parts."""
+        """Raise ``LayoutRefusedError`` if the script or its attention did not share sequences."""
         if self._context is None:
             return
         why = ""
@@ -94,7 +94,10 @@ class SequenceParts:
         return whole[:, self._place * size : (self._place + 1) * size].contiguous()
 
     def _refuse_masked(self, batch: dict[str, Any]) -> None:
-        """Remove a mask that hides padding at the end only; causal attention needs none."""
+        """Remove a mask of padding at the end; refuse any other mask, and packed sequences.
+
+        Causal attention needs no mask for padding at the end, because no token sees later ones.
+        """
         mask, positions = batch.pop("attention_mask", None), batch.get("position_ids")
         why = ""
         if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):  # noqa: PLR2004

@@ -95,10 +95,10 @@ def is_whole(shape: tuple[int, ...]) -> bool:
 def shard_model(
     model: nn.Module, mesh: Mesh, *, precision: str, reshard_after_forward: bool
 ) -> bool:
-    """Shard ``model``, on the meta device, over the mesh; every rank must call it.
+    """Shard ``model``, on the meta device, over the mesh. Every rank calls it with the same model.
 
-    A small model is one unit and stays gathered: its collectives cost by the call, and dropping the
-    gathered copy would save little memory.
+    A small model is one unit and stays gathered: many small collectives would cost more than few
+    large ones, and dropping the gathered copy would save little memory.
 
     Args:
         model: The model; each module in its outermost containers becomes a unit. An
@@ -231,21 +231,21 @@ def local_shards(model: nn.Module, mesh: Mesh) -> list[LocalShard]:
 
 
 def own_names(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
-    """Return the names as the model's own modules give them, without wrappers.
+    """Return values by the names that the model's own modules give them, without wrappers.
 
     ``torch.compile`` and activation checkpointing wrap modules in another one. A model resumed with
     or without these has the same parameters. The same holds for ``peft``: the base model of an
     adapter keeps its names.
 
     Raises:
-        TaskError: Two parameters then have the same name.
+        TaskError: Two values would have the same name.
     """
     found: dict[str, _T] = {}
     for name, value in named:
         own = WRAPPERS.sub("", name)
         if own in found:
             raise TaskError(
-                f"{name} and another parameter would both be called {own}; rename a module", fqn=own
+                f"{name} and another one would both be called {own}; rename a module", fqn=own
             )
         found[own] = value
     return found
@@ -292,7 +292,7 @@ def take_frozen(group: Group | None) -> None:
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """Return the models in ``model`` that a script calls by themselves."""
+    """Return the models in ``model`` each of which a script calls by itself."""
     if type(model) is not nn.ModuleDict:
         return [model]
     inside = {name: set(root.modules()) for name, root in model.items()}
@@ -335,8 +335,9 @@ def _experts(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules that each become a unit: those in the model's outermost containers.
 
-    A Hugging Face model names the classes of its layers itself. Those count only if it has no
-    container. A module that shares a parameter with another one stays in the root's unit.
+    A Hugging Face model names the classes of its layers, which come first. If there are neither
+    these nor a container, the containers inside of its modules count. A module that shares a
+    parameter with another one stays in the root's unit.
     """
     shared = [{module for module, _ in places} for places in _shared(model)]
     found = _whole_blocks(model) or list(_contents(model))

@@ -52,7 +52,7 @@ def cut_tensors(model: nn.Module, mesh: Mesh) -> bool:
     Leave experts to ``cut_experts`` if that cuts them.
 
     Returns:
-        Whether one has a plan.
+        Whether any of them has a plan.
 
     Raises:
         LayoutRefusedError: Attention heads or adapters cannot be cut.
@@ -115,7 +115,8 @@ def share_sequences(model: nn.Module, degree: int) -> bool:
         Whether there is such a model.
 
     Raises:
-        LayoutRefusedError: A layer other than attention looks at several positions.
+        LayoutRefusedError: A layer other than attention mixes positions, or the model takes
+            neither positions nor our attention.
     """
     found = list(pretrained(model))
     for one in found:
@@ -127,11 +128,11 @@ def share_sequences(model: nn.Module, degree: int) -> bool:
         if "position_ids" not in inspect.signature(type(one).forward).parameters:
             kinds.add("no position_ids")
         if not one._can_set_attn_implementation():  # noqa: SLF001
-            kinds.add("an attention of its own")
+            kinds.add("its own attention")
         if kinds:
             raise LayoutRefusedError(
                 f"parallel.cp={degree}: model {type(one).__name__} has "
-                f"{', '.join(sorted(kinds))}, which cannot see the other parts of a sequence; "
+                f"{', '.join(sorted(kinds))}, so it would compute parts of a sequence wrongly; "
                 "write parallel.cp: 1",
                 axis="cp",
             )
@@ -153,7 +154,7 @@ def _set_attention(modules: Iterable[nn.Module]) -> None:
 
 
 def has_stages(model: nn.Module) -> bool:
-    """Return whether ``keep_stage`` can cut ``model``: it is of ``transformers`` or ``peft``."""
+    """Return whether ``keep_stage`` can cut ``model``, of ``transformers`` or ``peft``."""
     found = list(pretrained(model))
     is_around = model in found or type(model).__module__.startswith("peft.")
     return is_around and len(found) == 1 and bool(getattr(found[0], "pp_plan", None))
@@ -188,7 +189,10 @@ def keep_stage(model: nn.Module, number: int, num_stages: int) -> None:
 
 
 class _Absent(nn.Module):
-    """Stands in for a module of another stage; the one before a stage returns its input."""
+    """Stands in for a module of another stage.
+
+    The last layer before a stage returns what that stage received.
+    """
 
     received: Tensor | None = None
 
@@ -251,7 +255,7 @@ def _size(module: nn.Module | None) -> int:
 
 
 def refuse_stages(model: nn.Module, num_ranks: int, per_rank: int) -> None:
-    """Raise unless ``keep_stage`` can cut a model into that many stages, ``per_rank`` on each rank.
+    """Raise unless ``keep_stage`` can cut a model into ``per_rank`` stages for each rank.
 
     Raises:
         LayoutRefusedError: There are more stages than layers, or the loss needs the routers of all
@@ -337,7 +341,7 @@ def _styles(
         parameters = dict(module.named_parameters(recurse=False))
         sizes = [extent for one in parameters.values() for extent in one.shape]
         if style in _WHOLE and any(extent % degree for extent in sizes):
-            # A vocabulary of odd size may stay whole; every rank then computes all of it.
+            # A vocabulary that does not divide may stay whole; every rank then computes all of it.
             continue
         own = {each: rule for each in parameters if (rule := plan.get(f"{generic}.{each}", style))}
         if style or own:

@@ -23,7 +23,7 @@ _DATA_AXES: Final = ("dp_replicate", "dp_shard")
 class ExpertMesh:
     """The meshes for experts."""
 
-    #: The ranks that share the experts. Each has as many, and gets their tokens from the others.
+    #: The ranks that share the experts evenly; each gets the tokens of its experts from the others.
     ranks: DeviceMesh
     #: The mesh for FSDP2: the ranks with the same experts, over all replicas of the model. It
     #: includes the ranks of a tensor-parallel group, each of which sends part of the tokens.
@@ -148,7 +148,7 @@ def _experts(layout: ParallelLayout, same_tokens: DeviceMesh, attempt: int) -> E
     ranks = torch.arange(layout.world_size)
     inner = [axis for axis in ("cp", "tp") if getattr(layout, axis) > 1]
     ranks = ranks.view(layout.pp, layout.dp_replicate, layout.efsdp, layout.ep, -1)
-    # Ranks with the same experts are adjacent.
+    # The last dim has the ranks with other experts, the one before it those with the same.
     ranks = ranks.transpose(3, 4).flatten(2, 3)
     alike = "+".join(("efsdp", *inner))
     names = tuple(f"{axis}_{attempt}" for axis in ("pp", "dp_replicate", alike, "ep"))

@@ -220,7 +220,7 @@ class StageModel(nn.Module):
                         module.register_buffer(key, first, persistent=False)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model, such as the ``config`` of ``transformers``."""
+        """Return an attribute of the model, such as the ``config`` of a ``transformers`` one."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -274,7 +274,7 @@ class _CalledSignal(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassHooks:
-    """Callbacks around each pass; they get the numbers of the stage and of the micro-batch."""
+    """Callbacks around each pass; two integers are the numbers of the stage and the micro-batch."""
 
     begin: Callable[[int, int], None]  #: Called before a forward pass.
     #: Called on the last stage with the number of the micro-batch and the result of the script's
@@ -318,7 +318,7 @@ class Pipeline:
         """Run a forward and a backward pass of every micro-batch and accumulate gradients.
 
         Raises:
-            TaskError: There are fewer micro-batches than stages, or their shapes differ.
+            TaskError: There are fewer micro-batches than pipeline ranks, or their shapes differ.
         """
         num_ranks = self._mesh.layout.pp
         if len(batches) < num_ranks:
@@ -358,7 +358,12 @@ class Pipeline:
         batches: Sequence[Any],
         loss_of: Callable[[Any], Any],
     ) -> tuple[_Schedule, list[_Passes]]:
-        """Return a schedule for this number and shape of micro-batches, by stages of a rank."""
+        """Return a schedule for micro-batches of this number and shape.
+
+        Args:
+            of_one: Its class if a rank has one stage.
+            of_several: Its class if a rank has several.
+        """
         model = self.model
         args, kwargs = model.called_with(lambda: loss_of(batches[0]))
         described = self._stages.described(model.numbers[-1], args, kwargs, self._dtype)
@@ -510,7 +515,7 @@ class _Passes(nn.Module):
         self.hooks.end_forward()
         if self._is_last:
             # torch 2.11 refuses a loss whose dtype differs from the declared one; its gradient is 1
-            # in all.
+            # in every dtype.
             return returned.float()
         outputs = returned if isinstance(returned, tuple) else (returned,)
         shapes = [tuple(output.shape) for output in outputs]

@@ -123,7 +123,7 @@ def _shared(whole: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _summed(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum over the ranks; its gradient is that of every rank."""
+    """Return the sum over the ranks; every rank already has its whole gradient."""
     summed: Tensor = _Sum.apply(part, group)
     return summed
 

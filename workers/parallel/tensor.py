@@ -123,7 +123,7 @@ def _cut_by_torch(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> 
 
 
 def _refuse_uneven(model: nn.Module, mesh: Mesh) -> None:
-    """Raise ``LayoutRefusedError`` unless every tensor divides evenly over the ranks."""
+    """Raise ``LayoutRefusedError`` unless tensor parallelism cuts every tensor evenly."""
     sizes: dict[str, int] = {}
     for name, parameter in sorted(own_names(model.named_parameters()).items()):
         for cut in mesh.cuts_of(parameter) if isinstance(parameter, DTensor) else ():

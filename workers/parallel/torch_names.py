@@ -1,4 +1,4 @@
-"""torch names without a promise that this room uses; checked with 2.11 and 2.13 to 2.15."""
+"""Names of torch that this room uses and torch may change; checked with 2.11, 2.13 to 2.15."""
 
 from __future__ import annotations
 

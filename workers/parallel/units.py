@@ -67,7 +67,7 @@ class _Use:
 
     calls: int = 0  #: Its forward passes with gradients; none if the rank only joins it.
     ends: int = 0  #: How many of these autograd has finished in the backward pass.
-    is_late: bool = False  #: No input needs a gradient, so autograd does not reach it.
+    is_late: bool = False  #: No input needs a gradient, so autograd does not report its end.
     has_begun: bool = False
     has_ended: bool = False
     num_open: int | None = None  #: Units inside of it that the backward pass has yet to reach.
@@ -277,7 +277,7 @@ class _Unit(_Inside):
         """Reduce the unit if the rank skipped it, or if torch does not notice that it is complete.
 
         Returns:
-            Whether the unit is a root and its backward pass is finished.
+            Whether the unit is a skipped root, whose backward pass this call has finished.
         """
         use = self.use
         if use.has_ended:
