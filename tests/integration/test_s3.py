@@ -547,7 +547,7 @@ def test_a_second_writer_is_noticed(bucket: str) -> None:
     mine, theirs = (PieceWriter(each, path, number=1) for each in (store, other))
     mine.append(b"mine\n")
 
-    with pytest.raises(StorageError, match="two write the same file") as caught:
+    with pytest.raises(StorageError, match="two processes write the same file") as caught:
         theirs.append(b"theirs\n")
 
     assert caught.value.facts["taken"]
