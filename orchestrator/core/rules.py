@@ -30,8 +30,8 @@ _FORM_DOUBLINGS_MAX: Final = 4
 class Bounds:
     """The bound of every wait, in seconds, and what happens at it."""
 
-    #: First attempt: wait this long for all ``max_workers``, then start with fewer. What replaces a
-    #: lost node or process is not waited for.
+    #: First attempt: wait this long for all ``max_workers``, then start with fewer.
+    #: Replacements for a lost node or process join later.
     grace_s: float = 30.0
     #: Fewer than ``min_workers`` for this long, or storage that says nothing while it is needed
     #: to resume: the run fails.

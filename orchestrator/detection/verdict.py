@@ -220,9 +220,9 @@ def judge(
 
 
 def _progresses(state: Detector, members: Collection[str], limits: Limits) -> bool:
-    """Return whether a member progressed of late on a node that reports: then nothing is proven.
+    """Return whether a member on a reporting node made progress; then no fault is proven.
 
-    While a run trains the first one that is looked at shows it.
+    While a run trains, the first member usually shows it.
     """
     own = frozenset(members)
     return any(

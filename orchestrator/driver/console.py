@@ -39,7 +39,7 @@ _LOST = r"\b(lost|has failed|failed:)(?! from)|^problem:|^failed\b"
 _DOUBTFUL = r"\b(slow|draining|dying)\b|^(suspected|notice|passed over):|refused \d+"
 #: From this duration on, times are shown in whole seconds.
 _SECONDS_SHORT = 100
-#: What a table shows of each row, by the title of the column.
+#: The columns of a table: by title, the text of a row's cell.
 _Columns: TypeAlias = Mapping[str, Callable[[Any], str]]
 
 

@@ -1,4 +1,4 @@
-"""What is told of a run: one document, and its page, live while it trains and a report later."""
+"""The document of a run, and its page: live while the run trains, a report afterwards."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
-"""All that is told of a run: one document, of which all that people and tools read are views.
+"""The document of a run. Everything that people and tools read about the run is a view of it.
 
-``tell`` makes it, of the journal and of what a living controller sees. ``/status`` is its
-``status``; the page and the report are drawn by ``orchestrator.report.page`` from it; the terminal
-and the metrics are tables of labels and paths into it. So a new fact is one key here, and one row
-in each table that shows it.
+``tell`` makes it from the journal and from what a living controller sees. ``/status`` returns its
+``status``, ``orchestrator.report.page`` draws the page and the report, and the terminal and the
+metrics are tables of labels and paths into it. A new fact is one key here, and one row in each
+table that shows it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 #: Incidents that a status names, the newest ones, and what it says of each.
 _INCIDENTS_SHOWN = 3
 _OF_INCIDENT = ("number", "kind", "who", "evidence", "lost_steps", "recovery_s")
-#: What a status takes from the state of the run (``core.describe``) as it is.
+#: Keys that the status copies from the state of the run (``core.describe``).
 _OF_STATE = (
     *("phase", "attempt", "step", "layout", "other_layouts", "processes", "shared", "cause"),
     *("sent", "waits_for", "reason"),
 )
 _OF_OFFER = ("asked", "granted", "refused", "grant_s", "why")
-#: What a worker reports of itself.
+#: Keys of a worker's report about itself.
 _OF_FACTS = ("data_s", "device_bytes", "device_bytes_max")
 _OF_REPORT = ("phase", "step", "last_heartbeat_s", "compute_s", *_OF_FACTS)
 #: The rate is that of the last steps within this.
@@ -46,7 +46,7 @@ class Scale(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """Return in what throughput is told."""
+        """Return the unit of throughput."""
         return "tokens" if self.tokens else "samples" if self.samples else "steps"
 
     @property
@@ -57,21 +57,21 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a living controller sees of its workers and nodes; without one it is empty."""
+    """A living controller's view of its workers and nodes; empty without a controller."""
 
     at_s: float = math.nan  #: Now, on the run's clock.
     reports: Mapping[str, WorkerReport] = field(default_factory=dict)  #: Last of every worker.
     seen_at_s: Mapping[str, float] = field(default_factory=dict)  #: When each of those came.
-    #: The last that a worker told of its own work.
+    #: The newest cost of a step that each worker has reported.
     costs: Mapping[str, StepCost] = field(default_factory=dict)
-    #: A row of each node; of many, those in trouble first.
+    #: One row per node; if there are many, those in trouble first.
     nodes: Sequence[Mapping[str, Any]] = ()
     node_states: Mapping[str, int] = field(default_factory=dict)  #: How many are in each state.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDocument:
-    """All that is told of a run."""
+    """The facts of a run."""
 
     stats: RunStats  #: Its folded journal.
     scale: Scale

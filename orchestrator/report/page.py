@@ -1,7 +1,7 @@
-"""The page of a run, as the JSON document that ``page.html`` draws: a view of what is told. Pure.
+"""The page of a run, as the JSON document that ``page.html`` draws: a view of the run's document.
 
-The live page and the report are one page: the controller makes this document of what it holds, and
-``write_report`` of the run directory. Instants count from the run's first record.
+Pure. The live page and the report are one page: the controller makes this document from its own
+state, ``write_report`` from the run directory. Instants count from the run's first record.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ INCIDENTS_MAX = 100
 _RATES_MAX = 120
 #: Steps are reported once a second: a mean of less time than this counts one too many or too few.
 _MEAN_S = 4.0
-#: What the page takes as it is: of the numbers of a run, of an incident, a worker, a node, a
-#: keeper, a suspicion.
+#: Keys that the page copies: of a run, an incident, a worker, a node, a keeper, a suspicion.
 _OF_STATS = (
     *("phase", "outcome", "reason", "step", "attempt", "num_workers", "layout", "lost_steps"),
     *("wall_s", "startup_s", "goodput", "goodput_since_start", "parts_s"),
@@ -47,7 +46,7 @@ def page_document(
     """Return the document of a run's page.
 
     Args:
-        told: What is told of the run.
+        told: The document of the run.
         curves: Its losses and further numbers by step.
         incidents: Oldest first.
         more: Further keys; ``name`` and ``url`` are needed.
@@ -80,7 +79,7 @@ def live_part(told: RunDocument, seconds: Mapping[str, str], **more: Any) -> dic
     """Return the keys that only the page of a living run has.
 
     Args:
-        told: What is told of the run.
+        told: The document of the run.
         seconds: What each worker did in the last seconds, a letter for each.
         more: Further keys of ``live``.
     """

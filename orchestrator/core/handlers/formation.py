@@ -110,7 +110,7 @@ def _try_start(transition: Transition) -> bool:
 def _first_wanted(transition: Transition) -> int:
     """Return how many workers the first attempt waits for.
 
-    What replaces a lost node or process is not waited for: it joins later, as in any attempt.
+    Replacements for a lost node or process join later, as in any attempt.
     """
     run, num = transition.run, transition.max_workers
     if run.fleet.nodes.where(_has_lost):

@@ -1,4 +1,4 @@
-"""The live page's data: what is told of the run, its curves, and what each worker just did."""
+"""The live page's data: the run's document, its curves, and the last phases of each worker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Live:
         config: The settings of the run.
         store: Holds the run directory.
         path: The run directory in it.
-        told: Returns what is told of the run, of ``NUM_NODES`` nodes at most.
+        told: Returns the run's document, of ``NUM_NODES`` nodes at most.
         reports: The last report of every worker.
         at_s: Returns the present on the run's clock.
     """

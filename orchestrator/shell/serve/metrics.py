@@ -1,4 +1,4 @@
-"""All Prometheus metrics of a run: a table of paths into what is told of it, read at each scrape.
+"""All Prometheus metrics of a run: a table of paths into its document, read at each scrape.
 
 So a restarted controller shows the same totals as before: they come from the journal.
 """
@@ -27,7 +27,7 @@ _NODE = 12
 NUM_TOLD = 1000
 #: The values of ``RunStats.phase``.
 _PHASES = "waiting", "forming", "training", "yielding", "recovering", "over"
-#: Of what the path leads to: a number; or numbers by label; or rows, with a key behind the colon.
+#: A path leads to a number, to numbers by label, or to rows, whose key follows the colon.
 _TABLE = """\
 gauge run_info | pages:is | url directory | 1; says where its page is.
 gauge phase | phases | phase | 1 for the phase that the run is in.
@@ -156,7 +156,7 @@ class _Row(NamedTuple):
 
 
 _ROWS: Final = tuple(map(_Row.of, _TABLE.splitlines()))
-#: What reads the run's numbers, which change, and what reads rows that are made at each scrape.
+#: Metrics of the run's own numbers, and metrics of rows that are made at each scrape.
 _OF_RUN = tuple(row for row in _ROWS if row.path != "workers")
 _OF_WORKERS = tuple(row for row in _ROWS if row.path == "workers")
 
@@ -167,7 +167,7 @@ class RunCollector(Collector):
     Args:
         run: The name of the run, which others may have as well.
         run_id: The run, and no other one.
-        told: Returns what is told of the run, with rows for ``NUM_TOLD`` members at most.
+        told: Returns the run's document, with rows for ``NUM_TOLD`` members at most.
     """
 
     def __init__(self, *, run: str, run_id: str, told: Callable[[], RunDocument]) -> None:

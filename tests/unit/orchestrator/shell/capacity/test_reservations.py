@@ -153,6 +153,10 @@ def test_a_reservation_that_is_given_back_as_it_is_placed_is_granted_to_nobody(
     assert granted == []
 
 
+#: More than enough for a request to be made again, if there were room for it.
+LOOKS = 50
+
+
 def test_what_ray_has_room_for_and_does_not_place_is_requested_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,7 +171,11 @@ def test_what_ray_has_room_for_and_does_not_place_is_requested_again(
         made.append(name)
         return name
 
+    looks = 0
+
     def table() -> dict[str, Any]:
+        nonlocal looks
+        looks += 1
         # Only the second request, which comes once there is room, is tried.
         state = ("CREATED", "FINISHED") if len(made) > 1 else ("PENDING", "NO_RESOURCES")
         row = {"name": names.reservation(1), "bundles_to_node_id": {0: "free"}}
@@ -182,7 +190,8 @@ def test_what_ray_has_room_for_and_does_not_place_is_requested_again(
     async def play() -> tuple[list[str], int]:
         await capacity.request(1, ("avoided",))
         polling = asyncio.create_task(capacity.poll_forever())
-        await asyncio.sleep(0.2)
+        while looks < LOOKS:  # noqa: ASYNC110  the fake of Ray does not notify
+            await asyncio.sleep(0)
         without_room = list(made)
         room["free"] = {"CPU": 1.0}
         while not granted:  # noqa: ASYNC110  the fake of Ray does not notify
