@@ -1,8 +1,10 @@
-"""The stacks of a process, which it writes itself: on a signal, or before it obeys a fence.
+"""The stacks of a process, which it writes itself: on request, or before it obeys a fence.
 
-``faulthandler`` writes within the signal handler, so it needs neither the interpreter lock nor the
-stuck thread, nor a debugger. A stopped or frozen process writes nothing; the kernel reports on it
-instead.
+A thread of the process waits at a pipe for requests and writes the stacks while it holds the
+interpreter lock. If another thread keeps that lock, a signal makes ``faulthandler`` write them
+without it. The signal is the second choice: its handler reads the frames of other threads, and if
+these run, the process dies of SIGSEGV, mostly at the first or second signal (Python 3.11). A
+stopped or frozen process writes nothing; the kernel reports on it instead.
 
 Counterparts: ``workers.process`` offers stacks, ``workers.keeper`` takes them.
 """
@@ -11,8 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import signal
+import sys
+import termios
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +32,10 @@ from workers.records import process_state
 STACKS_SIGNAL: Final = signal.SIGRTMIN + 7
 
 _SUFFIX: Final = ".stacks"
+_REQUESTS_SUFFIX: Final = ".requests"
+#: A thread that has read a request, and has not written after this long, lacks the interpreter
+#: lock.
+_LOCKED_S: Final = 0.2
 #: A dump takes milliseconds. It is complete if it did not grow between two looks.
 _LOOK_S: Final = 0.002
 _SETTLED_LOOKS: Final = 2
@@ -49,7 +59,7 @@ def stacks_path(directory: Path, worker: str) -> Path:
 
 
 def offer_stacks(path: Path) -> int:
-    """Make this process append the stacks of all threads to ``path`` on ``STACKS_SIGNAL``.
+    """Make this process append the stacks of all threads to ``path`` on request.
 
     It also does so on a fatal fault, such as a segmentation fault. Returns the file, for
     ``write_stacks``; it is emptied when an attempt begins.
@@ -59,7 +69,28 @@ def offer_stacks(path: Path) -> int:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file, all_threads=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(_requests_path(path), 0o600)
+    # For both directions: a pipe without a writer would be at its end.
+    requests = os.open(_requests_path(path), os.O_RDWR | os.O_CLOEXEC)
+    threading.Thread(target=_answer, args=(requests, file), daemon=True, name="stacks").start()
     return file
+
+
+def forget_stacks(path: Path) -> None:
+    """Remove the files of a process that is gone."""
+    path.unlink(missing_ok=True)
+    _requests_path(path).unlink(missing_ok=True)
+
+
+def _requests_path(path: Path) -> Path:
+    return path.with_suffix(_REQUESTS_SUFFIX)
+
+
+def _answer(requests: int, file: int) -> None:
+    while os.read(requests, 1):
+        with contextlib.suppress(OSError):
+            faulthandler.dump_traceback(file, all_threads=True)
 
 
 def write_stacks(file: int) -> None:
@@ -77,37 +108,77 @@ def take_stacks(subjects: Iterable[Subject], within_s: float) -> dict[str, str]:
     Blocks until all have written, at most for ``within_s``.
     """
     subjects = tuple(subjects)
-    waited = {each.worker: each.path for each in subjects if _ask(each)}
-    end_s = time.monotonic() + within_s
-    seen: dict[str, tuple[int, int]] = {}
-    while waited and time.monotonic() < end_s:
-        time.sleep(_LOOK_S)
-        for worker, path in list(waited.items()):
-            num_bytes, num_looks = _size(path), 0
-            if num_bytes and seen.get(worker, (0, 0))[0] == num_bytes:
-                num_looks = seen[worker][1] + 1
-            seen[worker] = (num_bytes, num_looks)
-            if num_looks == _SETTLED_LOOKS:
-                del waited[worker]
+    with contextlib.ExitStack() as opened:
+        waited = {each.worker: (each, one) for each in subjects if (one := _ask(each, opened))}
+        end_s = time.monotonic() + within_s
+        seen: dict[str, tuple[int, int]] = {}
+        while waited and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+            for worker, (subject, request) in list(waited.items()):
+                num_bytes, num_looks = _size(subject.path), 0
+                if num_bytes and seen.get(worker, (0, 0))[0] == num_bytes:
+                    num_looks = seen[worker][1] + 1
+                seen[worker] = (num_bytes, num_looks)
+                if num_looks == _SETTLED_LOOKS:
+                    del waited[worker]
+                elif not num_bytes:
+                    request.insist()
     return {each.worker: _told(each) for each in subjects}
 
 
-def _ask(subject: Subject) -> bool:
-    """Send the signal, if the process will write; drop late output of an older one.
+class _Request:
+    """A request for the stacks of a process.
+
+    Args:
+        pipe: The writing end of its pipe; closed by the caller.
+    """
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self._pid, self._pipe = pid, pipe
+        # An old request that is not read yet: its thread waits for the interpreter lock.
+        self._read_at_s = time.monotonic() if self._num_unread() else None
+        self._has_signalled = False
+
+    def send(self) -> None:
+        """Ask the thread of the process that waits for requests."""
+        os.write(self._pipe, b"?")
+
+    def insist(self) -> None:
+        """Send the signal if the thread has read the request and cannot run.
+
+        A process that has not read it yet may run, and the signal could end it.
+        """
+        now_s = time.monotonic()
+        if self._read_at_s is None:
+            self._read_at_s = None if self._num_unread() else now_s
+        elif now_s - self._read_at_s >= _LOCKED_S and not self._has_signalled:
+            self._has_signalled = True
+            if _handles_signal(self._pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, STACKS_SIGNAL)
+
+    def _num_unread(self) -> int:
+        answer = fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4))
+        return int.from_bytes(answer, sys.byteorder)
+
+
+def _ask(subject: Subject, opened: contextlib.ExitStack) -> _Request | None:
+    """Request the stacks, if the process will write; drop late output of an older request.
 
     Stacks that it wrote before it obeyed a fence are kept: later stacks do not show where it was.
     """
-    if not subject.pid or process_state(subject.pid).letter in GONE:
-        return False
-    if process_state(subject.pid).letter in _HELD or not _handles_signal(subject.pid):
-        return False
+    if not subject.pid or process_state(subject.pid).letter in GONE | _HELD:
+        return None
     with contextlib.suppress(OSError):
-        if subject.path.read_bytes().startswith(_BEFORE):
-            return True
-        os.truncate(subject.path, 0)
-        os.kill(subject.pid, STACKS_SIGNAL)
-        return True
-    return False
+        # This fails if no process reads there.
+        pipe = os.open(_requests_path(subject.path), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        opened.callback(os.close, pipe)
+        request = _Request(subject.pid, pipe)
+        if not subject.path.read_bytes().startswith(_BEFORE):
+            os.truncate(subject.path, 0)
+            request.send()
+        return request
+    return None
 
 
 def _handles_signal(pid: int) -> bool:

@@ -10,7 +10,7 @@ import socket
 import time
 from pathlib import Path
 
-from workers.evidence import Subject, stacks_path
+from workers.evidence import Subject, forget_stacks, stacks_path
 from workers.keeper.endings import Endings
 from workers.protocol import GONE, NOT_FORMED, NodeReport, WorkerPhase, WorkerReport
 from workers.records import (
@@ -267,7 +267,7 @@ class NodeWatch:
                 ring = ring_path(self._directory, worker)
                 ring.unlink(missing_ok=True)
                 last_ring_path(ring).unlink(missing_ok=True)
-                stacks_path(self._directory, worker).unlink(missing_ok=True)
+                forget_stacks(stacks_path(self._directory, worker))
                 with contextlib.suppress(FileNotFoundError):
                     path = progress_path(self._directory, worker)
                     os.truncate(path.rename(path.with_suffix(GONE_SUFFIX)), 0)

@@ -67,6 +67,25 @@ for name in sys.argv[2:]:
     runpy.run_path(f"{sys.argv[1]}/hangs_in_{name}.py")
 sys.stdin.read()
 """
+RUNS = """
+import sys, threading
+from pathlib import Path
+from workers.evidence import offer_stacks
+
+offer_stacks(Path(sys.argv[1]))
+
+def deep(n):
+    return deep(n - 1) if n else None
+
+def train():
+    while True:
+        deep(300)
+
+for _ in range(3):
+    threading.Thread(target=train, daemon=True).start()
+print("trains", flush=True)
+sys.stdin.read()
+"""
 FENCED = """
 import sys
 from pathlib import Path
@@ -124,8 +143,8 @@ def test_ten_kinds_of_hang_show_the_line_that_hangs(
     end_s = time.monotonic() + WAIT_S_MAX
     missing = set(HANGS)
     while missing:
-        # One may only be on its way to the line.
-        told = take_stacks(stuck.values(), WAIT_S_MAX)
+        # One may only be on its way to the line, and lose the interpreter before it answers.
+        told = take_stacks(stuck.values(), 2.0)
         missing = {name for name, line in lines.items() if line not in told[name]}
         assert time.monotonic() < end_s, [told[name] for name in missing]
 
@@ -187,6 +206,25 @@ def test_a_fenced_process_has_written_where_it_was_before(tmp_path: Path) -> Non
     assert " in hangs" in at_fence
     assert " in leaves" not in at_fence
     assert " in leaves" in later
+
+
+def test_a_process_that_runs_survives_requests_for_its_stacks(tmp_path: Path) -> None:
+    """A signal whose handler reads the frames of running threads ends it at once."""
+    path = stacks_path(tmp_path, "w1")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", RUNS, str(path)], stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        subject = Subject("w1", process.pid, path)
+
+        told = [take_stacks([subject], WAIT_S_MAX)["w1"] for _ in range(30)]
+
+        assert process.poll() is None
+        process.stdin.close()
+    assert all(" in deep\n" in one for one in told)
 
 
 def test_a_full_disk_keeps_no_process_from_obeying_a_fence() -> None:
