@@ -13,7 +13,7 @@ from workers.protocol import Pace, Source
 
 @value
 class RequestReservation:
-    """Reserve room for one worker (a placement group); pending ones are the autoscaler's demand.
+    """Reserve room for one worker (a placement group). The autoscaler sees pending ones as demand.
 
     Answered by ``ReservationGranted``, perhaps much later. ``avoid`` lists the nodes to avoid.
     ``alternative`` says which capacity, in the user's order, and ``usd_per_hour`` its price.
@@ -36,8 +36,8 @@ class ReleaseReservation:
 class NoteRefused:
     """Record that ``num_reservations`` requests for an alternative were not granted.
 
-    Its line in the journal is the whole effect. They stay asked for; the next alternative is asked
-    for as well. ``why`` is a line for people.
+    The action only adds a line to the journal. The requests stay open while the next alternative is
+    requested as well. ``why`` is one line for people.
     """
 
     alternative: int
@@ -70,14 +70,15 @@ class StartKeeper:
 
 @value
 class EndKeeper:
-    """End the keeper on ``node``, where the run has nothing any more; its memory is given up."""
+    """End the keeper on ``node`` and free its memory: the run has no worker or reservation there.
+    """
 
     node: str
 
 
 @value
 class RestartKeeper:
-    """End the process of a keeper, so that Ray starts it again; its memory outlives it."""
+    """Kill the process of a keeper, so that Ray restarts it; its memory outlives the process."""
 
     node: str
     reason: str
@@ -105,11 +106,11 @@ class FenceAttempt:
 
 @value
 class CollectEvidence:
-    """Take stacks and records of the workers of ``attempt`` on ``nodes``, dead ones too.
+    """Collect stacks and records of the workers of ``attempt`` on ``nodes``, also of dead ones.
 
-    They are stored with the incident that is reported of the attempt. Kills that were ordered
-    together with it wait for them, for a bounded time, if ``is_awaited``: afterwards nothing shows
-    why the attempt hung. A fence need not wait: workers write their stacks before they obey it.
+    They are stored with the attempt's incident. If ``is_awaited``, kills that were ordered together
+    with this wait for the evidence, for a bounded time: a kill destroys what shows why the attempt
+    hung. A fence need not wait: workers write their stacks before they obey it.
     """
 
     attempt: int
@@ -135,9 +136,9 @@ class ReadCommitted:
     """Find out in memory and storage which version to resume from, as ``attempt`` is fenced.
 
     ``lineage`` (attempt, resume_step) says which commits of old attempts still count. Sources in
-    ``bad`` must not be loaded, and what nodes in ``unreached`` hold cannot be: a member has no
-    connection with them. ``CommittedRead`` with the same ``number`` answers; numbers count up over
-    the run.
+    ``bad`` must not be loaded. Versions on nodes in ``unreached`` cannot be loaded, because a
+    member has no connection to them. ``CommittedRead`` with the same ``number`` answers; numbers
+    count up over the run.
     """
 
     attempt: int
@@ -152,8 +153,8 @@ class ProbeLinks:
     """Have keepers find out which nodes reach each other; answered by ``LinksProbed``."""
 
     number: int  #: Numbers count up over the run.
-    nodes: tuple[str, ...] = ()  #: All pairs of these, both ways.
-    pairs: tuple[Pair, ...] = ()  #: And these pairs, both ways.
+    nodes: tuple[str, ...] = ()  #: Probe all pairs of these, both ways.
+    pairs: tuple[Pair, ...] = ()  #: Probe these pairs as well, both ways.
 
 
 @value
@@ -161,8 +162,8 @@ class StartAttempt:
     """Put ``members`` to work as ``attempt`` from ``resume_step``.
 
     ``members`` is ``(worker, node, reservation)`` in rank order; ``bad`` and ``unreached`` as in
-    ``ReadCommitted``. Members and keepers protect snapshots by ``plan``.
-    ``other_layouts`` were not taken, and why.
+    ``ReadCommitted``. Members and keepers protect snapshots by ``plan``. ``other_layouts`` lists
+    the layouts that were not chosen, each with the reason.
     """
 
     attempt: int
@@ -181,7 +182,7 @@ class StartAttempt:
 class OrderKeepers:
     """Tell the keepers how to protect the snapshots of ``attempt`` from now on.
 
-    ``nodes`` are those of its members, by rank; ``bad`` is what keepers must not hold any more.
+    ``nodes`` are those of its members, by rank. Keepers must drop the sources in ``bad``.
     """
 
     attempt: int
@@ -193,7 +194,7 @@ class OrderKeepers:
 
 @value
 class SetCadence:
-    """Have ``worker``, rank 0 of ``attempt``, and so all members, save at these intervals.
+    """Set the save intervals of ``attempt``. ``worker``, its rank 0, passes them to all members.
 
     ``reason`` is a line for people.
     """
@@ -206,9 +207,10 @@ class SetCadence:
 
 @value
 class ReportIncident:
-    """Put on record why ``attempt`` ended. Its line in the journal is the whole effect.
+    """Record why ``attempt`` ended.
 
-    It may go on after one of kind not_finite.
+    The action only adds a line to the journal. After an incident of kind not_finite the attempt may
+    continue.
     """
 
     attempt: int
@@ -237,7 +239,7 @@ class FinishRun:
     """The run is over: release everything and write the summary."""
 
     outcome: RunOutcome
-    #: One line; for "failed" the user's traceback comes first if a user error caused it.
+    #: One line. For "failed", the user's traceback precedes it if a user error is the cause.
     reason: str
 
 

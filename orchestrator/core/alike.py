@@ -1,7 +1,7 @@
-"""Events that tell the same of several members and follow one another, as one event.
+"""Join consecutive events that report the same about several members into one event.
 
-The members of a large run leave, and form, by thousands in a second. A decision and a line of the
-journal for each of them would take several seconds.
+In a large run, thousands of members leave or form within a second. Deciding on each event and
+writing a journal line for each would take several seconds.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Final, TypeAlias
 
 from orchestrator.core.events import Event, Leaving, WorkerFormed, WorkerLeft
 
-#: The most that are taken at once: they cost a millisecond.
+#: Most events that are joined at once; so many take a millisecond.
 NUM_MAX: Final = 256
-#: Ways to leave that are the same for many.
+#: Ways to leave that many members can share.
 _HOW: Final = frozenset({Leaving.FENCED, Leaving.YIELDED, Leaving.PEER_LOST})
 
 _OfMembers: TypeAlias = WorkerFormed | WorkerLeft
 
 
 def take_alike(events: deque[Event]) -> Event:
-    """Take the first of ``events``, with those that follow it and tell the same; return them."""
+    """Take the first of ``events`` and all that follow it and report the same; join them."""
     first = events.popleft()
     if not (isinstance(first, _OfMembers) and _is_plain(first)):
         return first
@@ -37,7 +37,7 @@ def take_alike(events: deque[Event]) -> Event:
 
 
 def _is_plain(event: _OfMembers) -> bool:
-    """Return whether it says nothing that is true of one worker only."""
+    """Return whether the event says nothing specific to one worker."""
     if event.others or event.damaged or event.skipped:
         return False
     if isinstance(event, WorkerFormed):
@@ -61,5 +61,5 @@ def _joined(alike: Sequence[_OfMembers]) -> Event:
     loaded: Counter[str] = Counter()
     for each in alike:
         loaded.update(dict(each.sources) if isinstance(each, WorkerFormed) else {})
-    # Those that come last decide how long it took.
+    # The last member determines how long it took.
     return replace(last, at_s=at_s, others=others, sources=tuple(loaded.items()))

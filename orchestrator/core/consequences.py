@@ -1,4 +1,4 @@
-"""What events come down to inside the core. What each does depends on the phase, as for events.
+"""Consequences of events inside the core. As for events, the phase decides what each one does.
 
 A handler calls ``transition.follow(AttemptFailed(...))``; ``phase_table`` says who handles that.
 """
@@ -25,30 +25,30 @@ class AttemptFailed(NamedTuple):
 
 
 class IdleLoss(NamedTuple):
-    """A node without a member was lost. It blames nobody."""
+    """A node without a member was lost. No worker is blamed."""
 
     kind: FaultKind
     evidence: str
 
 
 class MemoryLost(NamedTuple):
-    """A keeper's memory is gone, so what was read from memory may be gone too."""
+    """A keeper's memory is gone, and with it perhaps the version that was read from memory."""
 
 
 class RecoveryAdvanced(NamedTuple):
-    """A member is out, or an answer came: the recovery may go on."""
+    """A member has left or an answer came, so the recovery may continue."""
 
 
 class CapacityChanged(NamedTuple):
-    """A worker, a reservation or a node can be used, or no longer."""
+    """A worker, a reservation or a node became usable or unusable."""
 
 
 class ReachChanged(NamedTuple):
-    """Keepers said which nodes reach each other."""
+    """Keepers reported which nodes reach each other."""
 
 
 class LinksDue(NamedTuple):
-    """Lost links were looked at: one may have been whole for its pause."""
+    """It was time to check lost links: one may have been whole for its pause."""
 
 
 class SearchAnswered(NamedTuple):
@@ -56,7 +56,7 @@ class SearchAnswered(NamedTuple):
 
 
 class KeepersOutdated(NamedTuple):
-    """The plan or the bad sources that keepers know are not the newest."""
+    """Keepers have an outdated plan or an outdated list of bad sources."""
 
 
 class BoundReached(NamedTuple):
@@ -64,7 +64,7 @@ class BoundReached(NamedTuple):
 
 
 class EventFolded(NamedTuple):
-    """The event itself is handled: request what is missing and consider planned changes."""
+    """The event was handled; now request what is missing and consider planned changes."""
 
 
 Consequence: TypeAlias = (

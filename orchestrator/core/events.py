@@ -15,13 +15,13 @@ from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import FaultsSeen, Share
 from workers.protocol import SaveCosts, Source
 
-#: The attempt in ``WorkersSurveyed`` of a living worker that did not answer in time.
+#: Stands for the attempt, in ``WorkersSurveyed``, of a living worker that did not answer in time.
 UNKNOWN_ATTEMPT = -1
 
 
 @value
 class ControllerStarted:
-    """A controller process began. From incarnation 2 on it has folded the journal.
+    """A controller process started. From incarnation 2 on it has folded the journal.
 
     The machine answers with ``SurveyWorkers``: which workers live and in which attempt they are.
     """
@@ -35,25 +35,25 @@ class RunResumed:
     """The user resumed a run that was over or had lost its cluster, perhaps with other settings.
 
     It replaces ``ControllerStarted`` as the first event of its incarnation. Folding starts here:
-    the event carries what matters of the time before.
+    the event carries what is still needed from before.
     """
 
     at_s: float
     incarnation: int
-    attempt: int  #: The last one there was.
+    attempt: int  #: The number of the last attempt.
     #: ``(attempt, resume_step)`` of every attempt so far, oldest first.
     lineage: tuple[tuple[int, int], ...]
-    bad: tuple[Source, ...]  #: Sources that are not to be loaded from.
-    next_worker: int  #: Number of the next worker; names are not used twice.
+    bad: tuple[Source, ...]  #: Sources that must not be loaded.
+    next_worker: int  #: Number of the next worker; names are never reused.
     next_reservation: int
-    why: str  #: One line for people: how it had ended.
+    why: str  #: One line for people: how the run had ended.
     faults_seen: FaultsSeen = FaultsSeen()
     stored: int = 0  #: As ``MutableRunState.stored``.
 
 
 @value
 class WorkersSurveyed:
-    """After a controller restart: what was found alive."""
+    """The living workers and reservations were found after a controller restart."""
 
     at_s: float
     #: ``(worker, node, attempt)`` of each living worker, starting ones too; attempt 0 if it is
@@ -61,12 +61,13 @@ class WorkersSurveyed:
     alive: tuple[tuple[str, str, int], ...]
     #: ``(reservation, node)`` of each reservation that still holds.
     reservations: tuple[tuple[int, str], ...]
-    pending_reservations: tuple[int, ...]  #: Reservations that are still asked for.
+    pending_reservations: tuple[int, ...]  #: Reservations that are still requested.
 
 
 @value
 class NodeJoined:
-    """A node with room for workers is in the cluster; ``rack`` is what it fails together with."""
+    """A node with room for workers is in the cluster; ``rack`` names what it fails together with.
+    """
 
     at_s: float
     node: str
@@ -86,8 +87,8 @@ class NodeLost:
 class NodeDraining:
     """The provider takes the node back at ``deadline_s`` (same clock as ``at_s``).
 
-    A later one of the node replaces it; infinity if the provider does not take it any more.
-    ``notice`` is who said so, for people.
+    A later notice for the node replaces this one; infinity if the provider no longer takes it.
+    ``notice`` says for people where the notice came from.
     """
 
     at_s: float
@@ -100,7 +101,8 @@ class NodeDraining:
 class ControllerDraining:
     """The machine of the controller goes at ``deadline_s``, perhaps with the head of the cluster.
 
-    A later one replaces it; infinity if the machine stays. ``notice`` is who said so, for people.
+    A later notice replaces this one; infinity if the machine stays. ``notice`` says for people
+    where the notice came from.
     """
 
     at_s: float
@@ -110,7 +112,7 @@ class ControllerDraining:
 
 @value
 class KeeperReady:
-    """The keeper of a node answers, at first or again."""
+    """The keeper of a node answers, for the first time or again."""
 
     at_s: float
     node: str
@@ -118,7 +120,7 @@ class KeeperReady:
 
 @value
 class KeeperDied:
-    """The keeper of a node that lives has ended; Ray starts it again there."""
+    """The keeper of a living node has ended; Ray restarts it there."""
 
     at_s: float
     node: str
@@ -127,7 +129,7 @@ class KeeperDied:
 
 @value
 class KeeperSilent:
-    """The keeper of a node takes calls and has not answered for ``silent_s``."""
+    """The keeper of a node accepts calls but has not answered for ``silent_s``."""
 
     at_s: float
     node: str
@@ -136,7 +138,7 @@ class KeeperSilent:
 
 @value
 class OthersSeen:
-    """The other runs on the cluster were asked what they have and lack; ``run`` is our own id."""
+    """The other runs on the cluster reported what they hold and lack; ``run`` is our own id."""
 
     at_s: float
     run: str
@@ -154,7 +156,7 @@ class ReservationGranted:
 
 @value
 class CapacityRefused:
-    """The provider has no machine for an alternative of capacity; ``why`` is a line of its own."""
+    """The provider has no machine for an alternative of capacity; ``why`` quotes the provider."""
 
     at_s: float
     alternative: int
@@ -177,7 +179,7 @@ class WorkerExited:
 
     at_s: float
     worker: str
-    #: "crash" (its process died), "out_of_memory" (for want of memory), "node" (its node died),
+    #: "crash" (its process died), "out_of_memory" (it ran out of memory), "node" (its node died),
     #: "killed" (we killed it), "preempted" (its node had been given notice).
     cause: str
     detail: str  #: One line for people.
@@ -192,18 +194,18 @@ class WorkerFormed:
     worker: str
     form_s: float = 0.0  #: How long mesh and model took; 0.0 if it was not measured.
     load_s: float = 0.0  #: How long loading took.
-    #: ``(source, bytes)`` that were loaded, by kind of source.
+    #: ``(source, bytes)`` loaded, by kind of source.
     sources: tuple[tuple[str, int], ...] = ()
-    #: Sources that were found damaged; other holders had the same part.
+    #: Sources that were found damaged; the part was loaded from other holders.
     damaged: tuple[Source, ...] = ()
-    skipped: tuple[str, ...] = ()  #: A line for people for each source that failed meanwhile.
-    #: Members that formed with it: all of this is true of each, and ``sources`` is what all loaded.
+    skipped: tuple[str, ...] = ()  #: One line for people for each source that failed.
+    #: Members that formed with it. The other fields hold for each; ``sources`` is the sum of all.
     others: tuple[str, ...] = ()
 
 
 @value
 class StepCompleted:
-    """Every rank of ``attempt`` finished ``step``: it is in the history unless it is redone.
+    """Every rank of ``attempt`` finished ``step``. The step counts unless it is redone.
 
     ``stored`` is the newest step that the attempt is known to have committed to storage, or 0.
     """
@@ -230,7 +232,7 @@ class Leaving(StrEnum):
     COMPLETED = "completed"
     YIELDED = "yielded"
     FENCED = "fenced"
-    #: A collective failed under it.
+    #: A collective failed while it took part.
     PEER_LOST = "peer_lost"
     #: It, or a peer, could not load the version to resume from.
     UNLOADABLE = "unloadable"
@@ -250,19 +252,19 @@ class WorkerLeft:
     #: Sources of that version whose bytes are not the bytes that were written.
     damaged: tuple[Source, ...] = ()
     unread: tuple[Source, ...] = ()  #: Sources of it that could not be read this time.
-    skipped: tuple[str, ...] = ()  #: A line for people for each source that failed.
+    skipped: tuple[str, ...] = ()  #: One line for people for each source that failed.
     #: With ``PEER_LOST``: the node that its transport could not reach; "" if it named none.
     unreached: str = ""
-    told: str = ""  #: With ``YIELDED``: what told its process to end; "" if nothing did.
-    others: tuple[str, ...] = ()  #: Members that left with it: all of this is true of each.
+    told: str = ""  #: With ``YIELDED``: what ordered its process to end; "" if nothing did.
+    others: tuple[str, ...] = ()  #: Members that left with it; the other fields hold for each.
 
 
 @value
 class WorkerRaised:
     """The training code of ``worker`` raised; the process lives and has left the attempt.
 
-    ``refuses`` is why the attempt's layout cannot train, if that is so, and ``ranks`` where numbers
-    come from that are not finite: ``protocol.Raised`` says.
+    ``refuses`` says why the attempt's layout cannot train, if it cannot. ``ranks`` are the ranks
+    whose numbers are not finite. See ``protocol.Raised``.
     """
 
     at_s: float
@@ -277,7 +279,7 @@ class WorkerRaised:
 
 @value
 class NotFiniteFound:
-    """The loss or the gradient of a step, or an evaluation, is not finite; the attempt goes on."""
+    """A loss, a gradient or an evaluation is not finite; the attempt continues."""
 
     at_s: float
     attempt: int
@@ -296,30 +298,30 @@ class HangFound:
     #: Workers proven to hold the others up; empty if it could not be decided.
     guilty: tuple[str, ...]
     evidence: str  #: One line for people: the rule that fired and the numbers.
-    #: Whether ranks are proven to have called different collectives: no machine does that, and
-    #: they will do it again.
+    #: Whether ranks are proven to have called different collectives. No faulty machine causes that,
+    #: and it would happen again.
     is_program: bool = False
     rule: str = ""  #: Name of the rule that fired.
     verdict: str = ""  #: Kind of the verdict, as ``orchestrator.diagnosis`` names it.
-    #: Ranks whose calls are not those of most: the program is to blame, not a machine.
+    #: Ranks whose calls differ from the majority's: the program is to blame, not a machine.
     at_odds: tuple[int, ...] = ()
-    #: Those of ``guilty`` that may only work for long: their nodes get no strike.
+    #: Workers in ``guilty`` that may only be busy for long: their nodes get no strike.
     maybe_well: tuple[str, ...] = ()
 
 
 @value
 class Suspected:
-    """The run suspects others than before. Nothing is proven, and the attempt goes on."""
+    """The set of suspects changed. Nothing is proven, and the attempt continues."""
 
     at_s: float
     attempt: int
-    suspects: tuple[Suspicion, ...]  #: Every current suspicion; empty once there is none.
+    suspects: tuple[Suspicion, ...]  #: All current suspicions; empty once there are none.
     usual_step_s: float = 0.0  #: Median duration of a step before; 0.0 if none was seen.
 
 
 @value
 class AttemptStalled:
-    """Every member waits for others for longer than usual, or a link looks dead; no proof."""
+    """Every member has waited unusually long for others, or a link looks dead; no proof."""
 
     at_s: float
     attempt: int
@@ -328,10 +330,10 @@ class AttemptStalled:
 
 @value
 class StartsAdvanced:
-    """Processes that are not ready yet have computed since the last look: they load modules."""
+    """Processes that are not ready yet have used CPU since the last check: they load modules."""
 
     at_s: float
-    workers: tuple[str, ...]  #: All of which that is true.
+    workers: tuple[str, ...]  #: The processes that have.
 
 
 @value
@@ -340,7 +342,7 @@ class MembersAtWork:
 
     at_s: float
     attempt: int
-    #: All of which that is true at present. Others that are inside are stuck.
+    #: All members that compute now. Other members that are still inside are stuck.
     workers: tuple[str, ...]
 
 
@@ -350,7 +352,7 @@ class LinksProbed:
 
     at_s: float
     number: int  #: Number of the ``ProbeLinks`` that this answers.
-    #: Nodes whose keepers answered; nothing is known of the ways from the others.
+    #: Nodes whose keepers answered; ways from other nodes are unknown.
     heard: tuple[str, ...]
     lost: tuple[Pair, ...] = ()  #: ``(from, to)`` of each way that has no connection.
     pairs: tuple[Pair, ...] = ()
@@ -358,19 +360,19 @@ class LinksProbed:
 
 @value
 class LinksTimed:
-    """Keepers timed transfers between some nodes of an attempt, of which links seemed slow."""
+    """Keepers timed transfers between nodes of an attempt whose links seemed slow."""
 
     at_s: float
     attempt: int
-    nodes: tuple[str, ...]  #: Between which they did.
+    nodes: tuple[str, ...]  #: The nodes that were timed.
     slow: tuple[SlowLink, ...] = ()  #: The links, senders and receivers that are slow.
-    #: Estimated time of a step without anything slow over its time now.
+    #: Estimated step time without the slow links, divided by the present step time.
     step_ratio: float = 1.0
 
 
 @value
 class TrafficMeasured:
-    """Records of the attempt's collectives say what a step sends."""
+    """The records of the attempt's collectives showed what a step sends."""
 
     at_s: float
     attempt: int
@@ -380,39 +382,39 @@ class TrafficMeasured:
 
 @value
 class CommittedRead:
-    """Keepers and storage were asked after ``attempt`` was fenced: the version to resume from."""
+    """Keepers and storage answered, after ``attempt`` was fenced, which version to resume from."""
 
     at_s: float
     attempt: int
     step: int  #: 0 if nothing was ever committed.
     committed_by: int  #: The attempt that committed it, 0 with ``step`` 0.
-    skipped: tuple[str, ...]  #: Names of damaged or half-written versions that were passed over.
+    skipped: tuple[str, ...]  #: Names of damaged or incomplete versions that were skipped.
     number: int = 0  #: Number of the ``ReadCommitted`` that this answers; 0 is the newest.
     source: str = ""  #: "memory", "storage", or "" with ``step`` 0.
     #: With ``step`` 0: committed steps, newest first, that no source can serve.
     lost: tuple[int, ...] = ()
-    #: Living nodes whose keepers did not answer and may hold newer versions: they are being
-    #: restarted, or are late.
+    #: Living nodes whose keepers did not answer and may hold newer versions: they are restarting or
+    #: late.
     returning: tuple[str, ...] = ()
     #: The newest step in storage that counts and is not bad; -1 if storage was not read.
     stored: int = -1
-    #: Newer steps there that were committed, and whose bytes are damaged.
+    #: Newer steps that were committed there but are damaged.
     damaged: tuple[int, ...] = ()
 
 
 @value
 class MemoryMeasured:
-    """Keepers said how much memory they have for snapshots, and how large these are."""
+    """Keepers reported how much memory they have for snapshots, and how large these are."""
 
     at_s: float
-    #: ``(node, bytes)`` that snapshots may take, of each keeper that said it.
+    #: ``(node, bytes)`` that snapshots may take, for each keeper that reported it.
     budgets: tuple[tuple[str, int], ...]
-    state_bytes: int  #: Size of one version, all ranks together; 0 if none is held yet.
+    state_bytes: int  #: Size of one version over all ranks; 0 if none is held yet.
 
 
 @value
 class MemoryProtected:
-    """The nodes of ``attempt`` hold a version of it that survives the losses that it should."""
+    """The nodes of ``attempt`` hold a version of it that survives the configured losses."""
 
     at_s: float
     attempt: int
@@ -420,7 +422,7 @@ class MemoryProtected:
 
 @value
 class SavesMeasured:
-    """Rank 0 of ``attempt`` said what steps and saves cost of late."""
+    """Rank 0 of ``attempt`` reported what recent steps and saves cost."""
 
     at_s: float
     attempt: int
@@ -429,7 +431,7 @@ class SavesMeasured:
 
 @value
 class StopRequested:
-    """The user asked the run to stop: behind ``step``, or at the next boundary if that is 0."""
+    """The user asked the run to stop after ``step``, or at the next boundary if that is 0."""
 
     at_s: float
     reason: str

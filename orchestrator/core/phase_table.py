@@ -34,11 +34,12 @@ _GROUPS = {"active": ACTIVE, "over": TERMINAL}
 
 
 def row(every: Handler | None = None, **named: Handler) -> Row:
-    """Return a row of the table; the more special word counts.
+    """Return a row of the table; the most specific entry wins.
 
     Args:
-        every: In all phases but FINISHED and FAILED.
-        **named: By phase; ``active`` in FORMING, TRAINING, YIELDING; ``over`` in the last two.
+        every: Handler in all phases but FINISHED and FAILED.
+        **named: Handlers by phase. ``active`` covers FORMING, TRAINING and YIELDING; ``over``
+            covers FINISHED and FAILED.
     """
     found = {} if every is None else dict.fromkeys(set(Phase) - TERMINAL, every)
     for name in sorted(named, key=lambda name: name not in _GROUPS):
@@ -123,7 +124,7 @@ TABLE: dict[type, Row] = {
         fencing=recovery.committed_read,
         reading=recovery.committed_read,
     ),
-    # What these come down to
+    # Consequences
     co.AttemptFailed: row(
         active=recovery.begin_fence, fencing=recovery.add_to_cause, reading=recovery.add_to_cause
     ),

@@ -21,7 +21,8 @@ from orchestrator.policies import (
 from orchestrator.traffic import Topology
 from ucp_core.layout import ParallelLayout
 
-#: A process that is not ready in ten minutes, or an attempt that has not formed in hours, hangs.
+#: A process that is not ready after ten minutes hangs, as does an attempt that has not formed after
+#: hours.
 _START_FACTOR_MAX: Final = 10
 _FORM_DOUBLINGS_MAX: Final = 4
 
@@ -33,33 +34,33 @@ class Bounds:
     #: First attempt: wait this long for all ``max_workers``, then start with fewer.
     #: Replacements for a lost node or process join later.
     grace_s: float = 30.0
-    #: Fewer than ``min_workers`` for this long, or storage that says nothing while it is needed
-    #: to resume: the run fails.
+    #: The run fails if it has fewer than ``min_workers`` for this long, or if storage does not
+    #: answer for this long while it is needed to resume.
     capacity_s: float = 86400.0
-    #: A worker process must be ready by then, or it is killed. One that computes gets as long
-    #: again from then on, up to ten times as long in all. The bound grows by as much after each
-    #: one that was not ready: a slow cluster must not restart them for ever.
+    #: A worker process that is not ready by then is killed. One that computes gets the same time
+    #: again, up to ten times as long in all. The bound grows by the same amount after each process
+    #: that was late, so that a slow cluster does not restart them for ever.
     start_s: float = 60.0
-    #: All members must have formed, or the attempt is fenced without blame. The bound
-    #: doubles after each attempt without progress. Hangs are found much sooner.
+    #: If a member has not formed by then, the attempt is fenced without blame. The bound doubles
+    #: after each attempt without progress. Detection finds hangs much sooner.
     form_s: float = 600.0
-    #: A fenced member must have left, or it is killed. A member that computes gets one more usual
-    #: step: it leaves when its micro-batch ends.
+    #: A fenced member that has not left by then is killed. A member that computes gets one more
+    #: usual step: it leaves when its micro-batch ends.
     fence_s: float = 2.0
-    kill_s: float = 3.0  #: A killed process must be gone, or the wait for it ends.
-    read_s: float = 10.0  #: Storage must have answered, or the read is repeated.
-    #: Keepers must have answered whom they reach, or the run goes on without knowing.
+    kill_s: float = 3.0  #: The run stops waiting for a killed process after this.
+    read_s: float = 10.0  #: A read that storage has not answered is repeated.
+    #: If keepers have not reported which nodes they reach, the run continues without that.
     probe_s: float = 3.0
-    #: Members must have left as asked, or the attempt is fenced; four steps come on top.
+    #: If members have not left as asked, the attempt is fenced; four steps are added.
     yield_s: float = 60.0
-    survey_s: float = 10.0  #: The survey must have come, or it is asked for again.
+    survey_s: float = 10.0  #: A survey that has not come is requested again.
     drain_lead_s: float = 10.0  #: A draining node is left this long before its deadline.
-    #: A keeper must have answered, or it is restarted. Ray calls a keeper that a signal has
-    #: stopped alive, and nothing of its trainers would be copied or stored. Among 28 busy
-    #: processes on two cores a keeper answered in 2 s.
+    #: A keeper that has not answered is restarted. Ray regards a keeper that a signal stopped as
+    #: alive, but it would copy and store nothing for its trainers. Among 28 busy processes on two
+    #: cores a keeper answered in 2 s.
     keeper_silent_s: float = 15.0
-    #: A keeper that died must be back, or its node is taken for lost. To restart one alone took
-    #: 0.7 to 1.1 s, and 12 s with twenty processes to a core.
+    #: If a keeper that died is not back, its node counts as lost. Restarting a single keeper took
+    #: 0.7 to 1.1 s, and 12 s with twenty processes per core.
     keeper_return_s: float = 30.0
     #: First pause after a worker process failed to start; doubles each time.
     backoff_s: float = 1.0
@@ -70,15 +71,15 @@ class Bounds:
 
     @property
     def start_s_max(self) -> float:
-        """Return after how long a process that is not ready hangs, whatever it computes."""
+        """Return after how long a process that is not ready counts as hung, even if it computes."""
         return self.start_s * _START_FACTOR_MAX
 
     def start_bound_s(self, num_failed: int) -> float:
-        """Return ``start_s`` after so many processes in a row did not get ready."""
+        """Return the start bound after ``num_failed`` processes in a row failed to get ready."""
         return self.start_s * min(1 + num_failed, _START_FACTOR_MAX)
 
     def form_bound_s(self, num_stuck: int) -> float:
-        """Return ``form_s`` after so many attempts in a row without progress."""
+        """Return the forming bound after ``num_stuck`` attempts in a row without progress."""
         return self.form_s * 2.0 ** min(num_stuck, _FORM_DOUBLINGS_MAX)
 
     def __post_init__(self) -> None:
@@ -88,18 +89,18 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AvoidRules:
-    """When a node on which workers keep failing gets no new ones for a while."""
+    """When to give a node no new workers for a while because workers keep failing on it."""
 
-    #: Proven failures (crash, proven hang, failed start) within the window, by which it exceeds
-    #: the best of the other nodes.
+    #: The node is avoided if, within the window, it has this many more proven failures (crash,
+    #: proven hang, failed start) than the best other node.
     strikes_max: int = 3
     window_s: float = 600.0  #: How long a strike counts.
-    #: How long the node is avoided; shorter if the run needs it to reach its minimum. Then it is
-    #: on trial for as long again: a failure has it avoided for twice as long.
+    #: How long the node is avoided; shorter if the run needs it to reach its minimum. The node is
+    #: then on trial for the same time: another failure doubles the time it is avoided.
     avoid_s: float = 600.0
-    #: But for no longer than this. Half of the servers of a large cluster that break stay broken
-    #: for 20 hours (``node_faults`` in ``tests/fixtures``), and what is repaired should not wait
-    #: for much longer than it was broken.
+    #: The longest time a node is avoided. In a large cluster half of the broken servers stay broken
+    #: for 20 hours (``node_faults`` in ``tests/fixtures``), and a repaired node should not wait
+    #: much longer than it was broken.
     avoid_s_max: float = 6 * 3600.0
 
 
@@ -109,14 +110,14 @@ class RunRules:
 
     run: str  #: Name of the run.
     min_workers: int  #: Fewest workers that may train.
-    #: Most workers; as many reservations are asked for, unless other runs need them.
+    #: Most workers. The run requests as many reservations, unless other runs need them.
     max_workers: int
     total_steps: int  #: The run is complete when this step is committed.
     standby_per_node: int = 0  #: Warm processes per node beyond its reservations.
-    #: Commits are at multiples of this, except for the last step and for a yield. A hint that
+    #: Steps are committed at multiples of this, and at the last step and at a yield. Knowing this
     #: saves a read.
     checkpoint_every: int = 1
-    #: Worker processes that may die at start in a row before any got ready.
+    #: How many worker processes in a row may die at start before any is ready.
     starts_failed_max: int = 20
     layout: LayoutRules = field(default_factory=LayoutRules)
     growth: GrowthRules = field(default_factory=GrowthRules)
@@ -128,7 +129,7 @@ class RunRules:
     capacity: CapacityRules = field(default_factory=CapacityRules)
     sharing: SharingRules = field(default_factory=SharingRules)
     bounds: Bounds = field(default_factory=Bounds)
-    #: Speeds of links; its racks are those of the nodes. None if nobody knows.
+    #: Speeds of links; its racks are those of the nodes. None if unknown.
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
@@ -145,11 +146,11 @@ class RunRules:
     def full_layout(
         self, refused: tuple[Refused, ...] = (), num_max: int | None = None
     ) -> ParallelLayout | None:
-        """Return the layout of ``num_max`` workers, by default all, that are on one node."""
+        """Return the layout that ``num_max`` workers, by default all, would take on one node."""
         num = self.max_workers if num_max is None else num_max
         return choose(one_node(num), num, replace(self.layout, refused=refused), self.min_workers)
 
     def wanted(self, num_max: int, refused: tuple[Refused, ...] = ()) -> int:
-        """Return how many of ``num_max`` workers would train if all could be had on one node."""
+        """Return how many of ``num_max`` workers would train if one node had room for all."""
         layout = self.full_layout(refused, num_max)
         return 0 if layout is None else layout.world_size

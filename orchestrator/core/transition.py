@@ -12,10 +12,10 @@ from orchestrator.core.rules import RunRules
 from orchestrator.core.state import EDGES, Cause, MutableRunState, Phase, RunOutcome
 from orchestrator.policies import FaultKind, LayoutRules
 
-#: What handles an event or a consequence, by its type and the phase; see ``phase_table``.
+#: Handles an event or a consequence. ``phase_table`` has one for each type and phase.
 Handler: TypeAlias = Callable[["Transition", Any], None]
 PhaseTable: TypeAlias = Mapping[type, Mapping[Phase, Handler]]
-#: At most so many ranks are named in a line.
+#: Most ranks that one line names.
 _NAMED = 8
 
 
@@ -39,13 +39,13 @@ class Transition:
         self._table = table
 
     def follow(self, what: Any) -> None:
-        """Handle an event or a consequence as the table says for the present phase."""
+        """Handle an event or a consequence by the table's entry for the present phase."""
         handler = self._table[type(what)].get(self.run.phase)
         if handler is not None:
             handler(self, what)
 
     def enter(self, phase: Phase, deadline_s: float) -> None:
-        """Enter a phase, with the time of its bound; infinity if it has none."""
+        """Enter a phase that is bounded by ``deadline_s``; infinity for no bound."""
         before = self.run.phase
         assert phase in EDGES[before], f"{before} -> {phase}"
         self.run.phase = phase
@@ -59,12 +59,12 @@ class Transition:
 
     @property
     def is_limited(self) -> bool:
-        """Return whether it may have fewer than it is configured for."""
+        """Return whether the run may have fewer workers than configured."""
         return self.run.sharing.limit >= 0 or self.max_workers < self.rules.max_workers
 
     @property
     def layout_rules(self) -> LayoutRules:
-        """Return the rules of layouts, with what was refused and how long steps took."""
+        """Return the layout rules, with the refused layouts and the measured step times."""
         run = self.run
         if not run.refused and not run.steps:
             return self.rules.layout
@@ -75,7 +75,7 @@ class Transition:
         self.run.fleet.wake_s = min(self.run.fleet.wake_s, at_s)
 
     def report_incident(self) -> None:
-        """Put on record why the attempt ended, unless it completed or the run was resumed."""
+        """Record why the attempt ended, unless it completed or the run was resumed."""
         cause = self.run.cause
         if cause is not None and cause.kind not in (FaultKind.COMPLETED, FaultKind.RESUME):
             fenced_s = self.run.attempt.fenced_s
@@ -86,7 +86,7 @@ class Transition:
     def report(
         self, fault: Cause, *, fenced_s: float, killed: tuple[tuple[int, str, str], ...] = ()
     ) -> None:
-        """Put one fault, or planned change, on record, and the members that its fence killed."""
+        """Record one fault or planned change, and the members that its fence killed."""
         self.run.faults_seen = self.run.faults_seen.and_incident(fault.kind)
         evidence = " ".join((*self._suspected(fault), fault.evidence))
         if killed:
@@ -109,9 +109,9 @@ class Transition:
         )
 
     def _suspected(self, fault: Cause) -> tuple[str, ...]:
-        """Return what was suspected before of those that turned out to be faulty, for people.
+        """Return, for people, what was suspected of the faulty workers before.
 
-        Also where nobody could be named.
+        Return all suspicions if no worker is known to be faulty.
         """
         if fault.kind.is_planned or not fault.kind.names:
             return ()

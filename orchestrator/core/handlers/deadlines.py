@@ -26,12 +26,12 @@ from orchestrator.core.state import Node, RunOutcome, Worker, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import FaultKind
 
-#: The next process that is late is killed after this share of the usual bound.
+#: Share of ``start_s`` after which the next late process is killed.
 _SPARED_SHARE: Final = 0.25
 
 
 def ticked(transition: Transition, event: Ticked) -> None:
-    """Compare every bound with the present."""
+    """Handle every bound that has been reached."""
     run = transition.run
     if run.surveying_until_s != inf:
         # Events may have been missed while the controller was away: wait for the survey first.
@@ -58,9 +58,9 @@ def _look_at_fleet(transition: Transition) -> None:
 
 
 def _look_at_workers(transition: Transition) -> None:
-    """Handle the bounds of processes; of those that are not ready kill one at a time.
+    """Handle the bounds of processes; kill only one late process at a time.
 
-    What makes one late often does so to all, and passes.
+    Processes are often late together, for a cause that passes.
     """
     spared_s = transition.now_s + transition.rules.bounds.start_s * _SPARED_SHARE
     has_killed = False
@@ -119,13 +119,13 @@ def save_requested(transition: Transition, event: SaveRequested) -> None:
 
 
 def workers_set(transition: Transition, event: WorkersSet) -> None:
-    """Note it; ``demand`` and ``planned`` do the rest."""
+    """Note the new limit; ``demand`` and ``planned`` do the rest."""
     transition.run.most_workers = event.num
     transition.follow(CapacityChanged())
 
 
 def stop_requested(transition: Transition, event: StopRequested) -> None:
-    """Note it: training stops at the next step boundary, a recovery once it has read."""
+    """Note the request: training stops at the next step boundary, a recovery once it has read."""
     run = transition.run
     if event.step > run.attempt.step:
         run.stop_at = (event.step, event.reason)

@@ -24,10 +24,10 @@ from orchestrator.policies import capacity
 
 
 def settle(transition: Transition, _: EventFolded) -> None:
-    """Request missing reservations; processes would slow the recovery down.
+    """Request missing reservations but start no processes: they would slow the recovery down.
 
-    Importing torch takes seconds of a core. If enough workers are left, their first step comes
-    first and replacements start after it.
+    Importing torch takes a core several seconds. If enough workers are left, replacements start
+    after their first step.
     """
     _settle(transition, trains=False)
 
@@ -46,7 +46,7 @@ def settle_training(transition: Transition, _: EventFolded) -> None:
 
 
 def _settle(transition: Transition, *, trains: bool) -> bool:
-    """Request what is missing; return False if it is not known what there is."""
+    """Request what is missing; return False while the run does not know what it has."""
     run = transition.run
     if run.surveying_until_s != inf:
         return False
@@ -63,7 +63,7 @@ def _settle(transition: Transition, *, trains: bool) -> bool:
 def _staff_nodes(transition: Transition, *, trains: bool) -> None:
     fleet = transition.run.fleet
     if any(_is_left(transition, number) for number in fleet.short):
-        # First: what waits for room that is released would be placed there.
+        # Renew first: Ray would place pending requests in the room that is released.
         renew_pending(transition)
     for number in fleet.short:
         _staff(transition, number, trains=trains)
@@ -72,17 +72,17 @@ def _staff_nodes(transition: Transition, *, trains: bool) -> None:
 
 
 def _is_left(transition: Transition, number: int) -> bool:
-    """Return whether a node is to be left and has reservations that no worker uses any longer."""
+    """Return whether the run leaves a node on which it still holds unused reservations."""
     node = transition.run.fleet.nodes[number]
     trains = transition.run.phase is Phase.TRAINING
     return node.draining and trains and bool(fleet.free_reservations(transition, node))
 
 
 def renew_pending(transition: Transition) -> None:
-    """Request every pending reservation again that was to avoid other nodes than those of now.
+    """Request pending reservations again if the nodes to avoid have changed.
 
-    This is due before room may come free on a node that is to be avoided, and when one need not be
-    any longer. A notice alone frees no room, and each renewal costs as much as all that is pending.
+    Call it before a node to be avoided may get free room, and when a node no longer needs to be
+    avoided. A notice alone frees no room, and each renewal costs as much as all pending requests.
     """
     run = transition.run
     avoid = avoided_nodes(transition)
@@ -99,16 +99,16 @@ def renew_pending(transition: Transition) -> None:
     for alternative, before in enumerate(offers):
         after = run.fleet.offers[alternative]
         if before.num_pending and after.num_pending:
-            # It is asked for since then all the same.
+            # The alternative counts as requested since then all the same.
             since_s, refused_s = before.since_s, before.refused_s
             asked = after._replace(since_s=since_s, refused_s=refused_s)
             fleet.put_offer(transition, alternative, asked)
 
 
 def _outdated(transition: Transition, avoid: tuple[str, ...]) -> list[int]:
-    """Return the pending reservations that were asked for with other nodes to avoid."""
+    """Return the pending reservations that were requested with other nodes to avoid."""
     fleet = transition.run.fleet
-    # Reservations that were asked for together share their nodes to avoid.
+    # Reservations that were requested together share their nodes to avoid.
     known: dict[int, bool] = {}
     found: list[int] = []
     for number, reservation in fleet.reservations.where(is_pending):
@@ -132,7 +132,7 @@ def forgive_nodes(transition: Transition) -> None:
 
 
 def avoided_nodes(transition: Transition) -> tuple[str, ...]:
-    """Return the names of the nodes on which nothing new is to be placed, sorted."""
+    """Return the names of the nodes that get nothing new, sorted."""
     now_s = transition.now_s
     given_up = reach.given_up(transition)
     nodes = transition.run.fleet.nodes
@@ -161,7 +161,7 @@ def release_failing_reservations(transition: Transition, number: int) -> None:
     node = transition.run.fleet.nodes[number]
     if node.avoid_until_s <= transition.now_s:
         return
-    # First: what waits for room that is released would be placed there.
+    # Renew first: Ray would place pending requests in the room that is released.
     renew_pending(transition)
     nothing_starts = node.num_failed_starts >= transition.rules.avoid.strikes_max
     if transition.run.fleet.num_usable < transition.rules.min_workers and not nothing_starts:
@@ -172,7 +172,7 @@ def release_failing_reservations(transition: Transition, number: int) -> None:
 
 
 def capacity_refused(transition: Transition, event: CapacityRefused) -> None:
-    """Ask for the next alternative at once: the provider has no machine for this one."""
+    """Request the next alternative at once: the provider has no machine for this one."""
     if fleet.offer(transition, event.alternative).refused_s == inf:
         _refuse(transition, event.alternative, event.why)
 
@@ -189,7 +189,7 @@ def _refuse(transition: Transition, alternative: int, why: str) -> None:
 
 
 def _look_at_offers(transition: Transition) -> None:
-    """Take requests for refused that are not granted in time."""
+    """Count requests as refused that are not granted in time."""
     for alternative, offer in enumerate(transition.run.fleet.offers):
         by_s = _refused_by_s(transition, alternative)
         if by_s <= transition.now_s:
@@ -200,10 +200,10 @@ def _look_at_offers(transition: Transition) -> None:
 
 
 def _settle_alternatives(transition: Transition, *, trains: bool) -> None:
-    """Ask for each alternative whose betters are refused, as much as they do not grant.
+    """Request from an alternative what the better, refused ones do not grant.
 
-    A refused request stays open: a grant shows that it is back. Reservations of worse
-    alternatives are given back once no member uses them (``planned`` moves the members).
+    A refused request stays open: a grant shows that its capacity is back. Reservations of worse
+    alternatives are released once no member uses them (``planned`` moves the members).
     """
     run, max_workers = transition.run, transition.max_workers
     staying, pending = Counter[int](), dict[int, list[int]]()
@@ -229,7 +229,7 @@ def _settle_alternatives(transition: Transition, *, trains: bool) -> None:
 
 
 def _give_back(transition: Transition) -> None:
-    """Give back what other runs need; what members use, they leave first (``planned``)."""
+    """Release what other runs need, except what members use: ``planned`` moves those first."""
     reservations = transition.run.fleet.reservations
     pending = sorted(number for number, _ in reservations.where(is_pending))
     num_surplus = transition.run.fleet.num_reservations - transition.max_workers
@@ -269,7 +269,7 @@ def _request_some(
 
 
 def _refused_by_s(transition: Transition, alternative: int) -> float:
-    """Return when requests for an alternative count as refused, if none is granted before."""
+    """Return when requests for an alternative count as refused if none is granted by then."""
     offer = fleet.offer(transition, alternative)
     if offer.refused_s != inf:
         return inf
@@ -318,23 +318,23 @@ def _staff(transition: Transition, number: int, *, trains: bool) -> None:
 
 
 def reach_changed(transition: Transition, _: ReachChanged) -> None:
-    """Request nodes again that need not be avoided any more."""
+    """Request nodes again that no longer need to be avoided."""
     replace_unreached(transition)
 
 
 def replace_unreached(transition: Transition) -> None:
-    """Request reservations elsewhere for nodes that have been without a link for too long."""
+    """Request other nodes in place of those whose link has been lost for too long."""
     for number in sorted(reach.given_up(transition)):
         for reservation in transition.run.fleet.nodes[number].reservations:
             release_reservation(transition, reservation)
-    # Also where a link is whole again: there are nodes that need not be avoided any more.
+    # If a link is whole again, its nodes no longer need to be avoided.
     renew_pending(transition)
 
 
 def release_surplus(transition: Transition) -> None:
     """Release surplus pending reservations, for example after a drain was called off."""
     if transition.rules.capacity.has_choice:
-        return  # what is refused stays asked for; ``settle`` looks at each alternative
+        return  # refused requests stay open; ``settle`` handles each alternative
     pending = [number for number, _ in transition.run.fleet.reservations.where(is_pending)]
     num_surplus = max(transition.run.fleet.num_reservations - transition.max_workers, 0)
     for number in sorted(pending, reverse=True)[:num_surplus]:
@@ -362,7 +362,7 @@ def note_failed_start(transition: Transition, number: int, detail: str) -> None:
         transition.wake_by(transition.now_s)
     fleet.strike(transition, number)
     node = run.fleet.nodes[number]
-    # 2^6 times one second is about as long as a broken node needs to be noticed by people.
+    # 2^6 times the first pause is about the time in which people notice a broken node.
     pause_s = transition.rules.bounds.backoff_s * 2.0 ** min(node.num_failed_starts, 6)
     fleet.put_node(
         transition,

@@ -75,7 +75,7 @@ def put_node(transition: Transition, number: int, node: Node) -> None:
 
 
 def _move_room(fleet: Fleet, room: int, num: int, *, is_leaving: bool) -> None:
-    """Count ``num`` nodes more with so much room."""
+    """Count ``num`` more nodes with ``room`` usable workers."""
     counts = dict(fleet.leaving if is_leaving else fleet.staying)
     counts[room] = counts.get(room, 0) + num
     rooms = tuple(sorted((room, num) for room, num in counts.items() if room and num))
@@ -121,7 +121,7 @@ def add_worker(transition: Transition, node_number: int) -> str:
 
 
 def leave(transition: Transition, numbers: Collection[int]) -> None:
-    """Note that members are out of the attempt."""
+    """Note that members have left the attempt."""
     attempt = transition.run.attempt
     attempt.inside = attempt.inside.without(*numbers)
     attempt.num_inside -= len(numbers)
@@ -162,7 +162,7 @@ def offer(transition: Transition, alternative: int) -> Offer:
 
 
 def put_offer(transition: Transition, alternative: int, changed: Offer) -> None:
-    """Store that. Nothing is asked for, or refused, where nothing is pending."""
+    """Store an offer. Without pending requests it is neither waiting nor refused."""
     if not changed.num_pending:
         changed = changed._replace(since_s=inf, refused_s=inf)
     offers = transition.run.fleet.offers
@@ -221,18 +221,18 @@ def place_reservation(transition: Transition, number: int, node_number: int) -> 
         ),
     )
     if not (node.is_kept and node.reservations):
-        # Also where one is known of: it may have been ended as it was heard.
+        # Start it even if one is known: it may have been ended when it reported.
         transition.actions.append(StartKeeper(node=node.name))
     reservations = tuple(sorted((*node.reservations, number)))
     put_node(transition, node_number, node._replace(reservations=reservations, is_kept=True))
 
 
 def end_needless_keepers(transition: Transition) -> None:
-    """End the keepers of nodes where the run has nothing any more.
+    """End the keepers of nodes where the run has no worker or reservation left.
 
-    Call it when storage has a version of the current attempt, or its own nodes have one that is
-    protected: what those hold is older. While a process of ours is on a machine, Ray does not call
-    it idle, and it is not given back.
+    Call it when storage, or the nodes of the current attempt under protection, have a version of
+    this attempt: those keepers hold only older ones. While a process of ours is on a machine, Ray
+    does not count it as idle, so it is not given back.
     """
     fleet = transition.run.fleet
     emptied, fleet.emptied = fleet.emptied, ()
@@ -241,8 +241,8 @@ def end_needless_keepers(transition: Transition) -> None:
         if node.reservations or node.workers:
             continue
         if not node.alive or number in transition.run.attempt.nodes:
-            # It may come back, and its keeper with it; or a member that has left was on it, and
-            # what its keeper holds is the newest.
+            # A lost node and its keeper may come back. A node of the current attempt may hold the
+            # newest version, although its member has left.
             fleet.emptied = (*fleet.emptied, number)
             continue
         ended = node._replace(is_kept=False, keeper_by_s=inf, budget_bytes=0)
@@ -251,7 +251,7 @@ def end_needless_keepers(transition: Transition) -> None:
 
 
 def drop_pending(transition: Transition, numbers: Sequence[int]) -> None:
-    """Forget pending reservations, in about the time of one of them."""
+    """Forget pending reservations; many take about as long as one."""
     run = transition.run
     counts = Counter(run.fleet.reservations[number].alternative for number in numbers)
     run.fleet.reservations = run.fleet.reservations.without(*numbers)
@@ -262,7 +262,7 @@ def drop_pending(transition: Transition, numbers: Sequence[int]) -> None:
 
 
 def drop_reservation(transition: Transition, number: int) -> None:
-    """Forget a reservation; its worker uses none any more."""
+    """Forget a reservation; its worker then has none."""
     run = transition.run
     reservation = run.fleet.reservations[number]
     if reservation.node < 0:
@@ -286,7 +286,7 @@ def drop_reservation(transition: Transition, number: int) -> None:
 
 
 def alternative_of(transition: Transition, node: int) -> int:
-    """Return which capacity a node is; the worst where it is several."""
+    """Return the alternative of capacity that a node belongs to; the worst if several."""
     fleet = transition.run.fleet
     if len(fleet.offers) <= 1:
         return 0
@@ -305,9 +305,9 @@ def free_reservations(transition: Transition, node: Node) -> list[int]:
 def strike(transition: Transition, number: int) -> None:
     """Note a proven failure of a worker on a node, and avoid the node if it stands out.
 
-    A node is compared with the best of the others: if all fail alike, the cause is a common one
-    and avoiding them would only idle healthy nodes. One that was avoided and is used again is on
-    trial: else a broken one would end an attempt every few minutes for as long as it is broken.
+    The node is compared with the best other node: if all fail alike, they share a cause, and
+    avoiding them would only idle healthy nodes. A node that was avoided is on trial afterwards.
+    Otherwise a broken one would end an attempt every few minutes.
     """
     rules = transition.rules.avoid
     node = transition.run.fleet.nodes[number]
@@ -337,10 +337,10 @@ def revive_node(transition: Transition, number: int) -> None:
     """Note that a node is in the cluster and not draining."""
     node = transition.run.fleet.nodes[number]
     if node.alive and node.is_slow:
-        return  # a restarted controller hears of it again
+        return  # a restarted controller gets this report again
     joined_s = node.joined_s if node.alive else transition.now_s
     revived = node._replace(alive=True, leave_by_s=inf, joined_s=joined_s, slow=Slow())
     put_node(transition, number, revived)
-    # One that is lost and comes back again and again is used the later each time.
+    # A node that is lost again and again is used later each time.
     ends = (CONTROLLER, node.name)
     search.note(transition, (), heard=ends, asked=(ends,))

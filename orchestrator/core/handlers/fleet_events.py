@@ -38,7 +38,7 @@ from orchestrator.policies import FaultKind
 
 
 def node_joined(transition: Transition, event: NodeJoined) -> None:
-    """Note that a node is there, perhaps again."""
+    """Note that a node has joined, perhaps again."""
     number = fleet.find_node(transition, event.node)
     node = transition.run.fleet.nodes[number]
     if node.rack != event.rack:
@@ -46,15 +46,15 @@ def node_joined(transition: Transition, event: NodeJoined) -> None:
     if not node.alive or node.draining:
         fleet.revive_node(transition, number)
         demand.release_surplus(transition)
-        # Reservations that are still pending may have been asked for anywhere but here.
+        # Pending reservations may have been requested with this node to avoid.
         demand.renew_pending(transition)
     if node.is_kept:
-        # A restarted controller has no handle of its keeper.
+        # A restarted controller has no handle to its keeper.
         transition.actions.append(StartKeeper(node=event.node))
 
 
 def keeper_ready(transition: Transition, event: KeeperReady) -> None:
-    """Note that a keeper is there, or back; an earlier controller may have started it."""
+    """Note that a keeper is up, or up again; an earlier controller may have started it."""
     number = transition.run.fleet.node_ids.get(event.node)
     if number is not None and not transition.run.fleet.nodes[number].is_kept:
         node = transition.run.fleet.nodes[number]
@@ -63,21 +63,21 @@ def keeper_ready(transition: Transition, event: KeeperReady) -> None:
 
 
 def keeper_died(transition: Transition, event: KeeperDied) -> None:
-    """Wait for a keeper that died. Training goes on while its node lives."""
+    """Wait for a keeper that died. Training continues while its node lives."""
     by_s = transition.now_s + transition.rules.bounds.keeper_return_s
     _expect_keeper(transition, event.node, by_s)
     transition.wake_by(by_s)
 
 
 def keeper_died_waiting(transition: Transition, event: KeeperDied) -> None:
-    """Also read again: what no living worker holds is gone with the keeper."""
+    """Wait for the keeper, and read again: what no living worker holds died with it."""
     keeper_died(transition, event)
     transition.follow(MemoryLost())
     recovery.advance(transition)
 
 
 def keeper_silent(transition: Transition, event: KeeperSilent) -> None:
-    """Have a keeper started again that is stopped or stuck."""
+    """Restart a keeper that is stopped or stuck."""
     nodes = transition.run.fleet
     number = nodes.node_ids.get(event.node)
     if number is not None and nodes.nodes[number].alive and nodes.nodes[number].is_kept:
@@ -89,13 +89,13 @@ def _expect_keeper(transition: Transition, name: str, by_s: float) -> None:
     run = transition.run
     number = run.fleet.node_ids.get(name)
     if number is not None and run.fleet.nodes[number].alive and run.fleet.nodes[number].is_kept:
-        # No count of the fleet depends on it.
+        # No count of the fleet depends on this, so ``put_node`` is not needed.
         node = run.fleet.nodes[number]._replace(keeper_by_s=by_s)
         run.fleet.nodes = run.fleet.nodes.set(number, node)
 
 
 def give_up_node(transition: Transition, number: int) -> None:
-    """Treat a node as lost whose keeper did not come back: nothing on it would be saved."""
+    """Treat a node as lost if its keeper did not come back: nothing on it would be saved."""
     node = transition.run.fleet.nodes[number]
     bound_s = transition.rules.bounds.keeper_return_s
     reason = f"its keeper was not back after {bound_s:g} s"
@@ -121,7 +121,7 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
         if worker_number in run.attempt.inside:
             members.append(worker.name)
         fleet.drop_worker(transition, worker_number)
-        # Workers on a node that is only cut off still train: kill the ones that can be reached.
+        # If the node is only cut off, its workers still train: kill those that can be reached.
         transition.actions.append(KillWorker(worker=worker.name, reason=f"node lost: {cause}"))
     for reservation in node.reservations:
         demand.release_reservation(transition, reservation)
@@ -144,9 +144,9 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
             transition.follow(IdleLoss(kind, evidence))
         recovery.advance(transition)
     if had_links:
-        # A worker that was given up because it did not reach this node is wanted again.
+        # A node that was given up because it did not reach this one may be used again.
         demand.renew_pending(transition)
-    # The first attempt waits for no replacement.
+    # The first attempt does not wait for replacements, so it may start now.
     transition.follow(CapacityChanged())
 
 
@@ -163,12 +163,12 @@ def node_draining(transition: Transition, event: NodeDraining) -> None:
 
 
 def controller_draining(transition: Transition, event: ControllerDraining) -> None:
-    """Note when the controller's machine goes; ``planned`` has the state in storage before."""
+    """Note when the controller's machine goes; ``planned`` stores the state before."""
     transition.run.store_by_s = event.deadline_s
 
 
 def reservation_granted(transition: Transition, event: ReservationGranted) -> None:
-    """Use a granted reservation, or release it if it is not wanted any more."""
+    """Use a granted reservation, or release it if it is no longer wanted."""
     run = transition.run
     reservation = run.fleet.reservations.get(event.reservation)
     if reservation is None:
@@ -178,9 +178,9 @@ def reservation_granted(transition: Transition, event: ReservationGranted) -> No
     if reservation.node == number:
         return
     if reservation.node >= 0 or run.fleet.nodes[number].draining:
-        # It was moved, or is on a node that is about to leave: request another one.
+        # Ray moved it, or it is on a node that is about to leave: request another one.
         if reservation.node < 0:
-            # First: what else waits for room would be placed there next.
+            # Renew first: Ray would place another pending request there next.
             demand.renew_pending(transition)
         if event.reservation in run.fleet.reservations:
             demand.release_reservation(transition, event.reservation)
@@ -223,7 +223,7 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
 
 
 def worker_exited(transition: Transition, event: WorkerExited) -> None:
-    """Forget a process. If it was inside the attempt, the attempt ends."""
+    """Forget a process that is gone. If it was inside the attempt, the attempt ends."""
     found = fleet.find_worker(transition, event.worker)
     if found is None:
         return

@@ -39,9 +39,9 @@ from ucp_core.numerics import counted
 
 
 def capacity(transition: Transition) -> int:
-    """Return how many workers an attempt would have now, 0 if fewer than the minimum.
+    """Return how many workers an attempt would have now; 0 if fewer than the minimum.
 
-    Draining nodes are used only if the run could not train without them, and not at their end.
+    Draining nodes are used only if the run cannot train without them and they are not about to go.
     """
     for leaving in (False, True):
         if used := reach.num_together(transition, leaving=leaving):
@@ -66,22 +66,22 @@ def capacity_changed(transition: Transition, _: CapacityChanged) -> None:
 
 
 def reach_changed_waiting(transition: Transition, _: ReachChanged) -> None:
-    """Start an attempt, or request other nodes, by what is known of links now."""
+    """Start an attempt, or request other nodes, given what is now known of links."""
     _try_start(transition)
     demand.replace_unreached(transition)
 
 
 def links_due(transition: Transition, _: LinksDue) -> None:
-    """Also when a link was whole for its pause, or none is hoped for any more."""
+    """Do the same when a link's pause is over, or when the run gives up on lost links."""
     _try_start(transition)
     demand.replace_unreached(transition)
     transition.wake_by(reach.patience_end_s(transition))
 
 
 def _try_start(transition: Transition) -> bool:
-    """Start an attempt if there are enough workers; return whether the run waits no longer.
+    """Start an attempt if there are enough workers; return whether the run stopped waiting.
 
-    The first attempt waits a while for all workers, but for no replacement of what was lost.
+    The first attempt waits a while for all workers, but not for replacements of lost ones.
     """
     run = transition.run
     used = capacity(transition)
@@ -98,7 +98,7 @@ def _try_start(transition: Transition) -> bool:
             run.deadline_s = min(run.deadline_s, grace_end_s)
             return False
     if run.attempt.members and run.network.unread != reach.unreached(transition):
-        # What was read counts on others than those who would train: read anew, at once.
+        # The last read assumed other members: read again at once.
         transition.enter(Phase.READING, transition.now_s)
         run.reads.bad_from = run.reads.num + 1
         run.reads.seen = False
@@ -114,7 +114,7 @@ def _first_wanted(transition: Transition) -> int:
     """
     run, num = transition.run, transition.max_workers
     if run.fleet.nodes.where(_has_lost):
-        # Those that are ready, and the starting ones that replace no process.
+        # Count ready processes, and starting ones that replace no failed one.
         nodes = list(run.fleet.nodes.values())
         num = sum(max(_num_live(transition, one) - len(one.strikes), one.usable) for one in nodes)
     return transition.rules.wanted(min(num, transition.max_workers), run.refused)
@@ -132,7 +132,7 @@ def _num_live(transition: Transition, node: Node) -> int:
 
 
 def _wait_for_due(transition: Transition) -> None:
-    """Look again when nodes that were to be taken should be gone: they may be there still."""
+    """Check again when nodes that were to be taken should be gone: they may have stayed."""
     if transition.run.fleet.leaving:
         lead_s = transition.rules.bounds.drain_lead_s
         ends = [node.leave_by_s + lead_s for node in reach.due(transition)]
@@ -152,7 +152,7 @@ def wait_bound(transition: Transition, _: BoundReached) -> None:
 
 
 def _lacking(transition: Transition) -> str:
-    """Return what could not be had, for people."""
+    """Return, for people, which workers could not be had."""
     rules = transition.rules
     together = num_workers(reach.offered(transition, leaving=True))
     usable = transition.run.fleet.num_usable
@@ -226,11 +226,11 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
 
     Survivors keep their order, so that their state stays near. Workers of a node are neighbours;
     new workers follow the survivors of their node, and new nodes come last. Racks that are known,
-    and slow links, may put nodes in another order (``policies.order``). If there are too many,
-    enough nodes keep a worker that one may be lost (``snapshot.tolerance``).
+    and slow links, may put nodes in another order (``policies.order``). If there are too many
+    workers, enough nodes keep one to survive lost nodes (``snapshot.tolerance``).
 
     Args:
-        leaving: Whether nodes that are about to leave are used, as the last ones.
+        leaving: Whether to use nodes that are about to leave, as the last ones.
     """
     run = transition.run
     ranks = {number: rank for rank, number in enumerate(run.attempt.members)}
@@ -257,7 +257,7 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
     preferred = sorted(ready, key=places.__getitem__)
     rooms = [len(ready[number]) for number in preferred]
     last = max(at for at, num in enumerate(spread(rooms, layout)) if num)
-    # Protection takes no node that the user likes less than all that are needed.
+    # For protection, add no node that the user likes less than the last one needed.
     alike = [places[number] <= places[preferred[last]] for number in preferred]
     num_nodes = min(sum(alike), transition.rules.redundancy.tolerance + 1)
     used = dict(zip(preferred, spread(rooms, layout, num_nodes), strict=True))
@@ -268,7 +268,7 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
 
 
 def _in_order(transition: Transition, used: list[tuple[int, int]]) -> list[int]:
-    """Return the nodes, each with its number of workers, in the order that suits the network."""
+    """Return the nodes, each with its number of workers, in the best order for the network."""
     run = transition.run
     nodes, ids, size = run.fleet.nodes, run.fleet.node_ids, len(run.attempt.nodes)
     held: dict[int, tuple[float, float]] = {}
@@ -285,11 +285,11 @@ def _in_order(transition: Transition, used: list[tuple[int, int]]) -> list[int]:
 
 
 def _ready_on(transition: Transition, node: Node, ranks: dict[int, int]) -> list[int]:
-    """Return the workers of ``node`` that may train: survivors first, one per reservation."""
+    """Return the workers of ``node`` that may train, survivors first, one per reservation."""
     workers = transition.run.fleet.workers
     ready = [w for w in node.workers if workers[w].status is WorkerStatus.READY]
     newest_rank = len(ranks)
-    # They are in the order of their numbers, which decides among newcomers.
+    # ``node.workers`` is in ascending order, which decides among newcomers.
     ready.sort(key=lambda w: ranks.get(w, newest_rank))
     return ready[: node.usable]
 
@@ -300,7 +300,8 @@ def _bind(
     """Give every member a reservation on its node; most have kept theirs.
 
     Returns:
-        The three of each, and the number of its node, in rank order.
+        Worker, node and reservation of each member, and the number of each one's node, in rank
+        order.
     """
     run = transition.run
     chosen = set(members)

@@ -27,11 +27,11 @@ from orchestrator.policies import STORAGE, FaultKind, Refused, UserError
 from ucp_core.layout import ParallelLayout
 from workers.protocol import DEVICE_MEMORY
 
-#: Weight of the newest step in the smoothed duration: about the last ten steps count.
+#: Weight of the newest step in the smoothed duration, which averages about ten steps.
 _STEP_WEIGHT = 0.1
-#: The cost of a slow worker is to be known within a few steps.
+#: With a slow worker: its cost must show within a few steps.
 _SLOWED_WEIGHT = 0.5
-#: The step time of a layout changes by no smaller part: a decision would not either.
+#: Smaller relative changes of a layout's step time are ignored: they change no decision.
 _STEP_NEWS = 0.05
 
 
@@ -55,14 +55,14 @@ def worker_formed(transition: Transition, event: WorkerFormed) -> None:
 
 
 def worker_formed_forming(transition: Transition, event: WorkerFormed) -> None:
-    """Note it; with the last member the attempt runs."""
+    """Note that members have formed; once all have, training begins."""
     worker_formed(transition, event)
     if transition.run.attempt.num_unformed == 0:
         _run(transition)
 
 
 def step_completed(transition: Transition, event: StepCompleted) -> None:
-    """Note a step of the history, and end keepers whose memory storage has overtaken."""
+    """Note a completed step, and end keepers that hold only older versions than storage."""
     run = transition.run
     is_first, stored = not run.attempt.stepped, run.stored
     step_completed_fencing(transition, event)
@@ -74,14 +74,14 @@ def step_completed(transition: Transition, event: StepCompleted) -> None:
 
 
 def step_completed_forming(transition: Transition, event: StepCompleted) -> None:
-    """Note it: it proves that every member has formed."""
+    """Note the step. It proves that every member has formed."""
     if _is_new_step(transition, event):
         _run(transition)
         step_completed(transition, event)
 
 
 def step_completed_fencing(transition: Transition, event: StepCompleted) -> None:
-    """Note a step of the history, completed before its members heard of the fence."""
+    """Note a step that was completed before its members saw the fence."""
     run = transition.run
     if not _is_new_step(transition, event):
         return
@@ -89,7 +89,7 @@ def step_completed_fencing(transition: Transition, event: StepCompleted) -> None
     if 0 < run.stop_at[0] <= event.step:
         run.stop_reason = run.stop_reason or run.stop_at[1]
     if event.stored > run.stored:
-        # It says which version the run may not fall behind, and is read before one is loaded.
+        # The run must not resume from an older version, so it reads storage before it loads one.
         run.stored, run.reads.stored_from = event.stored, run.reads.num + 1
     if not run.attempt.stepped:
         run.attempt.stepped = True
@@ -105,7 +105,10 @@ def step_completed_fencing(transition: Transition, event: StepCompleted) -> None
 
 
 def _learn(run: MutableRunState, step_s: float) -> None:
-    """Note how long a step took in the attempt's layout; the first of an attempt says little."""
+    """Note how long a step took in the attempt's layout.
+
+    The first step of an attempt is not typical.
+    """
     layout = run.attempt.layout
     assert layout is not None
     steps = dict(run.steps)
@@ -126,26 +129,26 @@ def _is_new_step(transition: Transition, event: StepCompleted) -> bool:
 def _run(transition: Transition) -> None:
     run = transition.run
     transition.enter(Phase.TRAINING, inf)
-    # Half of what an unusual one took is forgotten each time.
+    # Each forming halves the weight of an unusually long one.
     run.form_s = max(transition.now_s - run.attempt.started_s, run.form_s / 2)
     search.forget(transition)
 
 
 def checkpoint_committed(transition: Transition, event: CheckpointCommitted) -> None:
-    """Note a commit of the current attempt; keepers store also while nobody trains."""
+    """Note a commit of the current attempt; keepers also store while no attempt trains."""
     if event.attempt == transition.run.attempt.number:
         _know(transition.run, event.step, in_memory=False)
 
 
 def checkpoint_committed_training(transition: Transition, event: CheckpointCommitted) -> None:
-    """Note it, and end keepers whose memory storage has overtaken."""
+    """Note the commit, and end keepers that hold only older versions than storage."""
     if event.attempt == transition.run.attempt.number:
         checkpoint_committed(transition, event)
         fleet.end_needless_keepers(transition)
 
 
 def worker_left(transition: Transition, event: WorkerLeft) -> None:
-    """Fence the others: nobody asked the member to leave, unless the script has ended."""
+    """Fence the others: the member left unasked, unless the script has ended."""
     if not _leaves(transition, event):
         return
     if event.how is Leaving.COMPLETED:
@@ -158,7 +161,7 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
 
 
 def worker_left_yielding(transition: Transition, event: WorkerLeft) -> None:
-    """Wait for the others, which were asked to leave at the same step."""
+    """Wait for the others: all were asked to leave at the same step."""
     if not _leaves(transition, event):
         return
     if event.how is Leaving.COMPLETED:
@@ -170,13 +173,13 @@ def worker_left_yielding(transition: Transition, event: WorkerLeft) -> None:
 
 
 def worker_left_fencing(transition: Transition, event: WorkerLeft) -> None:
-    """Go on once the last member is out."""
+    """Continue once the last member is out."""
     if _leaves(transition, event):
         recovery.advance(transition)
 
 
 def _leaves(transition: Transition, event: WorkerLeft) -> bool:
-    """Note that members are out, and what they know; return whether that is all of it."""
+    """Note that members have left, and what they report; return whether more is to be done."""
     numbers = _members(transition, event)
     if not numbers:
         recovery.heard_late(transition, event)
@@ -196,10 +199,10 @@ def _leaves(transition: Transition, event: WorkerLeft) -> bool:
         transition.follow(failed)
         return False
     if event.how in (Leaving.YIELDED, Leaving.COMPLETED):
-        # It left only after it had seen the commit.
+        # A member yields or completes only after it has seen the commit.
         _know(run, event.step, in_memory=event.how is Leaving.YIELDED)
     if event.told:
-        # Somebody else has told its process to end: nothing is lost.
+        # Something outside the run told its process to end, and it has committed: nothing is lost.
         fleet.kill_worker(transition, number, event.told)
         transition.follow(AttemptFailed(FaultKind.PREEMPTION, (event.worker,), event.told))
         return False
@@ -207,13 +210,13 @@ def _leaves(transition: Transition, event: WorkerLeft) -> bool:
 
 
 def _lost_a_peer(transition: Transition, event: WorkerLeft) -> None:
-    # A collective failed. That shows that a peer is gone, not which one.
+    # A failed collective shows that a peer is gone, but not which one.
     evidence = f"{event.worker} left: {event.detail}"
     transition.follow(AttemptFailed(FaultKind.PEER_LOST, (), evidence))
 
 
 def worker_raised(transition: Transition, event: WorkerRaised) -> None:
-    """Keep the error for the verdict, and fence the others."""
+    """Keep the error for the decision, and fence the others."""
     found = _member(transition, event.attempt, event.worker)
     if found is None:
         return
@@ -236,7 +239,7 @@ def worker_raised(transition: Transition, event: WorkerRaised) -> None:
 
 
 def _refuse(transition: Transition, event: WorkerRaised) -> bool:
-    """Note that the layout cannot train; return False if what has trained shows that it can."""
+    """Note that the layout cannot train; return False if a layout that trained disproves it."""
     run = transition.run
     layout = run.attempt.layout
     assert layout is not None
@@ -258,7 +261,7 @@ def _refuse(transition: Transition, event: WorkerRaised) -> bool:
 def _is_short_first(run: MutableRunState, layout: ParallelLayout) -> bool:
     """Return whether this is the first attempt that ran out of memory in a layout.
 
-    Connections of the attempt before may have filled the device.
+    Connections of the previous attempt may have filled the device.
     """
     if layout not in (one for _, one in run.short):
         run.short = (*run.short, (run.attempt.number, layout))
@@ -273,7 +276,7 @@ def _leave(transition: Transition, numbers: Collection[int], step: int) -> None:
 
 
 def not_finite_found(transition: Transition, event: NotFiniteFound) -> None:
-    """Put a number that is not finite on record; a restarted controller hears of it again."""
+    """Record a number that is not finite, once: a restarted controller gets the report again."""
     attempt = transition.run.attempt
     if event.attempt == attempt.number and event.number > attempt.num_noted:
         attempt.num_noted = event.number
@@ -282,11 +285,11 @@ def not_finite_found(transition: Transition, event: NotFiniteFound) -> None:
 
 
 def _end_diverged(transition: Transition, error: UserError, ranks: tuple[int, ...]) -> None:
-    """Go back to the last version, whose copies were equal; of two copies nobody is blamed."""
+    """Go back to the last version, whose copies were equal. With two copies, blame no rank."""
     run = transition.run
     failed = _of_ranks(transition, FaultKind.DIVERGED, error.message, ranks)
     layout = run.attempt.layout
-    if layout is not None and layout.dp_replicate > 2:  # noqa: PLR2004  most of them agree
+    if layout is not None and layout.dp_replicate > 2:  # noqa: PLR2004  a majority exists
         failed = failed._replace(guilty=tuple(worker for _, worker, _ in failed.places))
         if run.cause is None or run.cause.kind is not FaultKind.DIVERGED:
             for rank in ranks:
@@ -297,7 +300,7 @@ def _end_diverged(transition: Transition, error: UserError, ranks: tuple[int, ..
 def _of_ranks(
     transition: Transition, kind: FaultKind, text: str, ranks: tuple[int, ...]
 ) -> AttemptFailed:
-    """Return a fault with the workers and nodes of the ranks that it comes from."""
+    """Return a fault that names the workers and nodes of the ranks that caused it."""
     run = transition.run
     members = run.attempt.members
     workers = [(rank, run.fleet.workers[members[rank]]) for rank in ranks if rank < len(members)]
@@ -308,13 +311,13 @@ def _of_ranks(
 
 
 def hang_found(transition: Transition, event: HangFound) -> None:
-    """Kill the workers that are proven guilty and fence the others; undecided blames nobody."""
+    """Kill the workers that are proven guilty and fence the others. If undecided, blame none."""
     if event.attempt == transition.run.attempt.number:
         _end_hang(transition, event, _kill_guilty(transition, event))
 
 
 def hang_found_fencing(transition: Transition, event: HangFound) -> None:
-    """Kill the workers that are proven guilty: it may explain why the attempt ended."""
+    """Kill the workers that are proven guilty: the hang may explain why the attempt ended."""
     if event.attempt == transition.run.attempt.number:
         guilty = _kill_guilty(transition, event)
         if guilty:
@@ -342,20 +345,23 @@ def _end_hang(transition: Transition, event: HangFound, guilty: tuple[str, ...])
 
 
 def suspected(transition: Transition, event: Suspected) -> None:
-    """Note whom the run suspects. ``planned`` decides whether to do without a slow worker."""
+    """Note the suspicions. ``planned`` decides whether to continue without a slow worker."""
     attempt = transition.run.attempt
     if event.attempt == attempt.number:
         attempt.suspects, attempt.usual_step_s = event.suspects, event.usual_step_s
 
 
 def attempt_stalled(transition: Transition, event: AttemptStalled) -> None:
-    """Look at the network, which disturbs nobody."""
+    """Probe the network, which does not disturb training."""
     if event.attempt == transition.run.attempt.number:
         search.begin(transition)
 
 
 def members_at_work(transition: Transition, event: MembersAtWork) -> None:
-    """Note who computes and will leave late. One that did and got stuck gets no more time."""
+    """Note the members that compute and will leave late.
+
+    One that has got stuck gets no more time.
+    """
     run = transition.run
     found = (_member(transition, event.attempt, name) for name in event.workers)
     before, run.attempt.at_work = run.attempt.at_work, tuple(one[0] for one in found if one)
@@ -364,7 +370,7 @@ def members_at_work(transition: Transition, event: MembersAtWork) -> None:
 
 
 def _know(run: MutableRunState, step: int, *, in_memory: bool) -> None:
-    """Note a version of the current attempt, if it is newer than the known one."""
+    """Note a version of the current attempt if it is newer than the known one."""
     version = (step, run.attempt.number)
     if not in_memory:
         run.stored = max(run.stored, step)

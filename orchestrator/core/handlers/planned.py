@@ -1,8 +1,8 @@
-"""Planned changes: growth, drains, shares, stops. All members leave together: nothing is lost.
+"""Planned changes: growth, drains, shares, stops. All members leave together, so nothing is lost.
 
-Members are asked to leave at a step boundary. They agree on the step, commit it and report it;
-the next attempt resumes from it without a read. It is in storage where the run stops or has to wait
-for capacity, else in memory.
+The run asks members to leave at a step boundary. They agree on the step, commit it and report it;
+the next attempt resumes from it without a read. The commit goes to storage if the run stops or has
+to wait for capacity, and otherwise to memory.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _consider(transition: Transition) -> None:
 
 
 def _consider_change(transition: Transition, layout: ParallelLayout | None) -> None:
-    """Grow, move to better capacity or a faster layout, or change places, if it pays."""
+    """Grow, move to better capacity or a faster layout, or reorder the nodes, if it pays."""
     run = transition.run
     num_after = 0 if layout is None else layout.world_size
     if layout is not None and num_after > len(run.attempt.members):
@@ -75,7 +75,7 @@ def _consider_change(transition: Transition, layout: ParallelLayout | None) -> N
 
 
 def _leaves_slow_node(transition: Transition) -> bool:
-    """Leave the node of a slow worker once that pays; return whether members were asked to."""
+    """Leave a slow worker's node once that pays; return whether members were asked to leave."""
     found = slow.consider(transition)
     if found is not None:
         yield_attempt(transition, FaultKind.SLOW, found.evidence, found.guilty, found.verdict)
@@ -83,10 +83,10 @@ def _leaves_slow_node(transition: Transition) -> bool:
 
 
 def _stores_for_controller(transition: Transition) -> bool:
-    """Have the state in storage before the controller's machine goes; the run trains on then.
+    """Store the state before the controller's machine goes; the run then continues to train.
 
-    The head may go with it, and all of the cluster a minute later. Returns whether the members
-    were asked to leave.
+    The head of the cluster may go with it, and the whole cluster a minute later. Returns whether
+    the members were asked to leave.
     """
     run = transition.run
     store_at_s = run.store_by_s - transition.rules.bounds.drain_lead_s
@@ -100,10 +100,10 @@ def _stores_for_controller(transition: Transition) -> bool:
 
 
 def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
-    """Leave draining nodes when replacements are ready, in any case before the deadline.
+    """Leave draining nodes when replacements are ready, at the latest before the deadline.
 
-    If too few are left then, the state goes to storage and the run waits; nodes that nobody took
-    in time are used again. Returns whether the members were asked to leave.
+    If too few workers are left, the state goes to storage and the run waits. Nodes that the
+    provider did not take in time are used again. Returns whether the members were asked to leave.
     """
     run, lead_s = transition.run, transition.rules.bounds.drain_lead_s
     draining = [
@@ -135,7 +135,7 @@ def _is_taken(node: Node) -> bool:
 
 
 def _consider_layout(transition: Transition, layout: ParallelLayout) -> None:
-    """Have newcomers join, or move members to a layout that was seen to be faster, once it pays."""
+    """Let newcomers join, or change to a layout that was measured to be faster, once it pays."""
     now, rules = transition.run.attempt.layout, transition.layout_rules
     assert now is not None
     sizes, ratio = (now.world_size, layout.world_size), step_ratio(layout, now, rules)
@@ -205,7 +205,8 @@ def _consider_move(transition: Transition) -> None:
         for workers in (left, newcomers)
     )
     if after < before:
-        # As if nobody trained on what is to be left.
+        # Rate the move as growth from the members that stay: those that leave count as not
+        # training.
         num_staying = len(members) - len(left)
         names = ", ".join(run.fleet.workers[worker].name for worker in left)
         reason = f"what is preferred to the capacity of {names} is back"
@@ -214,7 +215,7 @@ def _consider_move(transition: Transition) -> None:
 
 
 def _consider_order(transition: Transition, layout: ParallelLayout) -> None:
-    """Have members change places so that no neighbours have a slow link, once it pays."""
+    """Reorder the nodes so that no neighbours have a slow link, once it pays."""
     run = transition.run
     best = formation.best_workers(transition, layout, leaving=False)
     nodes = [run.fleet.nodes[run.fleet.workers[worker].node].name for worker in best]
@@ -251,10 +252,10 @@ def yield_attempt(
 
 
 def yield_order(transition: Transition) -> YieldAttempt:
-    """Return the order to leave, as the cause asks for it."""
+    """Return the order to leave; the cause decides where the commit goes."""
     run = transition.run
     assert run.cause is not None, "a planned change has a cause"
-    # What memory would lose: nodes that the run needs, or the cluster with its head.
+    # Commit to storage if memory may not survive: too few nodes stay, or the head may go.
     few = not reach.num_together(transition)
     is_needed = few or run.store_by_s != inf
     return YieldAttempt(
@@ -268,7 +269,8 @@ def yield_order(transition: Transition) -> YieldAttempt:
 def yield_deadline_s(transition: Transition) -> float:
     """Return by when members that are asked now must have left.
 
-    A step may just have begun, and the flag travels with the next: two steps, and two in reserve.
+    A step may just have begun, and the request reaches all ranks with the next one. So allow two
+    steps, and two in reserve.
     """
     return transition.now_s + transition.rules.bounds.yield_s + 4 * transition.run.step_s
 
@@ -285,7 +287,7 @@ def member_yielded(transition: Transition, step: int) -> None:
 
 
 def complete(transition: Transition, step: int, ended: str) -> None:
-    """Give the others time to reach the last step, which a member has committed."""
+    """Give the others time to leave after the last step, which a member reports as committed."""
     evidence = f"step {step} is committed"
     transition.run.cause = Cause(FaultKind.COMPLETED, (), evidence, transition.now_s)
     transition.enter(Phase.YIELDING, yield_deadline_s(transition))
@@ -314,13 +316,13 @@ def all_left(transition: Transition) -> None:
         transition.finish(RunOutcome.COMPLETED, f"step {run.committed[0]} is committed{why}")
         return
     if run.attempt.yielded_step == _DIFFER:
-        # They did not agree, so the committed step must be read.
+        # The members did not agree, so the committed step must be read.
         failed = AttemptFailed(FaultKind.UNDECIDED, (), "members yielded at different steps")
         transition.follow(failed)
         return
     run.committed = (run.attempt.yielded_step, run.attempt.number)
     run.store_by_s = inf
-    # Members hold it, and they reach each other: it need not be read.
+    # Members hold the step and reach each other, so it need not be read.
     run.network = run.network._replace(unread=reach.unreached(transition))
     transition.report_incident()
     if run.committed[0] >= transition.rules.total_steps:

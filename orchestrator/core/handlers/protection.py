@@ -1,4 +1,4 @@
-"""How the snapshots of an attempt are protected, by what keepers said of their memory."""
+"""How the snapshots of an attempt are protected, given the memory that keepers reported."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def plan(
 
 
 def memory_measured(transition: Transition, event: MemoryMeasured) -> None:
-    """Note what keepers said of their memory, and how large a version is."""
+    """Note the memory that keepers reported, and the size of a version."""
     run = transition.run
     run.state_bytes = event.state_bytes
     for name, budget_bytes in event.budgets:
         number = run.fleet.node_ids.get(name)
         node = None if number is None else run.fleet.nodes[number]
         if number is not None and node is not None and node.budget_bytes != budget_bytes:
-            # No count of the fleet depends on it.
+            # No count of the fleet depends on this, so ``put_node`` is not needed.
             run.fleet.nodes = run.fleet.nodes.set(number, node._replace(budget_bytes=budget_bytes))
 
 
 def memory_measured_training(transition: Transition, event: MemoryMeasured) -> None:
-    """Decide what the plan of the attempt left open until then."""
+    """Decide what the attempt's plan left open until memory was measured."""
     memory_measured(transition, event)
     attempt = transition.run.attempt
     if transition.run.state_bytes and not attempt.plan.is_final:
@@ -46,13 +46,13 @@ def memory_measured_training(transition: Transition, event: MemoryMeasured) -> N
 
 
 def memory_protected(transition: Transition, event: MemoryProtected) -> None:
-    """End keepers that only hold what is older, although storage may be without it."""
+    """End keepers that hold only older versions, even if storage does not have this one."""
     if event.attempt == transition.run.attempt.number:
         fleet.end_needless_keepers(transition)
 
 
 def order_keepers(transition: Transition, _: KeepersOutdated) -> None:
-    """Tell the keepers of the attempt; while none trains, the start of the next one tells them."""
+    """Give the attempt's keepers the new plan. While none trains, the next start does so."""
     run = transition.run
     transition.actions.append(
         OrderKeepers(
@@ -84,9 +84,9 @@ def _facts(
 def _met(
     transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
 ) -> Callable[[str, str], float] | None:
-    """Return what a copy would cost; None if all ways are alike.
+    """Return what copies meet on the network; None if all ways are alike.
 
-    Before it was measured what a step sends each axis counts for as much as the copy.
+    Until the traffic of a step is measured, each axis counts as much as the copy.
     """
     run, known = transition.run, transition.rules.topology
     if layout is None or (known is None and not run.network.slow):

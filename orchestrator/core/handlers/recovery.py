@@ -1,7 +1,8 @@
 """From a fault to the next attempt: fence, read what was committed, decide.
 
-The order keeps the promises. Nothing starts before every member has left or is gone. The version
-to resume from is read from keepers and storage, not from reports. Only proven guilt is blamed.
+This order keeps the promises. No attempt starts before every member has left or is gone. The
+version to resume from is read from keepers and storage, not taken from reports. Only workers that
+are proven guilty are blamed.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from orchestrator.policies import (
 from workers.protocol import Source
 
 _TWICE = "; seen twice, so it is taken for a bug"
-#: Share of ``read_s`` after which keepers are asked again while one of them restarts, at first.
+#: Share of ``read_s`` after which keepers are read again, at first, while one of them restarts.
 _READ_AGAIN = 0.1
-#: Only the processes themselves can say why.
+#: Kinds of fault whose reason only the processes themselves can show.
 _UNEXPLAINED = frozenset({FaultKind.HANG, FaultKind.UNDECIDED})
 #: Rule and verdict that follow from the kind of a fault. A lost node may only be cut off.
 _FOUND: Final[Mapping[FaultKind, tuple[str, str]]] = {
@@ -57,7 +58,7 @@ _FOUND: Final[Mapping[FaultKind, tuple[str, str]]] = {
 
 
 def begin_fence(transition: Transition, failed: AttemptFailed) -> None:
-    """Make the fault the cause of the attempt's end, and fence the members."""
+    """Make a fault the cause of the attempt's end, and fence the members."""
     run = transition.run
     run.cause, run.also = cause_of(failed, transition.now_s), ()
     _fence(transition)
@@ -69,12 +70,12 @@ def begin_fence(transition: Transition, failed: AttemptFailed) -> None:
 
 
 def add_to_cause(transition: Transition, failed: AttemptFailed) -> None:
-    """Let the fault explain the attempt's end, if it does so better than what was found before."""
+    """Let a fault explain the attempt's end if it does so better than the known cause."""
     run = transition.run
     kind, guilty, evidence = failed.kind, failed.guilty, failed.evidence
     cause = run.cause
     if cause is None or kind.weight > cause.kind.weight:
-        # The fault was found when the first hint of it came.
+        # The fault counts as found when its first hint came.
         at_s = cause.at_s if cause else transition.now_s
         run.cause = cause_of(failed, at_s)
     elif kind is cause.kind:
@@ -90,7 +91,7 @@ def add_to_cause(transition: Transition, failed: AttemptFailed) -> None:
 
 
 def cause_of(failed: AttemptFailed, at_s: float) -> Cause:
-    """Return a fault as the cause that was found then."""
+    """Return a fault as a cause that was found at ``at_s``."""
     kind, guilty, evidence, _, rule, verdict, places = failed
     if not verdict:
         rule, verdict = _FOUND.get(kind, ("", ""))
@@ -98,7 +99,7 @@ def cause_of(failed: AttemptFailed, at_s: float) -> Cause:
 
 
 def _collect_evidence(transition: Transition, *, is_awaited: bool) -> None:
-    """Take evidence of the attempt: before anything dies, if nothing says yet why it ends."""
+    """Collect evidence of the attempt; if ``is_awaited``, before anything is killed."""
     run = transition.run
     nodes = (run.fleet.nodes[number] for number in dict.fromkeys(run.attempt.nodes))
     order = CollectEvidence(
@@ -113,12 +114,12 @@ def _collect_evidence(transition: Transition, *, is_awaited: bool) -> None:
 
 
 def add_loss(transition: Transition, loss: IdleLoss) -> None:
-    """Put a loss on record with the fault that the run recovers from."""
+    """Record a loss together with the fault that the run recovers from."""
     transition.run.also += (Cause(loss.kind, (), loss.evidence, transition.now_s),)
 
 
 def report_loss(transition: Transition, loss: IdleLoss) -> None:
-    """Put a loss on record that happened while the run waited."""
+    """Record a loss that happened while the run waited."""
     fault = Cause(loss.kind, (), loss.evidence, transition.now_s)
     transition.report(fault, fenced_s=transition.now_s)
 
@@ -140,7 +141,7 @@ def _fence(transition: Transition) -> None:
         )
     run.reads.pending = 0
     if run.attempt.num_inside:
-        # Read while the members leave: the answer often turns out to be final.
+        # Read while the members leave: often the answer is final.
         read(transition)
 
 
@@ -165,7 +166,7 @@ def read(transition: Transition) -> None:
     run.reads.seen = False
     unread = reach.unreached(transition)
     if unread != run.network.unread:
-        # Answers that are still to come leave out others than those that cannot be reached now.
+        # Pending answers exclude other nodes than those that are unreached now.
         run.reads.bad_from = run.reads.num
         run.network = run.network._replace(unread=unread)
     transition.actions.append(
@@ -180,7 +181,7 @@ def read(transition: Transition) -> None:
 
 
 def memory_lost(transition: Transition, _: MemoryLost) -> None:
-    """Take no answer from memory that was asked for before."""
+    """Take no answer from memory to a read that began before the loss."""
     run = transition.run
     run.reads.memory_from = run.reads.num + 1
     if run.committed_in_memory:
@@ -191,7 +192,7 @@ def memory_lost(transition: Transition, _: MemoryLost) -> None:
 
 
 def memory_lost_waiting(transition: Transition, lost: MemoryLost) -> None:
-    """Read again if the version to resume from was only there: nothing has started yet."""
+    """Read again if the version to resume from was only in memory: nothing has started yet."""
     run = transition.run
     memory_lost(transition, lost)
     if run.committed_in_memory and run.committed[0] in bad_sources.in_storage(run.bad):
@@ -205,9 +206,9 @@ def _read_again(transition: Transition) -> None:
 def leave_out(
     transition: Transition, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()
 ) -> bool:
-    """Exclude damaged sources, and sources that a second attempt could not read.
+    """Exclude damaged sources, and sources that two attempts could not read.
 
-    Returns whether any of it was not known to be bad.
+    Returns whether any of these was not yet known to be bad.
     """
     if not damaged and not unread:
         return False
@@ -217,21 +218,21 @@ def leave_out(
     new = tuple(source for source in dict.fromkeys((*damaged, *again)) if source not in run.bad)
     if new:
         run.bad += new
-        # Pending reads do not know of it.
+        # Pending reads do not exclude these.
         run.reads.bad_from = run.reads.num + 1
         run.reads.seen = False
     return bool(new)
 
 
 def heard_late(transition: Transition, event: WorkerFormed | WorkerLeft) -> None:
-    """Take from a worker that is out of the attempt the sources that it found bad."""
+    """Exclude the sources that a worker found bad, although it has already left the attempt."""
     if event.attempt == transition.run.attempt.number:
         _leave_out_of(transition, event)
         advance(transition)
 
 
 def heard_late_waiting(transition: Transition, event: WorkerFormed | WorkerLeft) -> None:
-    """Also read again: the version that was read may be one of them."""
+    """Exclude them and read again: the version that was read may be one of them."""
     if event.attempt == transition.run.attempt.number and _leave_out_of(transition, event):
         _read_again(transition)
         advance(transition)
@@ -248,7 +249,7 @@ def advance(transition: Transition) -> None:
 
 
 def read_once_all_left(transition: Transition, advanced: RecoveryAdvanced) -> None:
-    """Begin the final read when the last member is out."""
+    """Begin the final read when the last member has left."""
     run = transition.run
     if run.attempt.num_inside:
         return
@@ -261,7 +262,7 @@ def read_once_all_left(transition: Transition, advanced: RecoveryAdvanced) -> No
 
 
 def decide_once_read(transition: Transition, _: RecoveryAdvanced) -> None:
-    """Decide once the newest commit is known, and what the fault was."""
+    """Decide once the newest commit and the fault are known."""
     run = transition.run
     if _known_is_final(transition):
         if search.is_awaited(transition):
@@ -275,16 +276,17 @@ def decide_once_read(transition: Transition, _: RecoveryAdvanced) -> None:
 def _known_is_final(transition: Transition) -> bool:
     """Return whether no commit of the fenced attempt can be newer than the known one.
 
-    A commit of step s needs every rank to have completed s. So the least step that any member
-    had completed when it left bounds it. Where that is not reached, or nobody could say, only a
-    read that was sent after the fence is final. An attempt that never trained is always read
-    for, because what it failed to load may be damaged. Final means that nothing newer can come:
-    a version in memory can still be lost, then loading it fails and the next attempt reads anew.
+    A commit of step s needs every rank to have completed s. So the least step that a member had
+    completed when it left is an upper bound. If the known commit is older than that bound, or no
+    member reported a step, only a read that was sent after the fence is final. After an attempt
+    that never trained the run always reads, because what it failed to load may be damaged. Final
+    means that nothing newer can appear. A version in memory can still be lost: then loading it
+    fails and the next attempt reads again.
     """
     run = transition.run
     if run.reads.seen and run.reads.num - run.reads.pending >= run.reads.final_from:
         return True
-    # Behind a lost link is what an earlier answer may have counted on.
+    # If a link is lost, an earlier answer may rely on a node behind it.
     reported = run.attempt.stepped and not run.committed_in_memory and not run.network.found
     if not (run.reads.seen or reported) or run.attempt.left_step < 0:
         return False
@@ -300,9 +302,9 @@ def _known_is_final(transition: Transition) -> bool:
 
 
 def late_read(transition: Transition, event: CommittedRead) -> None:
-    """Take an answer that came while the run waits, if it has more than what it would load.
+    """Take an answer that came while the run waits, if its version is newer than the known one.
 
-    A keeper came back after its time, and nothing has started yet.
+    A keeper came back late, and nothing has started yet.
     """
     run = transition.run
     number = event.number or run.reads.num
@@ -314,7 +316,7 @@ def late_read(transition: Transition, event: CommittedRead) -> None:
 
 
 def committed_read(transition: Transition, event: CommittedRead) -> None:
-    """Take the answer to a read, unless a newer answer was taken."""
+    """Take the answer to a read, unless a newer one was taken."""
     run = transition.run
     number = event.number or run.reads.num
     if not _is_awaited(transition, event):
@@ -322,11 +324,12 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
     run.reads.pending = run.reads.num - number
     is_older = (event.step, event.committed_by) < run.committed or event.step < run.stored
     if is_older and number < run.reads.stored_from:
-        # The commit was reported after the read was sent: its answer does not know of it.
+        # The known commit was reported after this read was sent, so the answer may miss it.
         run.reads.seen = False
         advance(transition)
         return
-    # Also if older than what was known: a damaged version is passed over, memory can be lost.
+    # Take it even if it is older than the known one: a damaged version is skipped, and memory can
+    # be lost.
     run.committed = (event.step, event.committed_by)
     run.committed_in_memory = event.source == MEMORY
     read_from = run.reads.bad_from
@@ -338,7 +341,7 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
         damaged = {*event.damaged, *bad_sources.in_storage(run.bad)}
         stored = versions.newest_stored(run.stored, event.stored, damaged)
         if stored > run.stored:
-            # Answers that are still to come may have looked before that was written.
+            # Reads that are still pending may have looked before it was written.
             run.reads.stored_from = run.reads.num + 1
         run.stored = stored
     if _may_come_back(transition, event) or _is_behind_storage(transition, event):
@@ -361,9 +364,9 @@ def _is_awaited(transition: Transition, event: CommittedRead) -> bool:
 def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
     """Return whether to wait for a keeper that may hold a newer version.
 
-    It restarts in about a second and takes over the memory that living workers kept. The wait
-    pays if the answer is older than what the attempt started from, or is in storage and older
-    than the last step. If the keeper stays away, the run resumes from the answer.
+    It restarts in about a second and takes over the memory that living workers kept. Waiting pays
+    if the answer is older than the version that the attempt started from, or if it is in storage
+    and older than the last step. If the keeper stays away, the run resumes from the answer.
     """
     run = transition.run
     is_stored = event.source != "memory" and event.step < run.attempt.step
@@ -374,7 +377,7 @@ def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
 
 
 def _is_behind_storage(transition: Transition, event: CommittedRead) -> bool:
-    """Return whether memory alone answered, with less than storage has: then storage is awaited."""
+    """Return whether to wait for storage: only memory answered, with less than storage has."""
     run = transition.run
     patience_end_s = run.attempt.fenced_s + transition.rules.bounds.capacity_s
     is_early = run.attempt.num_inside or transition.now_s < patience_end_s
@@ -382,7 +385,7 @@ def _is_behind_storage(transition: Transition, event: CommittedRead) -> bool:
 
 
 def expect_leaving(transition: Transition) -> None:
-    """Set by when the members that are fenced now must have left."""
+    """Set the time by which the members that are fenced now must have left."""
     run = transition.run
     run.attempt.leave_by_s = transition.now_s + transition.rules.bounds.fence_s
     run.deadline_s = run.attempt.leave_by_s
@@ -391,8 +394,9 @@ def expect_leaving(transition: Transition) -> None:
 def fence_bound(transition: Transition, _: BoundReached) -> None:
     """Kill the members that did not leave in time; stop waiting for those that cannot be killed.
 
-    A member that still computes gets one usual step to leave, which is longer than a micro-batch.
-    Killing it would cost more: another process starts in seconds, and has to do the same work.
+    A member that still computes gets one more usual step to leave, which is longer than a
+    micro-batch. Killing it would cost more: a new process takes seconds to start and has to repeat
+    the work.
     """
     run = transition.run
     at_work_until_s = run.attempt.leave_by_s + run.step_s
@@ -418,16 +422,16 @@ def fence_bound(transition: Transition, _: BoundReached) -> None:
 
 
 def give_up(transition: Transition, number: int) -> None:
-    """Forget a killed process of which nothing was heard.
+    """Forget a killed process that was not reported as gone.
 
-    It cannot commit alone, and what it writes belongs to an attempt that no longer counts. It is
-    no strike against its node: the order or its answer may just be late.
+    It cannot commit alone, and what it writes belongs to an attempt that no longer counts. Its node
+    gets no strike: the order or its answer may only be late.
     """
     fleet.drop_worker(transition, number)
 
 
 def read_bound(transition: Transition, _: BoundReached) -> None:
-    """Ask again, or give up on storage."""
+    """Read again, or give up on storage."""
     run = transition.run
     if run.network.until_s <= transition.now_s:
         search.give_up(transition)
@@ -446,7 +450,7 @@ def read_bound(transition: Transition, _: BoundReached) -> None:
 
 
 def decide(transition: Transition) -> None:
-    """End the run or start the next attempt: the last one is fenced and its commits are read."""
+    """End the run or start the next attempt; the last one is fenced and its commits are read."""
     run = transition.run
     is_first_time = not run.attempt.judged
     run.attempt.judged = True
@@ -454,7 +458,7 @@ def decide(transition: Transition) -> None:
         search.explain(transition)
         _refuse_layout(transition)
         transition.report_incident()
-    # The code behind the last step raised: a run that ends well has run that, too.
+    # The code after the last step raised. To end well, a run has to execute that code, too.
     if run.committed[0] >= transition.rules.total_steps and not run.attempt.raised:
         transition.finish(RunOutcome.COMPLETED, f"step {run.committed[0]} is committed")
         return
@@ -495,10 +499,10 @@ def _gone(run: MutableRunState) -> str:
 
 
 def _refuse_layout(transition: Transition) -> None:
-    """Take an exception in the first step of degrees that never trained as a refusal of them.
+    """Treat an exception in the first step of a layout that never trained as its refusal.
 
-    Other degrees have trained in this run, so the script can. If the script is at fault all the
-    same, it raises with those, too.
+    Other layouts have trained in this run, so the script works. If the script is at fault after
+    all, it raises with those, too.
     """
     run = transition.run
     layout, cause = run.attempt.layout, run.cause
@@ -517,7 +521,7 @@ def _refuse_layout(transition: Transition) -> None:
 
 
 def _charge(transition: Transition) -> str:
-    """Charge the attempt to its budget; return why the run must fail, or ""."""
+    """Charge the attempt to its budget; return why the run must fail, "" if it need not."""
     run, rules = transition.run, transition.rules.budgets
     bug = budgets.user_bug(run.attempt.raised, run.raised_before)
     if bug is not None and bug.is_of_all:
@@ -527,7 +531,8 @@ def _charge(transition: Transition) -> str:
             f"{bug.traceback.rstrip()}\n\nrank {bug.rank} raised at step {bug.step}: {bug.error} "
             f"(attempt {run.attempt.number}{'' if bug.is_proven else _TWICE})"
         )
-    # The last 64 are enough: what is to be recognised comes back at the same step, at once.
+    # The last 64 are enough: an error that repeats comes back at the same step, in the next
+    # attempts.
     run.raised_before = (*run.raised_before, *run.attempt.raised)[-64:]
     kind = run.cause.kind if run.cause else FaultKind.PEER_LOST
     if _is_free(run, kind):
@@ -539,14 +544,14 @@ def _charge(transition: Transition) -> str:
         )
     progressed = run.committed[0] > run.attempt.committed_at_start[0]
     run.num_stuck = 0 if progressed else run.num_stuck + 1
-    # A program that never got through a step is more likely at fault than the network.
+    # If no step was ever completed, the program is more likely at fault than the network.
     has_trained = run.step_s > 0 or run.committed[0] > 0
     is_unexplained = kind is FaultKind.PEER_LOST and has_trained
     run.num_unexplained = 0 if progressed else run.num_unexplained + is_unexplained
     if run.attempt.stepped and fault_class is not FaultClass.UNDECIDED:
         run.num_undecided = 0
     elif fault_class is FaultClass.UNDECIDED and search.is_program(transition):
-        # A program hangs where it hung before; a network that flaps does so anywhere.
+        # A program hangs at the same step again; an unstable network may fail anywhere.
         step = max(run.attempt.step, run.attempt.left_step)
         is_again = step == run.undecided_step and not progressed
         run.num_undecided = run.num_undecided + 1 if is_again else 1
@@ -568,9 +573,9 @@ def _charge(transition: Transition) -> str:
 def _is_free(run: MutableRunState, kind: FaultKind) -> bool:
     """Return whether a failed attempt is charged to no budget."""
     if kind in (FaultKind.RESUME, FaultKind.LINK):
-        # It was charged when it failed; a lost link is waited for, however often it is lost.
+        # A resumed run was charged when it failed. For a lost link the run waits, however often.
         return True
-    # No worker failed. It cannot repeat for ever: the next attempt has fewer sources, or layouts.
+    # No worker failed. This cannot repeat for ever: the next attempt has fewer sources or layouts.
     if kind is FaultKind.UNLOADABLE:
         return len(run.bad) > run.attempt.num_bad_at_start
     is_refusal = kind in (FaultKind.LAYOUT, FaultKind.DEVICE_MEMORY)
@@ -581,7 +586,7 @@ def _is_free(run: MutableRunState, kind: FaultKind) -> bool:
 def _dead_end(transition: Transition) -> str:
     """Return why the run must fail after a refusal; "" if another layout is worth an attempt.
 
-    A run that has not trained yet fails at once if the user asked for what was refused.
+    A run that has not trained yet fails at once if the configuration demands what was refused.
     """
     run, rules = transition.run, transition.rules
     refused = run.attempt.refused
@@ -619,7 +624,7 @@ def note_raised(transition: Transition, error: UserError) -> None:
 
 
 def form_bound(transition: Transition, _: BoundReached) -> None:
-    """Look at the network, or fence members of which some do not form."""
+    """Probe the network, or fence the members because some do not form."""
     look_s = search.form_deadline_s(transition)
     if look_s > transition.now_s:
         search.begin(transition)
@@ -633,7 +638,7 @@ def form_bound(transition: Transition, _: BoundReached) -> None:
 
 
 def yield_bound(transition: Transition, _: BoundReached) -> None:
-    """Fence members of which some do not leave as asked."""
+    """Fence the members because some do not leave as asked."""
     late = [w.name for w in _inside(transition)]
     _fail_late(transition, transition.rules.bounds.yield_s, late, "had not yielded")
 

@@ -1,7 +1,7 @@
 """Resuming a run that is over or has lost its cluster: its history continues.
 
-Earlier events were decided under earlier settings and cannot be folded under the new ones. So the
-run resumes from the state that the earlier journal leads to, carried by one event.
+Earlier events were handled under earlier settings and cannot be folded under new ones. So one event
+carries the state that the earlier journal leads to.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def resume_event(
     """Return the event that resumes the run from ``state``, the last one of its journal.
 
     Args:
-        num_unknown: Most attempts that may have begun since, of which the journal does not know.
-        last_attempt: The highest that has a file in storage.
+        num_unknown: Most attempts that may have started since without a record in the journal.
+        last_attempt: The highest attempt that has a file in storage.
     """
     num_unknown = 0 if state.phase in TERMINAL else num_unknown
     if state.phase in TERMINAL:
@@ -43,10 +43,11 @@ def resume_event(
         at_s=at_s,
         incarnation=incarnation,
         attempt=max(state.attempt.number + num_unknown, last_attempt),
-        # An attempt that trained nothing has no history of its own: newer versions than the one it
-        # resumed from count as if it had never been, when somebody finds out why it chose that.
+        # An attempt that completed no step has no history. Without it in the lineage, versions
+        # newer than the one it resumed from count again, once a person has mended what hid them.
         lineage=tuple(one for one in state.lineage if one[0] <= max(state.trained, last_attempt)),
-        # Where the run failed for it, a person was asked to put a sound copy back.
+        # If the run failed because no version could be loaded, a person was asked to put a sound
+        # copy back.
         bad=() if state.lost and state.phase in TERMINAL else state.bad,
         next_worker=state.fleet.next_worker,
         next_reservation=state.fleet.next_reservation,
@@ -57,8 +58,8 @@ def resume_event(
 
 
 def go_back(resumed: RunResumed, step: int) -> RunResumed:
-    """Return ``resumed`` going back to ``step`` in storage; newer ones count no more."""
-    # As if an attempt had resumed there and ended at once.
+    """Return ``resumed`` going back to ``step`` in storage; newer steps no longer count."""
+    # The lineage is as if an attempt had resumed there and ended at once.
     attempt = resumed.attempt + 1
     lineage = (*resumed.lineage, (attempt, step))
     return replace(resumed, attempt=attempt, lineage=lineage, stored=step)
@@ -67,12 +68,12 @@ def go_back(resumed: RunResumed, step: int) -> RunResumed:
 def resume_without_journal(
     attempt: int, stored: int, *, at_s: float, incarnation: int
 ) -> RunResumed:
-    """Return the event that resumes from checkpoints that no journal tells of.
+    """Return the event that resumes from checkpoints without a journal.
 
-    A script that ran alone left them, or the journal is gone.
+    A script that ran alone wrote them, or the journal is gone.
 
     Args:
-        attempt: The highest that has a file there.
+        attempt: The highest attempt that has a file there.
         stored: The newest step that was committed there; 0 for none.
     """
     event = resume_event(RunState(), at_s=at_s, incarnation=incarnation, last_attempt=attempt)
@@ -81,12 +82,12 @@ def resume_without_journal(
 
 
 def run_resumed(transition: Transition, event: RunResumed) -> None:
-    """Start behind the last commit, with no worker and with fresh budgets."""
+    """Start after the last commit, without workers and with fresh budgets."""
     transition.run = MutableRunState(
         phase=Phase.FENCING,
         incarnation=event.incarnation,
         attempt=Attempt(number=event.attempt),
-        # What the event carries counts, a way back that the user named as well.
+        # The whole lineage of the event counts, also the step that the user went back to.
         trained=event.attempt,
         fleet=Fleet(next_worker=event.next_worker, next_reservation=event.next_reservation),
         lineage=event.lineage,

@@ -1,6 +1,6 @@
-"""A cluster that several runs share: what this run leaves to the others, and says of itself.
+"""A cluster that several runs share: what this run leaves to others, and reports of itself.
 
-``demand`` asks for no more than the limit that is set here and gives back what is unused beyond it;
+``demand`` requests no more than the limit that is set here and releases unused workers above it;
 ``planned`` has members leave at a step boundary.
 """
 
@@ -17,27 +17,27 @@ from orchestrator.policies import Share, sharing
 
 
 def others_seen(transition: Transition, event: OthersSeen) -> None:
-    """Decide what the other runs are left, given what all lack."""
+    """Decide what to leave to the other runs, given what all lack."""
     run, rules = transition.run, transition.rules
     if run.surveying_until_s != inf:
-        return  # nobody knows what the run has
+        return  # it is not known yet what the run has
     own, limit = own_share(run, rules, run=event.run, now_s=transition.now_s), run.sharing.limit
     run.sharing = sharing.decide(
         run.sharing, own, event.others, rules.sharing, now_s=transition.now_s
     )
     if run.sharing.limit != limit:
-        # It may have waited for what it left to others: fewer workers may not hold the model.
+        # The run may have waited for workers that it left to others: fewer may not hold the model.
         transition.follow(CapacityChanged())
 
 
 def own_share(
     state: RunState | MutableRunState, rules: RunRules, *, run: str, now_s: float
 ) -> Share:
-    """Return what the run whose id is ``run`` says of itself."""
+    """Return what this run, whose id is ``run``, reports of itself."""
     offers = [offer for offer in state.fleet.offers if offer.num_pending]
     num_held = state.fleet.num_reservations - sum(offer.num_pending for offer in offers)
     since_s = min((offer.since_s for offer in offers), default=inf)
-    # What it asks for no more it has given away, and lacks.
+    # Workers that the run gave away count as lacking, although it no longer requests them.
     is_over = state.phase in TERMINAL
     is_late = state.sharing.limit >= 0 or now_s - since_s >= rules.sharing.lack_s
     num_wanted = rules.wanted(state.most_workers or rules.max_workers, state.refused)

@@ -1,6 +1,6 @@
-"""Slow workers: the run leaves a node on which one was convicted, as if the provider took it.
+"""Slow workers: the run leaves a node with a convicted worker as if the provider took it.
 
-So a replacement is asked for elsewhere while it trains. The members leave once that is ready, or
+It requests a replacement elsewhere while it trains. The members leave once that is ready, or
 without it if fewer workers are faster. Nothing is lost, and the node is used again later.
 """
 
@@ -17,13 +17,13 @@ from orchestrator.core.transition import Transition
 from orchestrator.diagnosis import Suspicion, is_agreed
 from orchestrator.policies import growth, slow, step_ratio
 
-#: Steps before a worker was slow from which it is known how long one usually takes.
+#: Steps without a slow worker that are needed to know how long a step usually takes.
 _NUM_STEPS_KNOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Members are to leave for a slow worker."""
+    """Why the members are to leave because of a slow worker."""
 
     guilty: tuple[str, ...]
     verdict: str
@@ -31,7 +31,7 @@ class Found:
 
 
 def consider(transition: Transition) -> Found | None:
-    """Convict who is slow for long enough; return why the members are to leave, if they are."""
+    """Convict workers that were slow for long enough; return why members are to leave, if so."""
     run = transition.run
     for one in run.attempt.suspects:
         if one.times and not one.may_be_work:
@@ -46,7 +46,7 @@ def is_awaited(transition: Transition) -> bool:
 
 
 def look(transition: Transition, number: int) -> bool:
-    """Use a node again whose time is over; return whether it was one."""
+    """Use a slow node again once its time is over; return whether that was so."""
     node = transition.run.fleet.nodes[number]
     if not node.is_slow:
         return False
@@ -109,13 +109,13 @@ def _judge(transition: Transition, one: Suspicion) -> None:
     transition.wake_by(until_s)
     layout = run.attempt.layout
     assert layout is not None
-    # Steps that were slow already do not tell how long one takes.
+    # The slow steps do not show how long a step usually takes.
     run.steps = tuple({**dict(run.steps), layout: facts.healthy_step_s}.items())
     run.attempt.slow_since_s = transition.now_s
 
 
 def _withdraw(transition: Transition, one: Suspicion, left: str) -> None:
-    """Use a node again whose rank is as slow on another one: that rank has more work."""
+    """Clear a node if its rank is as slow on another node: that rank has more work."""
     run = transition.run
     evidence = (
         f"{one.evidence} It was as slow on node {left[:8]}: its work takes longer, and both nodes "
@@ -153,7 +153,7 @@ def _facts(transition: Transition, one: Suspicion, node: Node, num_ranks: int) -
 
 
 def _leave(transition: Transition, left: list[Node]) -> Found | None:
-    """Return why to leave now; None while a replacement is awaited."""
+    """Return why to leave now; None while the run waits for a replacement."""
     run, rules = transition.run, transition.rules
     now, then = run.attempt.layout, reach.layout(transition)
     assert now is not None

@@ -1,7 +1,7 @@
 """After a controller restart: reconcile the journal with the living workers and reservations.
 
-It is unknown which of the last actions were performed. So every action that may have been lost is
-given again (all are idempotent). An attempt that trains undisturbed is left alone.
+The new controller does not know which of the last actions were performed. So it repeats every
+action that may have been lost; all are idempotent. It leaves an undisturbed attempt alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def controller_started(transition: Transition, event: ControllerStarted) -> None
     """Start the run, or survey the workers if an earlier controller started it."""
     run = transition.run
     run.incarnation = max(run.incarnation, event.incarnation)
-    # This one may be on another machine, and is told if that goes too.
+    # This controller may be on another machine, and gets a notice if that goes too.
     run.store_by_s = inf
     if event.incarnation > 1:
         _expect_keepers(transition)
@@ -40,7 +40,7 @@ def controller_started(transition: Transition, event: ControllerStarted) -> None
 
 
 def finish_again(transition: Transition, event: ControllerStarted) -> None:
-    """Order again what ends the run: the earlier controller may not have done it."""
+    """Repeat the order to finish: the earlier controller may not have performed it."""
     run = transition.run
     run.incarnation = max(run.incarnation, event.incarnation)
     run.store_by_s = inf
@@ -49,7 +49,7 @@ def finish_again(transition: Transition, event: ControllerStarted) -> None:
 
 
 def _expect_keepers(transition: Transition) -> None:
-    """Expect to hear of every keeper again: one may have died while no controller looked."""
+    """Expect a report from every keeper: one may have died while there was no controller."""
     run, bounds = transition.run, transition.rules.bounds
     by_s = transition.now_s + bounds.survey_s + bounds.keeper_return_s
     for number, node in list(run.fleet.nodes.items()):
@@ -67,8 +67,8 @@ def ask(transition: Transition) -> None:
 class Adopted:
     """The workers that a restarted controller adopts."""
 
-    members: tuple[str, ...]  #: Members of the attempt, in rank order, as the detector needs them.
-    #: Members that are, or may be, still in it, and will report how they leave.
+    members: tuple[str, ...]  #: Members of the attempt, in rank order, for the detector.
+    #: Members that are or may be still inside, and that will report how they leave.
     inside: tuple[str, ...]
 
 
@@ -76,7 +76,7 @@ def adopted(state: RunState, alive: Iterable[tuple[str, str, int]]) -> Adopted:
     """Return the workers to adopt.
 
     Args:
-        state: The run, by its journal.
+        state: The run according to its journal.
         alive: As ``WorkersSurveyed.alive``. A worker that did not answer may be stuck in the
             attempt, so it counts as inside.
     """
@@ -95,13 +95,13 @@ def adopted(state: RunState, alive: Iterable[tuple[str, str, int]]) -> Adopted:
 
 
 def surveyed_waiting(transition: Transition, event: WorkersSurveyed) -> None:
-    """Reconcile the state with the survey, and wait anew."""
+    """Reconcile the state with the survey, and restart the wait."""
     if _reconcile(transition, event) is not None:
         formation.wait(transition)
 
 
 def surveyed_forming(transition: Transition, event: WorkersSurveyed) -> None:
-    """Fence the attempt: it is not known whether each member got its assignment."""
+    """Fence the attempt: perhaps not every member got its assignment."""
     unheard = _reconcile(transition, event)
     if unheard is not None and not _fences(transition, *unheard):
         evidence = "restarted while the attempt formed"
@@ -109,14 +109,14 @@ def surveyed_forming(transition: Transition, event: WorkersSurveyed) -> None:
 
 
 def surveyed_training(transition: Transition, event: WorkersSurveyed) -> None:
-    """Leave an attempt alone that trains with all its members."""
+    """Leave an attempt alone if it trains with all its members."""
     unheard = _reconcile(transition, event)
     if unheard is not None and not _fences(transition, *unheard):
         transition.follow(KeepersOutdated())
 
 
 def surveyed_yielding(transition: Transition, event: WorkersSurveyed) -> None:
-    """Ask the members to leave again, unless some left or died unheard."""
+    """Ask the members to leave again, unless some left or died unnoticed."""
     run = transition.run
     unheard = _reconcile(transition, event)
     if unheard is None or _fences(transition, *unheard):
@@ -155,9 +155,10 @@ def surveyed_reading(transition: Transition, event: WorkersSurveyed) -> None:
 def _reconcile(
     transition: Transition, event: WorkersSurveyed
 ) -> tuple[list[str], list[str]] | None:
-    """Reconcile the state with the survey; return None if none is awaited.
+    """Reconcile the state with the survey; return None if the run did not wait for one.
 
-    Returns the members of the current attempt that died, and those that left it, unheard.
+    Returns the members of the current attempt that died unnoticed, and those that left it
+    unnoticed.
     """
     run = transition.run
     if run.surveying_until_s == inf:
@@ -167,7 +168,7 @@ def _reconcile(
     unheard = _reconcile_workers(transition, event)
     for number, node in list(run.fleet.nodes.items()):
         if node.keeper_by_s != inf:
-            # No controller was there to hear that it is back.
+            # The keeper may have come back while there was no controller to note it.
             by_s = transition.now_s + transition.rules.bounds.keeper_return_s
             run.fleet.nodes = run.fleet.nodes.set(number, node._replace(keeper_by_s=by_s))
             transition.wake_by(by_s)
@@ -177,7 +178,7 @@ def _reconcile(
 
 
 def _fences(transition: Transition, dead: list[str], left: list[str]) -> bool:
-    """Fence an attempt that lost members unheard; return whether it did."""
+    """Fence the attempt if it lost members unnoticed; return whether it did."""
     if dead:
         evidence = f"{', '.join(dead)} died while the controller was away"
         transition.follow(AttemptFailed(FaultKind.CRASH, tuple(dead), evidence))
@@ -210,7 +211,7 @@ def _reconcile_reservations(transition: Transition, event: WorkersSurveyed) -> N
 def _reconcile_workers(
     transition: Transition, event: WorkersSurveyed
 ) -> tuple[list[str], list[str]]:
-    """Return the members of the current attempt that died, and those that left it, unheard."""
+    """Return the members of the current attempt that died, and those that left, unnoticed."""
     run = transition.run
     alive = {worker: attempt for worker, _, attempt in event.alive}
     dead: list[str] = []
@@ -234,7 +235,7 @@ def _reconcile_workers(
                 left.append(worker.name)
                 fleet.leave(transition, [number])
         else:
-            # No controller listened meanwhile, so the bounds restart.
+            # There was no controller meanwhile, so the bounds restart.
             is_dying = worker.status is WorkerStatus.DYING
             bounds = transition.rules.bounds
             deadline_s = transition.now_s + (

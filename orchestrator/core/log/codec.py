@@ -1,7 +1,7 @@
 """Typed values as JSON values and back, by the type hints of their classes.
 
-Every field is carried. What is read is checked against the hints. A hint without a decoder is
-refused when the decoder is made.
+Every field is encoded. Values that are read are checked against the hints. Making a decoder fails
+for a hint that has none.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from orchestrator.core.state import Table
 
-#: It raises ``TypeError``, ``ValueError``, ``KeyError``, ``AttributeError`` or ``AssertionError``
-#: for a JSON value that is no value of its type.
+#: Decodes a JSON value. It raises ``TypeError``, ``ValueError``, ``KeyError``, ``AttributeError``
+#: or ``AssertionError`` if the value does not fit the type.
 Decoder: TypeAlias = Callable[[Any], Any]
 
 #: JSON has no numbers for these.
@@ -33,12 +33,13 @@ def encode(value: Any) -> Any:
     if kind is float:
         return value if isfinite(value) else str(value)
     if kind is tuple or kind is list:
-        # Inlined: a large run starts with a hundred thousand names.
+        # Inlined for speed: a large run starts with a hundred thousand names.
         return [part if type(part) in _PLAIN else encode(part) for part in value]
     if kind is dict:
         return {name: encode(part) for name, part in value.items()}
     if kind is Table:
-        # In their order, which the run goes by: a JSON object has none, and no numbers for keys.
+        # A list of pairs keeps the order, which matters, and the type of keys; a JSON object has
+        # neither.
         return [[number, encode(part)] for number, part in value.items()]
     if isinstance(value, Enum):
         return value.value
@@ -47,7 +48,7 @@ def encode(value: Any) -> Any:
 
 @cache
 def decoder(hint: Any) -> Decoder:
-    """Return the way back for a type, as it is written in an annotation."""
+    """Return the decoder for a type, given as in an annotation."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in _PLAIN:
         return partial(_exactly, hint)

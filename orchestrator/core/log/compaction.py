@@ -1,7 +1,7 @@
 """The folded journal up to one of its records, so that a restart reads only what follows.
 
-The journal stays the truth. A compaction is used only if it is whole, belongs to this journal and
-was made by the same program under the same rules; otherwise the whole journal is folded. Pure;
+The journal stays authoritative. A compaction is used only if it is whole, belongs to this journal
+and was made by the same program under the same rules; otherwise the whole journal is folded. Pure;
 ``orchestrator.shell`` keeps the file.
 """
 
@@ -27,7 +27,7 @@ class Place:
     segment: int  #: Number of the segment, from 1.
     before_bytes: int  #: Size of all segments before it.
     end_bytes: int  #: Size of the segment up to and with the line.
-    line: str  #: The line. It has ``wall_time`` and ``seq``, so no other journal has the same one.
+    line: str  #: The line. With its ``wall_time`` and ``seq`` it is unique to one journal.
 
     @property
     def begin_bytes(self) -> int:
@@ -67,7 +67,7 @@ class Compaction:
         """Read a compaction.
 
         Raises:
-            CompactionError: It is damaged, or of another version, or was made on another basis.
+            CompactionError: It is damaged, has another version, or was made on another basis.
         """
         head, _, rest = document.partition(b"\n")
         text = rest[:-1]
@@ -87,13 +87,14 @@ class Compaction:
         return found
 
     def behind(self, segments: Sequence[bytes]) -> list[bytes]:
-        """Return the records behind its place.
+        """Return the records after this place.
 
         Args:
-            segments: From the line of the place on; the first begins with that line.
+            segments: The journal from the line of the place on; the first one begins with that
+                line.
 
         Raises:
-            CompactionError: There is another line: the compaction is of another journal.
+            CompactionError: Another line is there: the compaction belongs to another journal.
         """
         line = self.place.line.encode()
         if not segments[0].startswith(line):

@@ -11,7 +11,7 @@ from orchestrator.core.log.codec import decoder
 from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import FaultKind
 
-#: Reads a suspicion as a record of the journal or an incident has it.
+#: Decodes a suspicion from a record of the journal or an incident.
 suspicion: Final = decoder(Suspicion)
 
 #: Phases of a recovery in order: name, and the instant at which it ends.
@@ -45,34 +45,34 @@ class Incident:
     cost_usd: float = 0.0
     layout_before: str = ""  #: Layout of that attempt, for people.
     layout_after: str = ""  #: Layout of the next one, "" if there was none.
-    #: Those that were not taken then, and why, for people.
+    #: Layouts that were not chosen then, each with the reason, for people.
     other_layouts: tuple[tuple[str, str], ...] = ()
     t_fault_s: float | None = None  #: When the fault was injected.
-    t_detect_s: float | None = None  #: When it was found, or the change was begun.
-    t_fence_s: float | None = None  #: When the last member was out.
+    t_detect_s: float | None = None  #: When it was found, or the change began.
+    t_fence_s: float | None = None  #: When the last member had left.
     t_decide_s: float | None = None  #: When the next attempt was started.
-    t_reform_s: float | None = None  #: When its mesh and model stood.
+    t_reform_s: float | None = None  #: When its mesh and model were built.
     t_load_s: float | None = None  #: When its state was loaded.
     t_first_step_s: float | None = None  #: When its first step was complete.
     sources: dict[str, int] = field(default_factory=dict)  #: Bytes loaded, by kind of source.
     skipped: tuple[str, ...] = ()  #: A line for each source that could not be loaded from.
     rule: str = ""  #: The rule of detection that found it; "" if none did.
-    verdict: str = ""  #: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
-    #: (rank, worker, node) of each rank that it comes from, the faulty ones included; empty if
-    #: that is not known.
+    verdict: str = ""  #: The verdict's kind as ``orchestrator.diagnosis`` names it; "" if none.
+    #: (rank, worker, node) of each rank that caused it, the faulty ones included; empty if not
+    #: known.
     places: tuple[tuple[int, str, str], ...] = ()
-    #: Likewise of each that did not leave when it was fenced, and was killed: healthy ones leave
+    #: The same of each member that did not leave when fenced and was killed: healthy members leave
     #: at once, so it may have failed, too.
     killed: tuple[tuple[int, str, str], ...] = ()
-    suspects: tuple[Suspicion, ...] = ()  #: The suspicions when it was put on record.
+    suspects: tuple[Suspicion, ...] = ()  #: The suspicions when it was recorded.
     folder: str = ""  #: Where its evidence is, below the run directory; "" if none was taken.
-    #: Whether the run had not begun to train since a person started or resumed it: the time to
-    #: the first step is start-up then, and no recovery.
+    #: Whether the run had not trained yet since a person started or resumed it. The time to the
+    #: first step then is start-up, not recovery.
     is_start: bool = False
 
     @property
     def is_planned(self) -> bool:
-        """Return whether it was a change that was wanted, and no failure."""
+        """Return whether it was an intended change rather than a failure."""
         kind = FaultKind.of(self.kind)
         return kind is not None and kind.is_planned
 
@@ -85,7 +85,7 @@ class Incident:
 
     @property
     def begin_s(self) -> float | None:
-        """Return the instant of the fault; of its detection if the fault's is not known."""
+        """Return the instant of the fault, or of its detection if the former is not known."""
         return self.t_detect_s if self.t_fault_s is None else self.t_fault_s
 
     @property
@@ -102,7 +102,7 @@ class Incident:
 
     @property
     def recovery_s(self) -> float | None:
-        """Return the time from ``begin_s`` to the first new step, None before that and at start."""
+        """Return the time from ``begin_s`` to the first new step; None before it and at start."""
         if self.is_start or self.begin_s is None or self.end_s is None:
             return None
         return max(0.0, self.end_s - self.begin_s)
@@ -111,8 +111,8 @@ class Incident:
     def phases_s(self) -> dict[str, float]:
         """Return the duration of each phase that was reached, in order.
 
-        A planned change fences nobody: its members finish a step ("yield"). An incident of the
-        start has none.
+        In a planned change the members are not fenced but finish a step ("yield"). An incident at
+        the start has no phases.
         """
         durations: dict[str, float] = {}
         if self.is_start:
@@ -142,7 +142,7 @@ class Incident:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, number: int) -> Incident:
-        """Return the incident of a document; what it lacks has its default.
+        """Return the incident of a document; missing fields get their defaults.
 
         Args:
             document: As ``to_json`` returns it, perhaps of another version.

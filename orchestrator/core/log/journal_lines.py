@@ -5,10 +5,10 @@ journal is the input log: an event's record is written before its actions are pe
 folding the events again gives the same state and the same actions. The last line of a segment may
 be torn, because a controller may die while it appends.
 
-A record: ``{"v": 1, "seq": 91, "at_s": 812.4, "wall_time": 1.7e9, "attempt": 3,
-"kind": "WorkerExited", "worker": "w0005", "cause": "crash", "detail": "..."}``. ``attempt`` is the
-attempt that the item names, or the current one. Orders for reservations whose numbers follow one
-another, and that are alike, are one record: ``"reservation": 7, "num": 3`` is 7, 8 and 9.
+A record: ``{"v": 1, "seq": 91, "at_s": 812.4, "wall_time": 1.7e9, "attempt": 3, "kind":
+"WorkerExited", "worker": "w0005", "cause": "crash", "detail": "..."}``. ``attempt`` is the attempt
+that the item names, or the current one. Equal orders for consecutive reservations share one record:
+``"reservation": 7, "num": 3`` stands for 7, 8 and 9.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Folded:
 
     @classmethod
     def at(cls, last: Mapping[str, Any], state: RunState, stats: RunStats) -> Folded:
-        """Return what a journal amounts to whose last record is ``last``."""
+        """Return the fold of a journal whose last record is ``last``."""
         places = {name: last[name] for name in ("seq", "at_s", "wall_time")}
         return cls(state=state, stats=stats, **places)
 
@@ -71,9 +71,9 @@ def transition_records(
 def counted(
     event: ev.Event, actions: Iterable[act.Action]
 ) -> list[tuple[ev.Event | act.Action, int]]:
-    """Return what has a record: the event and its actions, of like orders the first and how many.
+    """Return what to record and how often: the event, its actions, and the first of equal orders.
 
-    Orders are alike if they differ only in their reservations, and these follow one another.
+    Orders are equal if they differ only in their reservations, which are consecutive.
     """
     found: list[tuple[ev.Event | act.Action, int]] = [(event, 1)]
     for action in actions:
@@ -88,7 +88,7 @@ def counted(
 
 
 def _actions(record: Mapping[str, Any]) -> Iterator[act.Action]:
-    """Yield the actions of a record, which are several for reservations in a row."""
+    """Yield the actions of a record: several if it stands for consecutive reservations."""
     first = cast("act.Action", parse(record))
     yield first
     for after in range(1, record.get("num", 1)):
@@ -100,7 +100,7 @@ def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
     """Return the event or action of a record.
 
     Raises:
-        JournalCorruptError: It is none of a version that is known here.
+        JournalCorruptError: It is no event or action of a version that this program knows.
     """
     where = f"journal record seq={record.get('seq')}"
     version = record.get("v")
@@ -112,7 +112,7 @@ def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
         )
     try:
         kind = _KINDS[record["kind"]]
-        # A field with a default may be missing: an older record did not know it.
+        # A field with a default may be missing from an older record.
         item: ev.Event | act.Action = kind(
             **{name: each(record[name]) for name, each in _DECODERS[kind].items() if name in record}
         )
@@ -124,18 +124,18 @@ def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
 
 
 def is_event(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is of an event, and not of an action."""
+    """Return whether a record holds an event rather than an action."""
     return record.get("kind") in _EVENT_NAMES
 
 
 def read(
     segments: Sequence[bytes], *, seq: int | None = None, first: int = 1
 ) -> Iterator[JournalRecord]:
-    """Yield the records of all segments, oldest first; a torn last line of each is left out.
+    """Yield the records of all segments, oldest first; skip a torn last line of each.
 
     Args:
         segments: Oldest first.
-        seq: Number of the record before them; None if there may be any.
+        seq: Number of the record before them; None accepts any.
         first: Number of the first segment, for messages.
 
     Raises:
@@ -143,7 +143,7 @@ def read(
     """
     for index, segment in enumerate(segments, start=first):
         lines = segment.split(b"\n")
-        # A whole line ends with a line end, so what follows the last one is torn or empty.
+        # A whole line ends with a newline, so what follows the last newline is torn or empty.
         for number, line in enumerate(lines[:-1], start=1):
             where = f"journal segment {index}, line {number}"
             record = _object(line, where)
@@ -159,13 +159,13 @@ def read(
 
 
 def without_late_lines(segments: Sequence[bytes]) -> list[bytes]:
-    """Return the segments without what an earlier claimant wrote after a later one began.
+    """Return the segments without what an earlier controller wrote after a later one resumed it.
 
-    A claimant counts on from the last record that it found. A controller that cannot be reached
-    may append behind that until it sees the newer claim: what it decided does not count.
+    The later one numbers its records from the last one that it found. The earlier one may append
+    more until it sees the newer claim, but its decisions after that record do not count.
 
     Args:
-        segments: All of the journal, or its last ones, oldest first.
+        segments: All segments of the journal, or the last ones, oldest first.
     """
     found = list(segments)
     for begin, segment in enumerate(segments):
@@ -176,10 +176,9 @@ def without_late_lines(segments: Sequence[bytes]) -> list[bytes]:
 
 
 def starts(segments: Sequence[bytes]) -> list[int]:
-    """Return the indices of the segments with which the run was opened: the first, and others.
+    """Return the indices of the segments that start or resume the run: the first, and others.
 
-    A resumed run was decided on under settings of its own: what is between two starts is
-    folded by itself.
+    A resumed run has settings of its own, so the segments between two starts are folded separately.
     """
     return [
         index
@@ -191,10 +190,10 @@ def starts(segments: Sequence[bytes]) -> list[int]:
 def fold_on(
     folded: Folded, segments: Sequence[bytes], rules: RunRules, *, first: int = 1
 ) -> Folded:
-    """Return what a journal amounts to whose first part amounts to ``folded``.
+    """Return the fold of a journal, given the fold of its first part.
 
     Args:
-        folded: Content of the records before; its ``stats`` are taken over and changed.
+        folded: Fold of the records before; its ``stats`` object is reused and changed.
         segments: What follows, oldest first.
         rules: Rules of the run since it was last opened.
         first: Number of the first of ``segments``, for messages.
@@ -205,7 +204,7 @@ def fold_on(
     begin = max(starts(segments), default=0)
     state, stats, last = RunState() if begin else folded.state, folded.stats, None
     records = read(segments, seq=folded.seq if folded.seq >= 0 else None, first=first)
-    # What is before the last start was decided under other rules, and is only counted.
+    # Records before the last start were decided under other rules and are only counted.
     num_before = sum(segment.count(b"\n") for segment in segments[:begin])
     for index, last in enumerate(records):
         stats.add(last)
@@ -215,11 +214,11 @@ def fold_on(
 
 
 def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
-    """Return the state after one start's events; check that the actions are those computed now.
+    """Return the state after one start's events; check that they lead to the journaled actions.
 
     Args:
         segments: From one start of the run to the next, oldest first.
-        rules: Of the run in that time.
+        rules: Rules of the run in that time.
 
     Raises:
         JournalCorruptError: They differ; or as ``read`` and ``parse``.
@@ -231,7 +230,7 @@ def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, Journa
         if not is_event(last):
             journaled += _actions(last)
             continue
-        # A restart may have cut the actions of the event before it short.
+        # A restart may have cut off actions of the event before it.
         restarted = last["kind"] in (ev.ControllerStarted.__name__, ev.RunResumed.__name__)
         _compare(event, journaled, computed, cut_short=restarted)
         event = last
@@ -242,7 +241,7 @@ def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, Journa
 
 
 def _first_kind(segment: bytes) -> str:
-    """Return what the first record of a segment is; "" if that is torn, as its reader will say."""
+    """Return the kind of a segment's first record; "" if it is torn, which ``read`` reports."""
     try:
         return str(json.loads(segment[: segment.find(b"\n")])["kind"])
     except (ValueError, KeyError, TypeError):
@@ -250,7 +249,7 @@ def _first_kind(segment: bytes) -> str:
 
 
 def _up_to(segment: bytes, seq: int) -> bytes:
-    """Return a segment without the records at its end that have this number or a later one."""
+    """Return a segment without the records at its end whose number is ``seq`` or higher."""
     end = segment.rfind(b"\n") + 1
     is_late = False
     while end:
@@ -262,7 +261,7 @@ def _up_to(segment: bytes, seq: int) -> bytes:
 
 
 def _seq(line: bytes) -> int:
-    """Return the number of a record; -1 if it cannot be read, as its reader will say."""
+    """Return the number of a record; -1 if it cannot be read, which ``read`` reports."""
     try:
         return int(json.loads(line)["seq"])
     except (ValueError, KeyError, TypeError):
@@ -306,7 +305,7 @@ def _object(line: bytes, where: str) -> JournalRecord:
     )
 
 
-#: Orders of which several that follow one another are one record, with their number as ``num``.
+#: Orders that share a record if they are equal and consecutive; ``num`` counts them.
 _COUNTED = (act.RequestReservation, act.ReleaseReservation)
 _EVENTS = get_args(ev.Event)
 _EVENT_NAMES = frozenset(kind.__name__ for kind in _EVENTS)

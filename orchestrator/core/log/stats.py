@@ -26,7 +26,7 @@ _HOUR_S = 3600.0
 _SUSPICIONS_KEPT = 100
 #: Phases in which members train.
 _TRAINING = frozenset({"training", "yielding"})
-#: Points of a curve over the whole run. Beyond twice as many, the older ones are thinned.
+#: Points of a curve over the whole run. Beyond twice this many, the older ones are thinned.
 _POINTS_KEPT = 500
 
 
@@ -34,7 +34,7 @@ _POINTS_KEPT = 500
 class RunStats:
     """Numbers of a run so far. ``add`` takes the records of the journal in order."""
 
-    began_at: float = 0.0  #: Wall time of the first record; 0.0 if it does not say one.
+    began_at: float = 0.0  #: Wall time of the first record; 0.0 if it has none.
     attempt: int = 0
     step: int = 0  #: Last completed step that is not to be redone.
     layout: str = ""  #: Layout of the newest attempt, for people.
@@ -43,8 +43,8 @@ class RunStats:
     incidents: list[Incident] = field(default_factory=list)
     #: Bytes that the newest attempt loaded, by kind of source.
     loaded: dict[str, int] = field(default_factory=dict)
-    #: Versions in storage that did not count when it was decided what the newest attempt resumes
-    #: from, each with the reason.
+    #: Versions in storage that were skipped when the newest attempt's version was chosen, each with
+    #: the reason.
     passed_over: tuple[str, ...] = ()
     lost_steps: int = 0  #: Completed steps that had to be redone.
     phase: str = "waiting"  #: waiting, forming, training, yielding, recovering or over.
@@ -53,7 +53,7 @@ class RunStats:
     #: Requests for reservations so far, by alternative of capacity.
     asked: dict[str, int] = field(default_factory=dict)
     granted: dict[str, int] = field(default_factory=dict)
-    #: Those that were taken for refused; they stay asked for.
+    #: Requests that counted as refused; they stay open.
     refused: dict[str, int] = field(default_factory=dict)
     suspicions: dict[str, int] = field(default_factory=dict)  #: How many there were, by kind.
     #: Cost of the run's reservations so far; 0.0 without a known price.
@@ -65,36 +65,36 @@ class RunStats:
     lost_nodes: list[str] = field(default_factory=list)  #: Nodes that are gone and did not return.
     outcome: str = ""  #: Outcome of ``FinishRun``, "" before.
     reason: str = ""  #: Likewise.
-    #: ``(alternative, dollars an hour)`` of requested reservations, and of those that it has.
+    #: ``(alternative, dollars an hour)`` of requested and of granted reservations.
     _pending: Table[tuple[str, float]] = field(default_factory=Table)
     _held: Table[tuple[str, float]] = field(default_factory=Table)
-    #: How many it has at each of their prices, which JSON has as text.
+    #: Granted reservations by price. The price is text, as a key in JSON must be.
     _prices: dict[str, int] = field(default_factory=dict)
-    #: Those that are open, and the last of all.
+    #: Current suspicions, and the last ones overall.
     _suspects: list[Suspicion] = field(default_factory=list)
     _suspected_last: list[Suspicion] = field(default_factory=list)
     _began_s: float | None = None
     _now_s: float = 0.0
     _phase_since_s: float = 0.0
-    #: Places in ``incidents``.
+    #: Indices in ``incidents``.
     _open: list[int] = field(default_factory=list)
     _injected_s: list[float] = field(default_factory=list)
-    #: What the last step took that was told of.
+    #: Duration of the last step that was reported.
     _step_s: float = 0.0
     _time: TimeParts = field(default_factory=TimeParts)
-    #: Since it was started, or resumed by a person.
+    #: Whether the run has trained since a person started or resumed it.
     _has_trained: bool = False
     #: Members of the newest attempt that have not formed.
     _unformed: dict[str, bool] = field(default_factory=dict)
     _first_rank: str = ""
     #: Rank and node of each member of the newest attempt, by worker.
     _members: dict[str, tuple[int, str]] = field(default_factory=dict)
-    #: The last step of the attempt by rank 0's own word, and by anybody's.
+    #: Last step of the attempt that rank 0 reported when it left, and that any member reported.
     _said_by_first: int | None = None
     _said_step: int = 0
     _skipped: list[str] = field(default_factory=list)
     _unusable: tuple[str, ...] = ()
-    #: The attempt that evidence was taken of, until its incident is reported.
+    #: The attempt whose evidence was collected; 0 after its incident is reported.
     _evidence_of: int = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -106,9 +106,9 @@ class RunStats:
             self._time.begin(at_s)
             self._now_s = at_s
         if record["kind"] == "RunResumed":
-            # Its last sign of life was the record before.
+            # The record before was the run's last sign of life.
             self._enter("over", self._now_s)
-        # It is unknown what the run had between two claims.
+        # What the run held between two claims is unknown.
         if self._prices and at_s > self._now_s and record["kind"] != "RunResumed":
             self.cost_usd += (at_s - self._now_s) * self.usd_per_hour / _HOUR_S
         self._now_s = max(self._now_s, at_s)
@@ -140,12 +140,12 @@ class RunStats:
 
     @property
     def goodput(self) -> float:
-        """Return the share of the wall time that went into steps which are in the history."""
+        """Return the share of the wall time that went into steps that count."""
         return self.parts_s["steps"] / self.wall_s if self.wall_s else 0.0
 
     @property
     def goodput_since_start(self) -> float:
-        """Return the same share of the time without starts, and without stops by a person."""
+        """Return the same share, of the time without starts and stops by a person."""
         parts_s = self.parts_s
         trains_s = sum(parts_s.values()) - parts_s["start"] - parts_s["idle"]
         return parts_s["steps"] / trains_s if trains_s > 0.0 else 0.0
@@ -174,26 +174,26 @@ class RunStats:
 
     @property
     def usd_per_hour(self) -> float:
-        """Return what the reservations that the run has cost."""
+        """Return the price per hour of the reservations that the run has."""
         return sum(num * float(price) for price, num in self._prices.items())
 
     @property
     def num_pending(self) -> int:
-        """Return how many reservations are asked for and not granted."""
+        """Return how many reservations are requested and not granted."""
         return len(self._pending)
 
     def usd_per_million_tokens(self, tokens_per_step: int) -> float | None:
-        """Return what tokens of the history have cost; None while no price, or none, is known."""
+        """Return the cost of a million trained tokens; None without a price or a trained token."""
         tokens = self.step * tokens_per_step
         return 1e6 * self.cost_usd / tokens if tokens and self.cost_usd else None
 
     @property
     def suspected(self) -> list[tuple[float, str]]:
-        """Return ``(since_s, sentence)`` of what was suspected last, in few lines."""
+        """Return ``(since_s, sentence)`` of the last suspicions, in few lines."""
         return in_few_lines(self._suspected_last)
 
     def busy(self, at_s: float) -> str:
-        """Return that machines are busy, by suspicions that go round; "" if none do."""
+        """Return a line that machines are busy if suspicions go round; otherwise ""."""
         return busy(self._suspected_last, at_s)
 
     def summary(self) -> dict[str, Any]:
@@ -331,12 +331,11 @@ class RunStats:
         last.killed = tuple(map(tuple, record.get("killed", ())))
         last.suspects = tuple(self._suspects)
         if self._evidence_of == last.attempt:
-            # The first of several is why the attempt ended.
+            # The evidence belongs to the first incident of an attempt, which says why it ended.
             last.folder, self._evidence_of = incident_folder(last.number), 0
         if kind == "unloadable":
             last.skipped = tuple(self._skipped)
-        # A stop is asked for, and training goes on behind a skipped update: no loss of service
-        # that ends with a step.
+        # A requested stop and a skipped update are no loss of service that a step ends.
         if kind in ("stop", "not_finite"):
             self._open.pop()
 
@@ -419,10 +418,10 @@ class RunStats:
         for incident in self._open_incidents():
             incident.t_first_step_s = at_s
             lost_s = incident.lost_steps * self._step_s
-            # Held workers cost money while training waits and while steps are redone.
+            # Reservations cost money while training waits and while steps are redone.
             waited_s = sum(s for phase, s in incident.phases_s.items() if phase != "yield")
             incident.cost_usd = (waited_s + lost_s) * self.usd_per_hour / _HOUR_S
-        # Where steps are short, members say that they have formed after the first one is seen.
+        # If steps are short, a member may report that it has formed after the first step.
         if not self._unformed:
             self._settle()
         self._step_s = record.get("step_s", self._step_s)
@@ -457,13 +456,13 @@ class RunStats:
         if record["attempt"] == self.attempt:
             self._note_skipped(record)
             self._note_last(_workers(record), record["step"])
-        # The last step of an attempt may be over before a report of it was sent.
+        # The last step of an attempt may be complete before it was reported.
         if record["how"] in ("completed", "yielded"):
             self._step_completed(record, at_s)
 
     def _worker_raised(self, record: Mapping[str, Any], _at_s: float) -> None:
         if record["attempt"] == self.attempt:
-            # It says the step that was under way.
+            # The record names the step that was under way.
             self._note_last(_workers(record), record["step"] - 1)
 
     def _note_last(self, workers: Collection[str], step: int) -> None:
@@ -478,9 +477,9 @@ class RunStats:
             incident.skipped += lines
 
     def _committed_read(self, record: Mapping[str, Any], _at_s: float) -> None:
-        # Every rank had completed it, also if nobody listened then.
+        # Every rank had completed the committed step, even if no controller saw it then.
         self._said_step = max(self._said_step, record["step"])
-        # What is in memory is newer than what did not count in storage.
+        # A version in memory is newer than those that were skipped in storage.
         self._unusable = () if record.get("source") == "memory" else tuple(record["skipped"])
 
     def _reservation_requested(self, record: Mapping[str, Any], _at_s: float) -> None:
@@ -534,7 +533,7 @@ class RunStats:
         _add(self.refused, [(str(record["alternative"]), record["num_reservations"])])
 
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
-        # More steps of a failed attempt may be known than were reported.
+        # Members may have reported more steps when they left than ``StepCompleted`` did.
         self._count(self._reached_step)
         self._enter("over", at_s)
         self._give_back_all()
@@ -569,7 +568,7 @@ class RunStats:
 
 
 def _keep(points: list[tuple[float, int]], point: tuple[float, int]) -> None:
-    """Append a point; leave out every second of the older half once there are too many."""
+    """Append a point; once there are too many, drop every second of the older half."""
     points.append(point)
     if len(points) > 2 * _POINTS_KEPT:
         del points[1:_POINTS_KEPT:2]
@@ -581,11 +580,11 @@ def _add(sums: dict[str, int], sources: Iterable[tuple[str, int]]) -> None:
 
 
 def _numbers(record: Mapping[str, Any]) -> range:
-    """Return the reservations of an order: one, or several that follow one another."""
+    """Return the reservations of an order: one, or several consecutive ones."""
     first = record["reservation"]
     return range(first, first + record.get("num", 1))
 
 
 def _workers(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the workers that an event tells of: one, or several of which the same is true."""
+    """Return the workers of an event: one, or several for which the same is true."""
     return (record["worker"], *record.get("others", ()))

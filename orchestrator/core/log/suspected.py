@@ -8,17 +8,17 @@ from typing import Any
 
 from orchestrator.diagnosis import Kind, Suspicion, listed
 
-#: Suspicions that follow one another within this are of one spell: with a load of 15 on 2 cores
+#: Suspicions that follow one another within this time form one spell: with a load of 15 on 2 cores
 #: they came 80 s apart.
 TOGETHER_S = 300.0
-#: Kinds that another program on the machine causes in a healthy rank.
+#: Kinds of suspicion that another program on the machine can cause for a healthy rank.
 BY_OTHER_WORK = frozenset({Kind.SLOW_COMPUTE, Kind.SLOW_DATA, Kind.ABSENT})
 
 
 def in_few_lines(suspicions: Sequence[Suspicion]) -> list[tuple[float, str]]:
     """Return ``(since_s, sentence)`` of suspicions, oldest first.
 
-    Those of a spell that went round several ranks are one line, and so is what was repeated.
+    A spell that went round several ranks becomes one line, as do repeated suspicions.
     """
     lines: list[tuple[float, str]] = []
     for spell in _spells(suspicions):
@@ -35,13 +35,13 @@ def in_few_lines(suspicions: Sequence[Suspicion]) -> list[tuple[float, str]]:
 
 
 def busy(suspicions: Sequence[Suspicion], at_s: float) -> str:
-    """Return that machines are busy at ``at_s``; "" unless a suspicion goes round."""
+    """Return a line that machines are busy at ``at_s``; "" unless suspicions go round."""
     spells = [spell for spell in _spells(suspicions) if spell[-1].since_s >= at_s - TOGETHER_S]
     return next((_busy(spell) for spell in spells if _goes_round(spell)), "")
 
 
 def suspects_shown(suspects: Sequence[Mapping[str, Any]], busy_now: str) -> list[Mapping[str, Any]]:
-    """Return what people see of the suspects of now: busy machines in place of ranks on them."""
+    """Return the suspects to show: one row for busy machines replaces the ranks on them."""
     if not busy_now:
         return list(suspects)
     row = {"kind": "busy", "guilty": "", "worker": "", "evidence": busy_now}
@@ -49,7 +49,7 @@ def suspects_shown(suspects: Sequence[Mapping[str, Any]], busy_now: str) -> list
 
 
 def _spells(suspicions: Sequence[Suspicion]) -> list[list[Suspicion]]:
-    """Return the suspicions as spells; each other kind, with whom it names, is one of its own."""
+    """Group the suspicions into spells: other work's kinds together, others by kind and culprit."""
     spells: list[list[Suspicion]] = []
     open_spells: dict[object, list[Suspicion]] = {}
     for one in sorted(suspicions, key=lambda one: one.since_s):
@@ -65,7 +65,7 @@ def _spells(suspicions: Sequence[Suspicion]) -> list[list[Suspicion]]:
 def _goes_round(spell: Sequence[Suspicion]) -> bool:
     """Return whether most suspicions name other ranks than the one before.
 
-    One slow worker is named again and again, with another one in between at times.
+    A single slow worker is named again and again, now and then with another one in between.
     """
     num_turns = sum(one.guilty != after.guilty for one, after in pairwise(spell))
     return num_turns >= max(2, (len(spell) - 1) / 2)

@@ -1,7 +1,7 @@
-"""Where the time of a run goes: parts by the clock that add up to all of it. Pure.
+"""Where the time of a run goes: measured parts that add up to the whole.
 
-A step is known when a report tells of it, and the time since the report before is its own. It is
-measured once, so no estimate can make the parts exceed the whole.
+Pure. A step becomes known by a report, and the time since the previous report belongs to it. Each
+second is counted once, so no estimate can make the parts exceed the whole.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-#: - steps: steps that count, and the one under way;
-#: - saving: what saves took from training, measured on rank 0, and the save that ends an attempt;
+#: - steps: steps that count, and the step under way;
+#: - saving: time that saves take from training on rank 0, and the save that ends an attempt;
 #: - start: from a start by a person to the first training;
-#: - recovery: from the last step before a fault or a change until training goes on;
+#: - recovery: from the last step before a fault or a change until training continues;
 #: - lost: steps that had to be redone;
 #: - idle: from the end of the run, or its last sign of life, to the resume by a person.
 PARTS: Final = ("steps", "saving", "start", "recovery", "lost", "idle")
-#: Stretches of steps that are kept in case the steps are redone: three hours or more, and no resume
-#: reaches further back.
+#: Stretches of steps to keep in case steps are redone. They cover at least three hours, and no
+#: resume goes back further.
 _STRETCHES_KEPT: Final = 10_000
 
 
 @dataclass(slots=True, kw_only=True)
 class TimeParts:
-    """The parts so far. Instants that are passed never decrease."""
+    """The parts so far. The ``now_s`` of later calls never decreases."""
 
     #: Share of recent time between two reports of steps that saves took.
     saving_share: float = 0.0
@@ -31,7 +31,7 @@ class TimeParts:
     _since_s: float = 0.0
     #: ``(first, last, took_s)``, oldest first.
     _stretches: list[tuple[int, int, float]] = field(default_factory=list)
-    #: The part that has the time behind the last step that was told of, and how much that is.
+    #: The part that got the time after the last reported step, and how much time that is.
     _rest: tuple[str, float] = ("recovery", 0.0)
 
     def begin(self, now_s: float) -> None:
@@ -39,7 +39,7 @@ class TimeParts:
         self._since_s = now_s
 
     def parts_s(self, open_part: str, now_s: float) -> dict[str, float]:
-        """Return the parts; ``open_part`` has the time since they changed last."""
+        """Return the parts; ``open_part`` gets the time since the last change."""
         open_s = self._parts_s[open_part] + now_s - self._since_s
         return {**self._parts_s, open_part: open_s}
 
@@ -55,7 +55,7 @@ class TimeParts:
         self._rest = part, self.spend(part, now_s)
 
     def count(self, first: int, last: int, now_s: float, *, is_training: bool) -> None:
-        """Count the time since the last step for these; after training, its rest."""
+        """Count the time since the last step for these steps; after training, the rest of it."""
         if is_training:
             took_s = self.spend("steps", now_s)
         else:

@@ -1,3 +1,3 @@
-"""Lost links: what is known of them, the search for one, and which nodes train together. Pure."""
+"""Lost links: their state, the search for one, and which nodes train together. Pure."""
 
 from orchestrator.core.network import links, reach, search, timing

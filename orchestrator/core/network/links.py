@@ -1,8 +1,8 @@
-"""Which nodes may train together where not every pair of them reaches each other. Pure.
+"""Which nodes may train together if some pairs do not reach each other.
 
-Keepers probe one another; what they could not reach is a lost link. A link that is whole again
-must stay so for a pause before it is used. The pause doubles with each loss of a link that was in
-use, so one that flaps is left alone until it stops.
+Pure. Keepers probe one another; a way that fails makes its link a lost one. A link that is whole
+again must stay so for a pause before it is used. The pause doubles each time the link is lost in
+use, so an unstable link is not used until it is stable.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TypeAlias
 
 from orchestrator.core.state import CONTROLLER, Link, Pair
 
-#: A link that was whole for so long is a link like any other.
+#: A link that was whole for this long is forgotten: it counts like any other.
 _FORGET_S = 3600.0
-#: A lost link is probed again after a tenth of the time since it was lost, within these.
+#: A lost link is probed again after this share of the time since it was lost, within these limits.
 _SHARE = 0.1
 _PROBE_S_MIN = 2.0
 _PROBE_S_MAX = 60.0
-#: While it waits for the end of its pause it is looked at so often.
+#: How often a link is probed during its pause.
 _LOOKS = 8
-#: Up to so many nodes the best choice is found among all; beyond, the worst node is left out again
-#: and again. 16 nodes in a ring of lost links take about 1 ms.
+#: Up to this many nodes, all choices are compared. Beyond, the worst node is left out until the
+#: rest reach each other. 16 nodes in a ring of lost links take about 1 ms.
 _EXACT_MAX = 16
 
 
-#: By node: those that it must not be together with; and its workers, and whether it is preferred.
+#: By node: the nodes that it must not be with; its workers, and whether it is preferred.
 _Foes: TypeAlias = Mapping[str, set[str]]
 _Worth: TypeAlias = Mapping[str, tuple[int, bool]]
 
@@ -42,9 +42,9 @@ def noted(
     """Return the links after an answer to a probe.
 
     Args:
-        lost: The ways that were found to have no connection.
-        heard: Nodes whose keepers answered: who did not says nothing.
-        asked: Known links that were probed, by their ends. Others were if they are in ``lost``.
+        lost: The ways that have no connection.
+        heard: Nodes whose keepers answered. A missing answer proves nothing.
+        asked: Known links that were probed, by their ends. Links in ``lost`` were probed as well.
     """
     ways: dict[Pair, list[Pair]] = {}
     for way in sorted(lost):
@@ -80,7 +80,7 @@ def _again(link: Link, now_s: float) -> Link:
 
 
 def due(links: Sequence[Link], now_s: float) -> tuple[tuple[Link, ...], tuple[Pair, ...]]:
-    """Return the links, with their next probes, and those to probe now, by their ends."""
+    """Return the links with the times of their next probes, and the ends of those to probe now."""
     late = tuple(link.ends for link in links if link.probe_s <= now_s)
     return tuple(_again(link, now_s) if link.probe_s <= now_s else link for link in links), late
 
@@ -92,15 +92,15 @@ def wake_s(links: Sequence[Link], now_s: float) -> float:
 
 
 def without(links: Sequence[Link], node: str) -> tuple[Link, ...]:
-    """Return the links but those of a node that is gone with other nodes."""
+    """Return the links without those between ``node``, which is gone, and other nodes."""
     return tuple(link for link in links if node not in link.ends or CONTROLLER in link.ends)
 
 
 def apart(links: Sequence[Link], now_s: float, *, paused: bool = True) -> tuple[Pair, ...]:
-    """Return the pairs that must not train together, sorted ends.
+    """Return the pairs that must not train together, each with sorted ends.
 
     Args:
-        paused: Also those that are whole again and have not been so for their pause.
+        paused: Also return links that are whole again but still in their pause.
     """
     return tuple(link.ends for link in links if link.lost or (paused and now_s < link.until_s))
 
@@ -114,9 +114,9 @@ def left_out(
     then the first by name. Nodes in no pair always stay.
 
     Args:
-        weights: Workers by node. Pairs with another node do not count.
+        weights: Workers by node. Pairs with a node that is not listed do not count.
         pairs: Pairs that must not be together.
-        preferred: Nodes that had better stay.
+        preferred: Nodes to keep among equals.
     """
     weights = {**weights, CONTROLLER: sum(weights.values()) + 1}
     foes = _foes(pair for pair in pairs if all(weights.get(end) for end in pair))
@@ -129,7 +129,7 @@ def left_out(
 
 
 def choices(pairs: Iterable[Pair]) -> list[frozenset[str]]:
-    """Return which of the nodes in ``pairs`` can be together, the largest sets first."""
+    """Return the sets of nodes in ``pairs`` that can be together, the largest first."""
     foes = _foes(pairs)
     if len(foes) > _EXACT_MAX:
         return [_greedy(foes, dict.fromkeys(foes, (1, False)))]
@@ -163,7 +163,7 @@ def _best(foes: _Foes, worth: _Worth) -> frozenset[str]:
 
 
 def _groups(foes: _Foes) -> Iterator[frozenset[str]]:
-    """Yield sets without foes, all maximal ones among them: with the worst node, or without it."""
+    """Yield sets without foes, including all maximal ones: with the worst node, or without it."""
     if not any(foes.values()):
         yield frozenset(foes)
         return
@@ -174,7 +174,7 @@ def _groups(foes: _Foes) -> Iterator[frozenset[str]]:
 
 
 def _greedy(foes: _Foes, worth: _Worth) -> frozenset[str]:
-    """Return a good set without foes: leave out the node that costs the least for each foe."""
+    """Return a good set without foes: repeatedly leave out the node with the least cost per foe."""
     while any(foes.values()):
         costly = [node for node in foes if foes[node]]
         # Among equals, the last by name.
@@ -197,7 +197,7 @@ def _but(foes: _Foes, out: set[str]) -> dict[str, set[str]]:
 
 
 def described(lost: Collection[Pair]) -> str:
-    """Return for people which link is lost, or which node if it is an end of all that are."""
+    """Return for people which link is lost, or which node if all lost links end there."""
     links = sorted({_ends(way) for way in lost})
     common = sorted(set.intersection(*map(set, links))) if links else []
     if len(links) > 1 and common:

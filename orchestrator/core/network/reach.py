@@ -1,4 +1,4 @@
-"""Which nodes can train together where links between some are lost."""
+"""Which nodes can train together when links between some of them are lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def offered(transition: Transition, *, leaving: bool = False) -> Rooms:
     """Return the room for workers on nodes that reach each other.
 
     Args:
-        leaving: Also on draining nodes, unless it is time to leave them.
+        leaving: Include draining nodes, unless it is time to leave them.
     """
     fleet = transition.run.fleet
     gone: list[Node] = []
@@ -35,20 +35,20 @@ def offered(transition: Transition, *, leaving: bool = False) -> Rooms:
 
 
 def layout(transition: Transition, *, leaving: bool = False) -> ParallelLayout | None:
-    """Return the layout that those workers would take; None if they are too few."""
+    """Return the layout of the workers that ``offered`` has room for; None if too few."""
     rooms = offered(transition, leaving=leaving)
     rules = transition.layout_rules
     return choose(rooms, transition.max_workers, rules, transition.rules.min_workers)
 
 
 def num_together(transition: Transition, *, leaving: bool = False) -> int:
-    """Return how many workers would train; 0 if they are fewer than the minimum."""
+    """Return how many workers would train; 0 if fewer than the minimum."""
     chosen = layout(transition, leaving=leaving)
     return 0 if chosen is None else chosen.world_size
 
 
 def due(transition: Transition) -> list[Node]:
-    """Return the nodes that the provider takes about now: nobody is to be there."""
+    """Return the nodes that the provider takes about now: no worker must be there."""
     now_s, lead_s = transition.now_s, transition.rules.bounds.drain_lead_s
     taken = transition.run.fleet.nodes.where(_is_taken)
     return [node for _, node in taken if node.is_due(now_s, lead_s)]
@@ -59,7 +59,7 @@ def _is_taken(node: Node) -> bool:
 
 
 def _apart(transition: Transition, *, paused: bool) -> list[Pair]:
-    """Return the pairs that must not be together, of which both could train."""
+    """Return the pairs of nodes that could both train but must not be together."""
     fleet = transition.run.fleet
     known = transition.run.network.links
     return [
@@ -72,7 +72,7 @@ def _apart(transition: Transition, *, paused: bool) -> list[Pair]:
 def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]:
     """Return the nodes to do without, so that the others reach each other.
 
-    A link that has not been whole for long is used only if the run could not train without it.
+    A link that is still in its pause is used only if the run could not train without it.
     """
     run, min_workers = transition.run, transition.rules.min_workers
     out: frozenset[int] = frozenset()
@@ -98,12 +98,12 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
 
 
 def unreached(transition: Transition) -> tuple[str, ...]:
-    """Return the nodes that one of the next members cannot reach, sorted."""
+    """Return the nodes that some next member cannot reach, sorted."""
     run = transition.run
     pairs = links.apart(run.network.links, transition.now_s, paused=False)
     if not pairs:
         return ()
-    # As ``formation`` chooses them: who is about to leave trains only where it has to.
+    # Choose as ``formation`` does: use draining nodes only if the run cannot train without.
     leaving = not num_together(transition)
     out = left_out(transition, leaving=leaving)
     stay = {
@@ -116,9 +116,9 @@ def unreached(transition: Transition) -> tuple[str, ...]:
 
 
 def patience_end_s(transition: Transition) -> float:
-    """Return when a run that waits gives up hope for links, or tries other nodes than before.
+    """Return when a waiting run stops hoping for links, or tries the next set of nodes.
 
-    Until then they would cost less than workers on other nodes, which have to start.
+    Until then, waiting costs less than new workers on other nodes.
     """
     period_s = transition.rules.bounds.start_s
     return transition.run.waiting_since_s + period_s * (_num_tries(transition) + 1)
@@ -126,15 +126,15 @@ def patience_end_s(transition: Transition) -> float:
 
 def _num_tries(transition: Transition) -> int:
     waited_s = transition.now_s - transition.run.waiting_since_s
-    # At the end of a period, as floats have it, the next one has begun.
+    # The small addition makes the exact end of a period count as the start of the next one.
     return int(waited_s / transition.rules.bounds.start_s + _EPSILON)
 
 
 def given_up(transition: Transition) -> frozenset[int]:
-    """Return the nodes to be replaced: too few that reach each other could be had for long.
+    """Return the nodes to replace: for long, too few nodes that reach each other were available.
 
-    What there is room for is not known. So one set of nodes that reach each other is tried after
-    the other, each for as long as a worker may take to start.
+    The run does not know where the cluster has room. So it tries one set of nodes that reach each
+    other after the other, each for as long as a worker may take to start.
     """
     run = transition.run
     num_tries = _num_tries(transition)

@@ -1,7 +1,7 @@
-"""The search for a lost link, where a fault names nobody, and probes of links that were lost.
+"""The search for a lost link after a fault that names no worker, and probes of lost links.
 
-Keepers of all members probe one another. A link that they find lost is the cause of the fault,
-and only nodes that reach each other train next.
+The keepers of all members probe one another. If they find a lost link, it is the cause of the
+fault, and only nodes that reach each other train next.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from orchestrator.core.transition import Transition
 from orchestrator.diagnosis import Kind
 from orchestrator.policies import FaultKind
 
-#: What a lost link may be behind; also what could not be read, if that is why an attempt ended.
+#: Faults that a lost link may cause, besides sources that could not be read.
 _NAMELESS = frozenset({FaultKind.UNDECIDED, FaultKind.PEER_LOST})
-#: A group forms in this many times what it took before, or the network is looked at; and before
-#: one was seen in this, and so much more for each node. The look disturbs no training: a first
-#: model may take longer to build.
+#: If forming takes this many times longer than before, the network is probed. For the first forming
+#: this time counts, plus so much per node. A first model may take longer to build, but the probe
+#: disturbs no training.
 _FORM_FACTOR = 3.0
 _FORM_S = 3.0
 _FORM_NODE_S = 0.02
-#: Behind a switch that is gone is a rack of machines.
+#: A failed switch hides a rack of machines.
 _SUSPECTS_MAX = 64
 
 
 def begin(transition: Transition) -> None:
     """Have the keepers of all members probe one another, unless they do already.
 
-    And those that members could not read from.
+    Keepers that members could not read from take part.
     """
     run = transition.run
     members = (run.fleet.nodes[number].name for number in dict.fromkeys(run.attempt.nodes))
@@ -60,7 +60,7 @@ def begin(transition: Transition) -> None:
 
 
 def begin_if_nameless(transition: Transition) -> None:
-    """Begin if what ended the attempt names nobody, unless that was searched for since."""
+    """Begin if the cause of the attempt's end names no worker and was not searched for yet."""
     cause, network = transition.run.cause, transition.run.network
     is_new = cause is not None and network.begun_s < cause.at_s and not network.found
     if is_new and _is_nameless(transition):
@@ -77,7 +77,7 @@ def _is_nameless(transition: Transition) -> bool:
 
 
 def is_awaited(transition: Transition) -> bool:
-    """Return whether the answer decides what the fault was, and is not overdue."""
+    """Return whether the answer decides what the fault was and is not overdue."""
     until_s = transition.run.network.until_s
     return transition.now_s < until_s < inf and _is_nameless(transition)
 
@@ -135,35 +135,35 @@ def _is_there(transition: Transition, name: str) -> bool:
 
 
 def suspect(transition: Transition, way: Pair) -> None:
-    """Note that the transport of a member calls a way unreachable; a few say as much as all."""
+    """Note that the transport of a member calls a way unreachable; ``_SUSPECTS_MAX`` are enough."""
     network = transition.run.network
     if way not in network.suspects and len(network.suspects) < _SUSPECTS_MAX:
         transition.run.network = network._replace(suspects=(*network.suspects, way))
 
 
 def is_program(transition: Transition) -> bool:
-    """Return whether a fault that names nobody can only come from the program.
+    """Return whether a fault that names no worker can only come from the program.
 
-    All nodes reach each other, as their keepers say, and did so of late, and every member left when
-    it was asked to. Otherwise the fault may clear: the run waits, longer each time.
+    That is so if, by their keepers, all nodes reach each other and have recently done so, and if
+    every member left when asked. Otherwise the fault may clear: the run waits, longer each time.
     """
     attempt, network = transition.run.attempt, transition.run.network
     names = {transition.run.fleet.nodes[number].name for number in set(attempt.nodes)}
     is_sound = network.is_sound or len(names) == 1
-    # A link that fails again and again is whole when it is looked at.
+    # An unstable link may be whole when it is probed.
     flaps = any(names >= set(link.ends) for link in network.links)
     return is_sound and not flaps and not attempt.killed
 
 
 def explain(transition: Transition) -> None:
-    """Make lost links the cause of a fault that named nobody."""
+    """Make lost links the cause of a fault that named no worker."""
     run = transition.run
     cause, network = run.cause, run.network
     if cause is None or not _is_nameless(transition):
         return
     found, seen, rule = network.found, "none that carries data", "probed"
     if not found:
-        # The transport says it a second time: what it meets, a probe does not.
+        # The transport reports it a second time: it may meet what a probe does not.
         found = tuple(way for way in network.suspects if way in network.suspects_before)
         seen, rule = "the transport says so again, and a probe found nothing", "transport"
         note(transition, found)
@@ -178,7 +178,7 @@ def explain(transition: Transition) -> None:
 
 
 def links_probed(transition: Transition, event: LinksProbed) -> None:
-    """Take the answer of keepers: what was lost is known, and who can train together."""
+    """Take the answer of keepers: note lost links and which nodes can train together."""
     run = transition.run
     network = run.network
     asked = set(event.pairs)
@@ -198,7 +198,7 @@ def links_probed(transition: Transition, event: LinksProbed) -> None:
 
 
 def answered_training(transition: Transition, _: SearchAnswered) -> None:
-    """End an attempt that cannot go on; leave one alone that only takes its time."""
+    """End an attempt that cannot continue; leave one alone that is only slow."""
     _end_if_found(transition, "members waited for what did not come")
 
 
@@ -216,7 +216,7 @@ def _end_if_found(transition: Transition, evidence: str) -> bool:
 
 
 def answered_down(transition: Transition, _: SearchAnswered) -> None:
-    """Read again without what is held behind a lost link: it cannot be loaded."""
+    """Read again without the versions behind a lost link: they cannot be loaded."""
     run = transition.run
     if run.network.found:
         run.reads.bad_from = run.reads.num + 1
@@ -224,7 +224,7 @@ def answered_down(transition: Transition, _: SearchAnswered) -> None:
 
 
 def probe_due_links(transition: Transition) -> None:
-    """Probe the links that are due, and see to it that later ones are."""
+    """Probe the links that are due, and wake up for later ones."""
     run = transition.run
     known, pairs = links.due(run.network.links, transition.now_s)
     if pairs:

@@ -1,4 +1,4 @@
-"""Slow links, as keepers timed them: the next order of nodes, and copies, keep off them."""
+"""Slow links, as keepers timed them: the next order of nodes and copies avoid them."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def links_timed(transition: Transition, event: LinksTimed) -> None:
 
 
 def traffic_measured(transition: Transition, event: TrafficMeasured) -> None:
-    """Note what a step sends: the next plan of copies keeps off the links that it fills."""
+    """Note what a step sends: the next plan of copies avoids the links that a step fills."""
     transition.run.sent = event.sent

@@ -14,7 +14,7 @@ from orchestrator.policies import Rooms, num_workers
 
 
 class WorkerStatus(StrEnum):
-    """A worker process: starting, able to be assigned, or killed and not yet known to be gone."""
+    """The state of a worker process. A DYING one was killed and is not yet known to be gone."""
 
     STARTING = "starting"
     READY = "ready"
@@ -37,30 +37,30 @@ class Reservation(NamedTuple):
     """One reservation."""
 
     node: int  #: Number of its node, -1 while it is pending.
-    avoid: tuple[str, ...]  #: Nodes that it is not to be on, while it is pending.
-    alternative: int = 0  #: Which capacity was asked for; 0 is what the user likes best.
+    avoid: tuple[str, ...]  #: Nodes that it must not be placed on, while it is pending.
+    alternative: int = 0  #: Which capacity was requested; 0 is the user's first choice.
 
 
 def is_pending(reservation: Reservation) -> bool:
-    """Return whether it is not granted yet."""
+    """Return whether a reservation is not granted yet."""
     return reservation.node < 0
 
 
 class Offer(NamedTuple):
-    """What became of the requests for one alternative of capacity."""
+    """The state of the requests for one alternative of capacity."""
 
     num_pending: int = 0  #: Requests that are not granted.
     num_granted: int = 0  #: Reservations of it that the run has.
-    #: Since when some are pending and none is granted; infinity if none is pending.
+    #: Since when requests are pending without a grant; infinity if none is pending.
     since_s: float = inf
-    refused_s: float = inf  #: When they were taken for refused; infinity if they are not.
-    #: How long a machine took to come, the longest of late; 0.0 if none came yet.
+    refused_s: float = inf  #: When they were counted as refused; infinity if they are not.
+    #: The longest recent time until a machine was granted; 0.0 if none was yet.
     took_s: float = 0.0
-    why: str = ""  #: Why they were refused, for people; of the last time.
+    why: str = ""  #: Why they were last refused, for people.
 
 
 class Slow(NamedTuple):
-    """The worker that was convicted of being slow on a node; "" if none was."""
+    """The worker on a node that was convicted as slow; "" if none was."""
 
     worker: str = ""
     verdict: str = ""  #: Kind of the suspicion.
@@ -81,26 +81,26 @@ class Node(NamedTuple):
     avoided_s: float = 0.0  #: For how long it was avoided the last time.
     retry_s: float = 0.0  #: No new process here before then.
     num_failed_starts: int = 0  #: In a row.
-    rack: str = ""  #: What it fails together with; "" if nothing is known.
-    #: Its keeper died and must be back by then; infinity if it did not die.
+    rack: str = ""  #: Rack or zone that it fails together with; "" if unknown.
+    #: Its keeper died and must be back by then; infinity if it is up.
     keeper_by_s: float = inf
-    #: What snapshots may take of its memory; 0 if its keeper has not said it.
+    #: Bytes of its memory that snapshots may take; 0 before its keeper has reported them.
     budget_bytes: int = 0
-    is_kept: bool = False  #: Whether there is a keeper, or one was started, that was not ended.
+    is_kept: bool = False  #: Whether a keeper was started or found here and was not ended.
     joined_s: float = 0.0  #: When it was first, or again, in the cluster.
-    #: The worker that was convicted of being slow here: the run leaves the node as if the
-    #: provider took it, and uses it again after ``leave_by_s``.
+    #: The worker that was convicted as slow here. The run leaves the node as if the provider took
+    #: it, and uses it again after ``leave_by_s``.
     slow: Slow = Slow()
     notice: str = ""  #: The drain notice, for people.
 
     @property
     def is_slow(self) -> bool:
-        """Return whether the run leaves the node for a slow worker."""
+        """Return whether the run leaves the node because of a slow worker."""
         return self.slow.worker != ""
 
     @property
     def draining(self) -> bool:
-        """Return whether the run is to leave the node, mostly as the provider takes it back."""
+        """Return whether the run must leave the node, mostly because the provider takes it."""
         return self.leave_by_s != inf
 
     @property
@@ -111,14 +111,14 @@ class Node(NamedTuple):
     def is_due(self, now_s: float, lead_s: float) -> bool:
         """Return whether the provider takes the node about now, ``lead_s`` more or less.
 
-        One that has not come by then may never come.
+        A provider that has not taken it by then may never do so.
         """
         return self.is_taken and self.leave_by_s - lead_s <= now_s < self.leave_by_s + lead_s
 
 
 @dataclass(eq=False)
 class Fleet(Part):
-    """All nodes, reservations and workers, and the counts that are kept of them."""
+    """All nodes, reservations and workers, and counts of them."""
 
     workers: Table[Worker] = field(default_factory=Table)  #: By number: the 7 of ``w0007``.
     reservations: Table[Reservation] = field(default_factory=Table)  #: By number.
@@ -127,14 +127,14 @@ class Fleet(Part):
     short: tuple[int, ...] = ()  #: Nodes that lack worker processes, or have too many.
     #: Nodes with a keeper that lost their last reservation or worker.
     emptied: tuple[int, ...] = ()
-    #: By alternative of capacity, up to the last one that was asked for.
+    #: By alternative of capacity, up to the last one that was requested.
     offers: tuple[Offer, ...] = ()
     num_reservations: int = 0  #: Pending ones, and granted ones on nodes that stay.
     staying: Rooms = ()  #: Workers that could train, on nodes that stay.
     leaving: Rooms = ()  #: Workers that could train, on draining nodes.
     num_starting: int = 0  #: Processes that are starting.
     num_failed_starts: int = 0  #: Processes that died at start in a row before any got ready.
-    failed_start: str = ""  #: What was said of the last of them.
+    failed_start: str = ""  #: Why the last of them died, for people.
     next_worker: int = 1
     next_reservation: int = 1
     #: Earliest time at which a bound of a worker, node or reservation may be reached.
@@ -159,5 +159,5 @@ def worker_name(number: int) -> str:
 
 @lru_cache(maxsize=1 << 17)
 def worker_number(name: str) -> int:
-    """Return 7 for ``w0007``, and -1 for what no machine has named."""
+    """Return 7 for ``w0007``; -1 if it is not the name of a worker."""
     return int(name[1:]) if name[:1] == "w" and name[1:].isdecimal() else -1

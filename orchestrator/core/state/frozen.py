@@ -1,4 +1,4 @@
-"""Parts of the run state: mutable while one event is folded, frozen ever after."""
+"""Parts of the run state: mutable while one event is folded, frozen afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 
 class Part:
-    """Something that equals another by its fields, be either frozen or not."""
+    """A part that equals another if their fields are equal, whether frozen or not."""
 
     def __eq__(self, other: object) -> bool:
         """Return whether every field is equal."""
@@ -19,7 +19,7 @@ class Part:
 
 
 class Frozen:
-    """A part that must not be changed any more."""
+    """A part that can no longer be changed."""
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         """Refuse: a state is a value."""

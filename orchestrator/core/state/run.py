@@ -1,10 +1,9 @@
 """The run as a value: what the controller knows, and nothing else.
 
 A run has *reservations* (each for one worker, up to ``max_workers`` requested at all times) and
-*workers* (processes on nodes). Each formation decides which worker uses which reservation.
-The state is nested by life-time: the run, its current attempt, the reads since that ended, the
-fleet. ``machine.step`` thaws a ``RunState`` into a ``MutableRunState``, changes that and freezes
-it again.
+*workers* (processes on nodes). Each formation decides which worker uses which reservation. The
+state is nested by lifetime: the run, its current attempt, the reads since it ended, the fleet.
+``machine.step`` thaws a ``RunState`` into a ``MutableRunState``, changes that and freezes it again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from workers.protocol import Pace, Source
 
 
 class Phase(StrEnum):
-    """Where the run is; ``EDGES`` says what follows, ``phase_table`` what an event does."""
+    """The phase of the run. ``EDGES`` has the phases that follow, ``phase_table`` the handlers."""
 
     WAITING = "waiting"
     FORMING = "forming"
@@ -48,7 +47,7 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
-#: The phases that follow each.
+#: The phases that may follow each phase.
 EDGES: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset(
         {Phase.WAITING, Phase.FORMING, Phase.READING, Phase.FINISHED, Phase.FAILED}
@@ -68,7 +67,7 @@ TERMINAL = frozenset({Phase.FINISHED, Phase.FAILED})
 
 
 class RunOutcome(StrEnum):
-    """How a run is over."""
+    """How a run ended."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -79,17 +78,17 @@ class RunOutcome(StrEnum):
 
 @dataclass(eq=False)
 class Reads(Part):
-    """Requests to keepers and storage since the last attempt started, by ``ReadCommitted``."""
+    """Reads of keepers and storage (``ReadCommitted``) since the last attempt started."""
 
-    num: int = 0  #: How many reads there were in the whole run: the number of the newest.
-    pending: int = 0  #: How many of those, the newest ones, have no answer.
+    num: int = 0  #: Number of the newest read; reads count up over the run.
+    pending: int = 0  #: How many of the newest reads have no answer yet.
     final_from: int = 0  #: Number of the first read after the last member had left.
     memory_from: int = 0  #: Number of the first read after the last loss of a node.
-    #: Number of the first read that leaves out all that is bad, and who is not reached.
+    #: Number of the first read that excludes all bad sources and all unreached nodes.
     bad_from: int = 0
     #: Number of the first read after the newest commit in storage was reported.
     stored_from: int = 0
-    seen: bool = False  #: Whether the newest answer can be relied on.
+    seen: bool = False  #: Whether the newest answer is reliable.
 
 
 class FrozenReads(Frozen, Reads):
@@ -98,7 +97,7 @@ class FrozenReads(Frozen, Reads):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why the last attempt ended, or is being ended."""
+    """Why the last attempt ended or is ending."""
 
     kind: FaultKind
     guilty: tuple[str, ...] = ()  #: Workers proven to have caused it.
@@ -119,76 +118,76 @@ class MutableRunState(Part):
     incarnation: int = 0  #: Which incarnation of the controller this is.
     #: ``(attempt, resume_step)`` of every attempt, oldest first.
     lineage: tuple[tuple[int, int], ...] = ()
-    #: The last attempt that is known to have trained a step, or to have left files.
+    #: The last attempt known to have completed a step or written files.
     trained: int = 0
-    attempt: Attempt = field(default_factory=Attempt)  #: The current or last one.
-    #: What was asked of keepers and storage since it started.
+    attempt: Attempt = field(default_factory=Attempt)  #: The current or last attempt.
+    #: Reads of keepers and storage since it started.
     reads: Reads = field(default_factory=Reads)
     fleet: Fleet = field(default_factory=Fleet)
-    #: What it leaves to other runs on the cluster.
+    #: What the run leaves to other runs on the cluster.
     sharing: Sharing = field(default_factory=Sharing)
     #: Which of the nodes do not reach each other.
     network: Network = field(default_factory=Network)
-    #: ``(step, attempt)`` of the newest commit known to count. It may be gone when it is needed,
-    #: and the next read then says an older one.
+    #: ``(step, attempt)`` of the newest commit known to count. It may be gone when it is needed;
+    #: the next read then returns an older one.
     committed: tuple[int, int] = (0, 0)
-    #: Whether it was last seen in keepers' memory, which a node takes with it.
+    #: Whether it was last seen in keepers' memory, which is lost with the nodes.
     committed_in_memory: bool = False
-    #: The newest step that is known to have been committed to storage, and not to be damaged
-    #: there: no attempt resumes from an older one. 1 if all of them are damaged.
+    #: The newest step that was committed to storage and is not known to be damaged there. No
+    #: attempt resumes from an older one. 1 if all of them are damaged.
     stored: int = 0
-    #: Steps that are committed in storage and can be loaded from nowhere, newest first.
+    #: Steps that are committed in storage but that no source can serve, newest first.
     lost: tuple[int, ...] = ()
-    #: Sources that are not to be loaded from any more, of versions that count.
+    #: Sources, of versions that count, that must no longer be loaded.
     bad: tuple[Source, ...] = ()
-    #: Sources that members of earlier attempts could not read: one that is met again is bad.
+    #: Sources that members of earlier attempts could not read. If it happens again, the source is
+    #: bad.
     unread_before: tuple[Source, ...] = ()
     raised_before: tuple[UserError, ...] = ()  #: Errors of earlier attempts, the newest last.
     fits: tuple[ParallelLayout, ...] = ()  #: Layouts that have trained.
-    refused: tuple[Refused, ...] = ()  #: Layouts that could not.
+    refused: tuple[Refused, ...] = ()  #: Layouts that cannot train.
     #: ``(attempt, layout)`` of the first attempt in each that ran out of device memory.
     short: tuple[tuple[int, ParallelLayout], ...] = ()
-    #: Layouts that trained, each with the seconds of a step, to a few percent.
+    #: Layouts that trained, each with the seconds of a step, accurate to a few percent.
     steps: tuple[tuple[ParallelLayout, float], ...] = ()
-    #: ``(when, node, ranks, layout)`` of each node that was to be left for a slow worker.
+    #: ``(when, node, ranks, layout)`` of each decision to leave the node of a slow worker.
     convicted: tuple[tuple[float, str, tuple[int, ...], str], ...] = ()
     faults: tuple[Fault, ...] = ()  #: Charged to the budgets, within the window.
     num_stuck: int = 0  #: Failed attempts in a row without a new committed step.
-    num_unexplained: int = 0  #: Those of them that lost a peer, and nobody knows why.
-    num_undecided: int = 0  #: Undecided hangs in a row after one and the same step.
-    undecided_step: int = -1  #: The last step before them; -1 without one.
+    num_unexplained: int = 0  #: Those among them that lost a peer for an unknown reason.
+    num_undecided: int = 0  #: Undecided hangs in a row after the same step.
+    undecided_step: int = -1  #: The last step before them; -1 if there was none.
     cause: Cause | None = None  #: Why the last attempt ended or is ending; None before.
-    #: Faults that were found while it ended and that the cause does not explain.
+    #: Faults found while it ended that the cause does not explain.
     also: tuple[Cause, ...] = ()
     stop_reason: str = ""  #: Why the user wants the run to stop; "" if not.
-    stop_at: tuple[int, str] = (0, "")  #: The step behind which that is so, and why; 0 without one.
-    most_workers: int = 0  #: The most workers that the user wants; 0 for as many as configured.
-    #: When the controller's machine goes: the state is to be in storage by then, once; infinity
-    #: if it stays.
+    stop_at: tuple[int, str] = (0, "")  #: The step after which it is to stop, and why; 0 if none.
+    most_workers: int = 0  #: Most workers that the user wants; 0 for as many as configured.
+    #: When the controller's machine goes; infinity if it stays. The state is stored once before.
     store_by_s: float = inf
     deadline_s: float = inf  #: Bound of the phase; infinity if it has none.
-    #: When ``min_workers`` could first be had; infinity before (first attempt).
+    #: When ``min_workers`` were first available, for the first attempt; infinity before.
     enough_since_s: float = inf
     waiting_since_s: float = 0.0  #: When the phase WAITING was entered.
-    #: No attempt starts before then: the last ones failed without progress.
+    #: No attempt starts before then, because the last ones failed without progress.
     hold_until_s: float = 0.0
-    #: Bound of the survey after a restart; infinity if none is under way.
+    #: Bound of the survey after a restart; infinity if none is running.
     surveying_until_s: float = inf
     down_since_s: float = inf  #: When training last stopped; infinity while it trains.
     pause_s: float = 0.0  #: Measured duration of the last re-formation; 0.0 if there was none.
-    #: Longest time that an attempt took to form, of late; 0.0 before the first.
+    #: Longest time that a recent attempt took to form; 0.0 before the first.
     form_s: float = 0.0
     #: Smoothed duration of a step in the attempt's layout; 0.0 before the first.
     step_s: float = 0.0
     faults_seen: FaultsSeen = field(default_factory=FaultsSeen)  #: Since the run began.
-    #: The intervals of saves that were decided on; 0 where none was.
+    #: The chosen intervals of saves; 0 if not chosen yet.
     pace: Pace = field(default_factory=Pace)
-    pace_reason: str = ""  #: Why these.
-    state_bytes: int = 0  #: Size of a snapshot, all ranks together; 0 before there was one.
-    #: ``(axis, bytes)`` that a rank sends in a step, as it was last measured.
+    pace_reason: str = ""  #: Why these intervals.
+    state_bytes: int = 0  #: Size of a snapshot over all ranks; 0 before the first.
+    #: ``(axis, bytes)`` that a rank sends in a step, as last measured.
     sent: tuple[tuple[str, float], ...] = ()
-    outcome: RunOutcome | None = None  #: How the run is over; None before.
-    reason: str = ""  #: Why it is over; "" before.
+    outcome: RunOutcome | None = None  #: How the run ended; None before.
+    reason: str = ""  #: Why it ended; "" before.
 
 
 class RunState(Frozen, MutableRunState):
@@ -200,7 +199,7 @@ class RunState(Frozen, MutableRunState):
 
 def thaw(state: RunState) -> MutableRunState:
     """Return a mutable copy; ``state`` stays as it is."""
-    # Not by the constructors: to pass 60 arguments takes longer than most events.
+    # The constructors are not used: passing 60 arguments takes longer than most events.
     run = object.__new__(MutableRunState)
     parts = run.__dict__
     parts.update(state.__dict__)
@@ -214,7 +213,7 @@ def thaw(state: RunState) -> MutableRunState:
 
 
 def freeze(run: MutableRunState) -> RunState:
-    """Turn ``run`` into a state, in place: it must not be changed any more."""
+    """Turn ``run`` into a state, in place; it can no longer be changed."""
     run.attempt.__class__ = FrozenAttempt
     run.reads.__class__ = FrozenReads
     run.fleet.__class__ = FrozenFleet
@@ -241,20 +240,19 @@ def describe(
     num_standbys, members[{rank, worker, node, pid, state}], standbys[{worker, node, pid, state}],
     processes{state: number}, nodes[{node, state, reservations}], pending_reservations,
     capacity[{alternative, asked, granted, refused, since_s, refused_s, grant_s, why}],
-    shared{limit, runs} | null,
-    cause{kind, guilty, evidence, at_s, rule, verdict, places} | null,
-    suspects[{kind, guilty{ranks, nodes, links}, confidence, since_s, evidence,
-    alternatives[{kind, guilty}], worker, times}], sent{axis: bytes}, waits_for, reason``.
-    A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
+    shared{limit, runs} | null, cause{kind, guilty, evidence, at_s, rule, verdict, places} | null,
+    suspects[{kind, guilty{ranks, nodes, links}, confidence, since_s, evidence, alternatives[{kind,
+    guilty}], worker, times}], sent{axis: bytes}, waits_for, reason``. A ``pid`` is null until it is
+    known, and a time (``at_s``) until there is one.
 
     Args:
-        num_told: Only so many members, those of the first ranks, and so many standbys and nodes
-            have rows; None for all.
-        num_nodes: Only so many nodes, those in trouble first, and what is on them have rows.
+        num_told: Most members, from rank 0 on, and most standbys and most nodes to list; None for
+            all.
+        num_nodes: Most nodes to list, those in trouble first, with the processes on them.
     """
     fleet = state.fleet
     shown = None if num_nodes is None else dict.fromkeys(troubled_first(state)[:num_nodes])
-    # Only members have a reservation to themselves.
+    # Only members have reservations of their own.
     spare = fleet.workers.where(_is_spare)
     placed = enumerate(zip(state.attempt.members, state.attempt.nodes, strict=True))
     members = (
@@ -301,7 +299,7 @@ def describe(
 
 
 def troubled_first(state: RunState) -> list[int]:
-    """Return all nodes, those first on which something is not as it should be; lost ones last.
+    """Return all nodes: those in trouble first, lost ones last.
 
     The others are in the order of ranks.
     """
@@ -317,7 +315,7 @@ def troubled_first(state: RunState) -> list[int]:
 
 
 def _processes(state: RunState) -> dict[str, int]:
-    """Return how many processes there are by their state."""
+    """Return the number of processes by state."""
     inside = state.attempt.inside.counted(bool)
     for number, _ in state.fleet.workers.where(_is_dying):
         if number in state.attempt.inside:
@@ -361,7 +359,7 @@ def _describe_worker(state: RunState, number: int, worker: Worker) -> dict[str, 
 
 
 def _waits_for(state: RunState) -> str:
-    """Return what the run cannot go on without; "" where nothing takes longer than usual."""
+    """Return what the run needs to continue; "" if nothing takes longer than usual."""
     if state.phase is Phase.WAITING and state.fleet.num_failed_starts:
         died = f"{state.fleet.num_failed_starts} in a row did not start"
         return f"a worker process that starts: {died}, the last: {state.fleet.failed_start}"
@@ -377,7 +375,7 @@ def _waits_for(state: RunState) -> str:
 
 
 def _missing_reservations(state: RunState) -> list[int]:
-    """Return the requests for what the run lacks: not those that only wait for better capacity."""
+    """Return the requests for workers that the run lacks, not those for better capacity only."""
     offers = enumerate(state.fleet.offers)
     last = max((n for n, offer in offers if offer.num_pending + offer.num_granted), default=0)
     return [
@@ -414,7 +412,7 @@ def _describe_offer(number: int, offer: Offer) -> dict[str, Any]:
 
 
 def _last_step(state: RunState) -> int:
-    """Return the last completed step; whoever leaves does so before its last steps are reported."""
+    """Return the last completed step; a member may leave before its last steps are reported."""
     step, attempt = state.committed
     return max(state.attempt.step, step) if attempt == state.attempt.number else state.attempt.step
 

@@ -1,8 +1,8 @@
 """A persistent map from small integers: an old version stays valid when a new one is made.
 
-The run state is a value, so a change must not touch the old one. A plain ``dict`` would be
-copied whole on every event; 10,000 nodes make that the controller's main cost. Keys are
-consecutive integers here, so the map is cut into chunks and only one chunk is copied.
+The run state is a value, so a change must not touch the old one. Each event would copy a whole
+``dict``, which with 10,000 nodes would be the controller's main cost. Keys are consecutive integers
+here, so the map is cut into chunks and a change copies one chunk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHUNK_BITS = 6
 
 
 class _Chunk(dict[int, V]):
-    """A part of a table. It never changes, so what was looked for in it need be found once."""
+    """A part of a table. It never changes, so results of searches in it are cached."""
 
     found: dict[Callable[[V], object], tuple[int, ...]] | None = None
     counts: dict[Callable[[V], Any], Counter[Any]] | None = None
@@ -38,7 +38,7 @@ class Table(Generic[V]):
 
     @classmethod
     def of(cls, items: Iterable[tuple[int, V]]) -> Table[V]:
-        """Return the table that ``set`` makes of ``items``, one after the other."""
+        """Return the table that results from ``set`` of all ``items`` in order."""
         chunks: list[_Chunk[V]] = []
         for key, value in items:
             assert key >= 0, f"key {key} is negative"
@@ -79,7 +79,7 @@ class Table(Generic[V]):
         return Table((*chunks[:index], chunk, *chunks[index + 1 :]))
 
     def update(self, values: Mapping[int, V]) -> Table[V]:
-        """Return the table that ``set`` makes of ``values``, in about the time of one of them."""
+        """Return the table with all ``values`` set, in about the time of a single ``set``."""
         if not values:
             return self
         assert min(values) >= 0, f"key {min(values)} is negative"
@@ -109,8 +109,8 @@ class Table(Generic[V]):
     def where(self, is_so: Callable[[V], object]) -> list[tuple[int, V]]:
         """Return ``(key, value)`` of the values for which ``is_so``, in the order of ``items``.
 
-        Only what changed since the same question, in this version or in others, is looked at. So
-        ``is_so`` must be a function of a module, and must depend on the value alone.
+        Only chunks that changed since the last call with the same ``is_so``, on any version, are
+        searched. So ``is_so`` must be a function of a module and must depend on the value alone.
         """
         found: list[tuple[int, V]] = []
         for chunk in self._chunks:
@@ -125,7 +125,7 @@ class Table(Generic[V]):
         return found
 
     def counted(self, kind_of: Callable[[V], K]) -> Counter[K]:
-        """Return how many values are of each kind; of ``kind_of`` as of ``is_so`` in ``where``."""
+        """Count the values of each kind; ``kind_of`` must be like ``is_so`` in ``where``."""
         total: Counter[K] = Counter()
         for chunk in self._chunks:
             known = chunk.counts
@@ -162,7 +162,7 @@ class Table(Generic[V]):
         return one[:length] == two[:length] and not any((*one[length:], *two[length:]))
 
     def __hash__(self) -> int:
-        """Tables hold mutable chunks inside, so a hash would only invite misuse."""
+        """Refuse: tables hold mutable chunks, so a hash would invite misuse."""
         raise TypeError("a Table is not hashable")
 
     def __repr__(self) -> str:
