@@ -1,7 +1,8 @@
-"""Finds out that an attempt hangs, and who is to blame. Pure: reports in, verdict out.
+"""Finds out that an attempt hangs and which worker is to blame.
 
-``observe`` folds the keepers' reports into a ``Detector``; ``judge`` looks at it. A waiting
-rank is never named, and what cannot be decided is said to be undecided.
+Pure: reports in, verdict out. ``observe`` folds the keepers' reports into a ``Detector``; ``judge``
+evaluates it. A waiting rank is never named. If the evidence does not decide, the verdict is
+undecided.
 """
 
 from orchestrator.detection.detector import Detector, observe, without_silent

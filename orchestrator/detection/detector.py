@@ -1,8 +1,8 @@
 """What the detector remembers of keepers' reports: which workers stand still, and for how long.
 
-Stillness is counted in *watched* time: the time between reports that follow each other
-closely. When a machine was suspended, or the controller was busy, nobody watched, and what
-happened meanwhile proves nothing; only fresh reports count. Pure: time comes in as ``at_s``.
+Stillness is counted in *watched* time: the time between reports that follow each other closely.
+While a machine was suspended or the controller was busy, the run was not watched, and silence in
+that time proves nothing. Pure: time comes in as ``at_s``.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from orchestrator.detection.node_map import NodeMap
 from orchestrator.detection.signs import Quiet, has_computed, work_s
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 
-#: Reports further apart than this leave a gap in which nobody watched: two periods of a keeper.
+#: Reports further apart than this, two periods of a keeper, leave a gap without watching.
 WATCH_GAP_S: Final = 2.0
-#: Step durations that are remembered; with 256, p99 is the third largest.
+#: How many step durations are remembered; of 256, p99 is the third largest.
 NUM_STEPS_KEPT: Final = 256
 #: With fewer durations than this the largest is doubled: 8 steps do not show a p99.
 _NUM_STEPS_FEW: Final = 8
-#: A step of more than so many times the median is a pause.
+#: A step that takes more than this many times the median is a pause.
 _USUAL: Final = 10.0
 #: Phases in which a worker waits for its own reads and writes.
 _MOVES: Final = frozenset({WorkerPhase.LOADING, WorkerPhase.SAVING, WorkerPhase.LEAVING})
 
 
 class Mark(NamedTuple):
-    """Watched time at which more was last seen, and the processor time used until then."""
+    """Watched time at which computing was last seen, and the processor time used until then."""
 
     since_s: float
     used_s: float
 
     def after(self, used_s: float, now_s: float) -> Mark:
-        """Return the mark once ``used_s`` were used until ``now_s``."""
+        """Return the mark after ``used_s`` of processor time were used until ``now_s``."""
         if used_s < self.used_s:
-            # Another thread or child is counted than before.
+            # The processor time is of other threads or children than before.
             return Mark(self.since_s, used_s)
         is_more = has_computed(used_s - self.used_s, now_s - self.since_s)
         return Mark(now_s, used_s) if is_more else self
@@ -71,21 +71,21 @@ class Detector:
     watched_s: float = 0.0  #: Time during which reports came without a gap.
     heard_at_s: float = float("-inf")  #: When the last report came, on the shell's clock.
     nodes: NodeMap[WatchedNode] = field(default_factory=NodeMap)  #: The nodes that have reported.
-    #: The last durations of steps, oldest first, each that of its slowest worker; first steps of
-    #: an attempt are not among them.
+    #: The last durations of steps, oldest first, each of its slowest worker; without the first step
+    #: of an attempt.
     steps_s: tuple[float, ...] = ()
     counted: tuple[int, int] = (0, 0)  #: Attempt and step that the last of them belongs to.
 
     @property
     def step_s_p50(self) -> float:
-        """Return the usual step; 0.0 while none was observed."""
+        """Return the median duration of a step; 0.0 while none was observed."""
         return sorted(self.steps_s)[len(self.steps_s) // 2] if self.steps_s else 0.0
 
     @property
     def step_s_p99(self) -> float:
-        """Return the slowest usual step; 0.0 while none was observed.
+        """Return the p99 duration of a step; 0.0 while none was observed.
 
-        Steps in which a rank paused are none: others would be waited for as long from then on.
+        Steps in which a rank paused are capped. Otherwise every bound would grow by that pause.
         """
         if not self.steps_s:
             return 0.0
@@ -95,12 +95,12 @@ class Detector:
         return min(ordered[ceil(0.99 * len(ordered)) - 1], _USUAL * self.step_s_p50)
 
     def worker(self, name: str) -> Watched | None:
-        """Return what is known of a worker: the last report on it, if it moved."""
+        """Return what is known of a worker; if it changed nodes, from its newest one."""
         return self._by_worker.get(name)
 
     @cached_property
     def _by_worker(self) -> dict[str, Watched]:
-        # Judging asks for every member: without an index each question looks through all nodes.
+        # ``judge`` looks up every member; without an index each look-up would search all nodes.
         found: dict[str, Watched] = {}
         for node in self.nodes.values():
             for name, watched in node.workers.items():
@@ -109,11 +109,11 @@ class Detector:
         return found
 
     def still_s(self, watched: Watched) -> float:
-        """Return for how long the worker has been watched without progress."""
+        """Return how long the worker has been watched without progress."""
         return self.nodes[watched.node].heard_s - watched.still_since_s
 
     def quiet(self, watched: Watched) -> Quiet:
-        """Return for how long the worker has shown nothing of what it may show."""
+        """Return how long the worker has shown no sign of each kind."""
         heard_s = self.nodes[watched.node].heard_s
         return Quiet(
             idle_s=heard_s - watched.idle.since_s,
@@ -130,14 +130,14 @@ def observe(state: Detector, report: NodeReport, at_s: float, *, learns: bool = 
     """Return ``state`` with one keeper's report taken in, received at ``at_s``.
 
     Args:
-        learns: Whether durations of steps count. While a slow rank is suspected they do not: every
-            bound would become as much longer as its steps are.
+        learns: Whether to remember durations of steps. Pass False while a slow rank is suspected:
+            its long steps would lengthen every bound.
     """
     passed_s = at_s - state.heard_at_s
     watched_s = state.watched_s + (passed_s if passed_s <= WATCH_GAP_S else 0.0)
     before = state.nodes.get(report.node)
     if passed_s > WATCH_GAP_S:
-        # The detector was away: every stillness and silence counts anew from here.
+        # The detector was away: stillness and silence start again at zero.
         state = _forget_stillness(state)
         before = None if before is None else state.nodes[report.node]
     gap = before is None or watched_s - before.heard_s > WATCH_GAP_S
@@ -165,9 +165,9 @@ def observe(state: Detector, report: NodeReport, at_s: float, *, learns: bool = 
 
 
 def without_silent(state: Detector, members: Collection[str], silent_s: float) -> Detector:
-    """Return ``state`` without the nodes that said nothing for long and that have no member.
+    """Return ``state`` without the nodes that were silent for long and have no member.
 
-    Nodes that are gone would otherwise be kept, and looked through, for as long as the run lasts.
+    Otherwise nodes that are gone would be kept and searched until the run ends.
     """
     kept = (
         (name, node)
@@ -178,14 +178,14 @@ def without_silent(state: Detector, members: Collection[str], silent_s: float) -
 
 
 def _anew(node: str, row: WorkerReport, since_s: float) -> Watched:
-    """Return a worker that was seen to progress at ``since_s``."""
+    """Return the entry of a worker that was seen to progress at ``since_s``."""
     idle, asleep = Mark(since_s, work_s(row)), Mark(since_s, row.processor_s)
     return Watched(node, row, since_s, idle, asleep, since_s)
 
 
 def _still(known: Watched, row: WorkerReport, now_s: float) -> Watched:
-    """Return a worker that has not progressed since the report before."""
-    # An unknown beating thread is no sign that the process is frozen.
+    """Return the entry of a worker that has not progressed since the previous report."""
+    # If its beating thread is unknown, a process does not count as frozen.
     has_run = not row.beater_runs or row.beater_runs != known.report.beater_runs
     return known._replace(
         report=row,
@@ -213,12 +213,12 @@ def _forget_stillness(state: Detector) -> Detector:
 
 
 def _has_progressed(before: WorkerReport, now: WorkerReport) -> bool:
-    # What differs most often comes first: most workers train.
+    # Compare first what changes most often: most workers train.
     if now.step != before.step or now.micro_batch != before.micro_batch:
         return True
     if (now.phase, now.attempt, now.pid) != (before.phase, before.attempt, before.pid):
         return True
-    # While it trains, what is stored beside that says nothing of the training.
+    # While a worker trains, bytes stored in the background show no progress of training.
     if now.moved_bytes != before.moved_bytes and now.phase in _MOVES:
         return True
     return len(now.groups) != len(before.groups) or any(
@@ -230,10 +230,10 @@ def _has_progressed(before: WorkerReport, now: WorkerReport) -> bool:
 
 
 def _count(steps_s: list[float], counted: tuple[int, int], row: WorkerReport) -> tuple[int, int]:
-    """Take in the duration of the step that ``row`` finished; return what is counted then.
+    """Take in the duration of the step that ``row`` finished; return the newest counted step.
 
-    A step counts once. If it did for every worker, the steps that are remembered would be the
-    fewer the larger the run is, and p99 would be the slowest of a few.
+    A step counts once, not once per worker. Otherwise a large run would remember only a few steps,
+    and p99 would be the slowest of these.
     """
     place = (row.attempt, row.step)
     if place > counted:
@@ -244,15 +244,15 @@ def _count(steps_s: list[float], counted: tuple[int, int], row: WorkerReport) ->
 
 
 def _finished_step(before: WorkerReport, now: WorkerReport) -> bool:
-    # The first step of an attempt warms caches up; it would spoil the p99.
+    # The first step of an attempt warms up caches and would distort the p99.
     return now.step != before.step and now.attempt == before.attempt and before.step_s > 0.0
 
 
 def _last_sign_age_s(row: WorkerReport) -> float:
-    """Return how long before the report the worker last did something, where that is known.
+    """Return how long before the report the worker last did something, if that is known.
 
-    A waiting rank last did something when it called the collective, a silent one at its last
-    beat. Without this, the report period would be added to every detection.
+    A waiting rank last did something when it called the collective, a silent one at its last beat.
+    Without this, every detection would take a report period longer.
     """
     waited_s = inf
     for group in row.groups:

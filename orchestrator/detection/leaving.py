@@ -1,9 +1,9 @@
 """Which members leave a fenced attempt late because they compute, and which are stuck in it.
 
-A fence ends every wait of an attempt in milliseconds. A rank that computes learns of it at its
-next collective, or when its micro-batch ends. So a rank that waits after the fence is stuck. One
-that does not is well as long as its process shows that it lives (``signs``); by when it must have
-shown that does not depend on how long steps take.
+A fence ends every wait of an attempt in milliseconds. A rank that computes notices it at its next
+collective or when its micro-batch ends. So a rank that still waits after the fence is stuck. A rank
+that does not wait is well as long as its process shows signs of life (``signs``). The bounds for
+these signs do not depend on the step time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from orchestrator.detection.signs import Sign, sign_of
 from orchestrator.detection.waits import waits
 from workers.protocol import WorkerPhase
 
-#: Bounds for what a process shows of itself: those of the shortest steps.
+#: Bounds for the signs of a process: those for the shortest steps.
 _LIMITS: Final = limits_from(1.0 / PATIENCE)
 _LIVING: Final = frozenset({Sign.COMPUTING, Sign.IDLE, Sign.HELD, Sign.TRACED})
 
 
 def at_work(state: Detector, *, attempt: int, members: Collection[str]) -> tuple[str, ...]:
-    """Return the members of a fenced attempt that are in it and at work, sorted."""
+    """Return the members that are still in a fenced attempt and at work, sorted."""
     known = ((name, state.worker(name)) for name in sorted(members))
     return tuple(name for name, one in known if one is not None and _works(state, one, attempt))
 

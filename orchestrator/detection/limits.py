@@ -1,8 +1,8 @@
-"""Every bound on waiting, derived from the observed step time by one knob.
+"""Every bound on waiting, derived from the observed step time by one setting.
 
-A fixed timeout is wrong on every machine but one: torch's 10 and 30 minutes cost an idle
-cluster, and a few seconds would evict healthy workers of a slow one. So all bounds are
-multiples of one, the hang bound, which is a multiple of the slowest usual step.
+A fixed timeout is wrong on every machine but one: torch's 10 and 30 minutes leave a cluster idle,
+and a few seconds would evict healthy workers of a slow one. So all bounds are multiples of the hang
+bound, which is a multiple of the p99 step time.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from workers.protocol import BEAT_S
 #: Longest period of a keeper's reports on workers that stand still (``workers.keeper``).
 REPORT_S: Final = 0.25
 
-#: Default of the one knob: a step may take 3x its p99 before it counts as hung. On a shared
-#: 2-core machine single steps of 2x the median are common, 3x the p99 was not seen.
+#: Default of that setting: a step may take 3x the p99 before it counts as hung. On a shared 2-core
+#: machine single steps of 2x the median are common; 3x the p99 was never seen.
 PATIENCE: Final = 3.0
 
-#: Below, the bounds would not keep their order beside the period of the reports.
+#: With less patience, the bounds would not stay in order with the period of reports.
 PATIENCE_MIN: Final = 1.5
 
-# A process that the kernel holds is no slow step, so how long the slowest took says nothing about
-# it. It is waited for as long as doing without it costs: a usual step anew, and at least, in
-# seconds with the default patience, the re-forming (0.5 s).
+# A process that the kernel holds is not a slow step, so p99 says nothing about it. The run waits as
+# long as continuing without the process would cost: one usual step to repeat, but at least the
+# re-forming (0.5 s). In seconds, with the default patience.
 _STOPPED_S: Final = 0.55
 
-#: A step is taken to last so long before any was observed.
+#: Assumed step time before any step was observed.
 _UNKNOWN_STEP_S: Final = 1.0
 
-# A call in C that holds the interpreter may be well, and nothing tells how long it takes. Another
-# process takes its place in about so many seconds, with its imports.
+# A call in C that holds the interpreter may be healthy, and its duration is unknown. A new process
+# would take its place, with its imports, in about this many seconds.
 _HELD_S: Final = 10.0
 
-# Multiples of the hang bound. What has no observed duration of its own (saving, forming) gets
-# room; a bound that ends a wait without naming anybody comes after those that name somebody.
+# Multiples of the hang bound. Work whose duration is not observed (saving, forming) gets more time.
+# The bound that ends a wait without naming a rank comes after those that name one.
 _SUSPECT: Final = 0.6
 _NODE_SILENT: Final = 2.0
 _UNDECIDED: Final = 3.0
@@ -44,10 +44,10 @@ _SAVING: Final = 10.0
 _PAUSE: Final = 30.0
 _FORMING: Final = 40.0
 
-# And what these take at least, in seconds, with the default patience. A step tells nothing of
-# them: small models are compiled, and read their data, as long as large ones. Workers that load
-# or save say how much they moved, so this bounds one read or write, not all of it. Any step may
-# pause for what a first step does: a batch of another shape is compiled anew.
+# Lower bounds of these, in seconds, with the default patience. The step time does not predict them:
+# compiling a small model or reading its data takes as long as for a large one. Workers that load or
+# save report the bytes they moved, so this bounds one read or write, not all of it. Any step may
+# pause like a first one, because a batch of another shape is compiled again.
 _SAVING_S: Final = 30.0
 _PAUSE_S: Final = 120.0
 _FORMING_S: Final = 300.0
@@ -55,33 +55,33 @@ _FORMING_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds on waiting in seconds, in their order.
+    """Bounds on waiting in seconds, in ascending order.
 
-    A collective fails by itself after ``parallel.collective_timeout_s``, which is not among them.
+    A collective fails by itself after ``parallel.collective_timeout_s``, which is not listed here.
     """
 
     beat_s: float  #: Period of a process's beat.
     report_s: float  #: Period of a keeper's reports.
-    #: A process that the kernel holds, and that has not beaten for so long, is named when nobody
-    #: progressed for so long.
+    #: A process that the kernel holds and that has not beaten for this long is named when no member
+    #: progressed for this long.
     stopped_s: float
-    #: A beat older than this is silent; a process that is gone is named when nobody progressed
-    #: for so long.
+    #: A beat older than this counts as silent. A process that is gone is named when no member
+    #: progressed for this long.
     suspect_s: float
-    hang_s: float  #: No member progressed for this long: who does not even beat is named.
-    #: A node without reports for this long, while others report, is lost, although its machine
-    #: answers (``workers.keeper.reach``); all its processes stand still.
+    hang_s: float  #: No member progressed for this long: a silent one is named.
+    #: A node without reports for this long, while others report, is lost even if its machine
+    #: answers (``workers.keeper.reach``): all its processes stand still.
     node_silent_s: float
-    undecided_s: float  #: No member progressed for this long, and nobody can be named.
-    #: No member progressed for this long: a worker that is saving or leaving, and is waited for,
-    #: is named. All that wait in their first step are waited for as long.
+    undecided_s: float  #: No member progressed for this long, and none can be named.
+    #: No member progressed for this long: a worker that saves or leaves while others wait for it is
+    #: named. Waits in a first step get the same time.
     saving_s: float
-    #: As ``saving_s``, for one that is in its own code and does not compute: the longest pause
-    #: that a script takes; but no longer than the others' collectives wait for it.
+    #: As ``saving_s``, for a worker in its own code that does not compute: the longest pause of a
+    #: script. It is shorter if the others' collectives fail earlier.
     pause_s: float
-    forming_s: float  #: As ``saving_s``, for a worker that is forming, loading, or did not come.
-    #: A process whose interpreter is held, and that does not compute, is named after this; it
-    #: may be among the others at any place.
+    forming_s: float  #: As ``saving_s``, for a worker that forms, loads or is absent.
+    #: A process whose interpreter is held and that does not compute is named after this. This bound
+    #: may lie anywhere among the others.
     held_s: float
 
     def __post_init__(self) -> None:
@@ -97,10 +97,10 @@ def limits_from(
     """Return the bounds for an observed step time.
 
     Args:
-        step_s_p99: The slowest usual step; 0.0 while none was observed.
-        step_s_p50: The usual step, at most ``step_s_p99``; that if not given.
-        patience: A step may take this many times ``step_s_p99``, at least 1.5. With the default
-            of 3 the hang bound is never below 1 s: below, scheduling alone looks like a hang;
+        step_s_p99: The p99 step time; 0.0 while none was observed.
+        step_s_p50: The median step time, at most ``step_s_p99``, which is its default.
+        patience: A step may take this many times ``step_s_p99``, at least 1.5. With the default of
+            3 the hang bound is at least 1 s, because scheduling alone can look like a shorter hang;
             before any step it is 3 s.
     """
     assert patience >= PATIENCE_MIN, f"patience={patience} must be at least {PATIENCE_MIN}"

@@ -1,6 +1,7 @@
-"""A persistent map of nodes: a report changes one of them and copies few of the others.
+"""A persistent map of nodes: a report changes one of them and copies few others.
 
-With a plain ``dict`` each report would cost the number of nodes, so all of them its square.
+With a plain ``dict`` each report would copy all nodes, so a round of reports would take quadratic
+time.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from zlib import crc32
 
 V = TypeVar("V")
 
-#: A change copies so many references, and the nodes of one bucket: 40 of 10,000.
+#: A change copies this many references and the nodes of one bucket: 40 of 10,000.
 _NUM_BUCKETS: Final = 256
 _EMPTY: Final[tuple[dict[str, Any], ...]] = ({},) * _NUM_BUCKETS
 
 
 class NodeMap(Mapping[str, V]):
-    """An immutable map by name; ``set`` returns a new one. Its order does not tell anything."""
+    """An immutable map by name; ``set`` returns a new one. Its order has no meaning."""
 
     __slots__ = ("_buckets",)
 

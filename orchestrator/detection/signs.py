@@ -1,8 +1,8 @@
-"""What a process shows of itself, whatever its collectives say: the kernel's word and its beat.
+"""Signs of life of a process, apart from its collectives: the kernel's state and its beat.
 
-Whether a process lives and whether its training goes on are two questions. A rank that computes
-for long (a recompile, a batch of another shape, an evaluation, a garbage collection) makes no
-progress that others see, and is as well as any. So what it shows decides how long it is waited for:
+Whether a process is alive and whether its training progresses are two questions. A rank that
+computes for long (a recompile, a batch of another shape, an evaluation, a garbage collection) makes
+no visible progress although it is healthy. So its signs decide how long the run waits for it:
 
 =========  ===========================================================  ========================
 sign       what is seen                                                 named after
@@ -21,10 +21,10 @@ idle       it beats, or waits for a disk or a page (state D), and       ``pause_
            also while a helper thread spins
 =========  ===========================================================  ========================
 
-The first three are proof. A held process may be well, as one that reads a slow disk in C, so it is
-named only once going on without it has cost less than the wait. The last two are asked only about a
-rank that others wait for and that waits for none (``waits``). What runs when the machine has no
-processor to spare is in state R.
+The first three are proof. A held process may be healthy, for example while it reads a slow disk in
+C, so it is named only once the wait has cost more than continuing without it. The last two matter
+only for a rank that others wait for and that does not wait itself (``waits``). A process that waits
+for a free processor is in state R.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from typing import Final, NamedTuple
 from orchestrator.detection.limits import Limits
 from workers.protocol import GONE, WorkerReport
 
-#: Less than this share of a processor, with a burst now and then, is what a process of Ray uses
-#: that only waits: threads of its own, and the beat.
+#: A Ray process that only waits uses less than this share of a processor, with bursts: for its own
+#: threads and the beat.
 _WAITING_SHARE: Final = 0.05
 _WAITING_BURST_S: Final = 0.05
 
@@ -47,7 +47,7 @@ _PAGING: Final = "D"
 
 
 class Sign(StrEnum):
-    """What a process shows."""
+    """A sign of life, or of its absence."""
 
     GONE = "gone"
     STOPPED = "stopped"
@@ -67,24 +67,24 @@ _HOLDS: Final = {_STOPPED: Sign.STOPPED, _TRACED: Sign.TRACED}
 
 
 class Quiet(NamedTuple):
-    """For how long a process has shown nothing."""
+    """How long a process has shown no sign of each kind."""
 
     idle_s: float  #: It neither progressed nor computed (``work_s``).
     asleep_s: float  #: None of its threads used processor time.
-    frozen_s: float  #: Its beating thread did not run. 0.0 if that is not known.
+    frozen_s: float  #: Its beating thread did not run. 0.0 if unknown.
 
 
 def work_s(row: WorkerReport) -> float:
     """Return the processor time of the thread that trains and of its children.
 
-    That of the process if that thread is not known: other threads of it, such as those that fetch
-    data or talk to a logger, compute also while training stands still.
+    If that thread is not known, return the time of the whole process. Its other threads, such as
+    those that fetch data or write logs, also compute while training stands still.
     """
     return row.trainer_s + row.children_s if row.trainer_s else row.processor_s
 
 
 def sign_of(row: WorkerReport, quiet: Quiet, limits: Limits) -> Sign:
-    """Return what a process shows that has been quiet for so long."""
+    """Return the sign of a process that has been ``quiet`` for this long."""
     if row.os_state in GONE:
         return Sign.GONE
     if row.os_state in _HOLDS:
@@ -98,7 +98,7 @@ def sign_of(row: WorkerReport, quiet: Quiet, limits: Limits) -> Sign:
 
 
 def describe(sign: Sign, row: WorkerReport, idle_s: float) -> str:
-    """Return the evidence of ``sign`` for people."""
+    """Describe the evidence of ``sign`` for people."""
     if sign is Sign.COMPUTING:
         return f"it computes (state {row.os_state}, processor time until {idle_s:.1f} s ago)"
     who = "its training thread has" if row.trainer_s else "has"

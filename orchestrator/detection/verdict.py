@@ -1,26 +1,27 @@
 """From observations to the faulty worker, with the evidence, or to no verdict.
 
-The rules, strongest evidence first. Each needs that no member has progressed for its bound,
-in watched time, and that every member's node reports. What the kernel itself says of a
-process needs no step to be overdue: shorter bounds are enough.
+The rules follow, strongest evidence first. Each applies only if no member has progressed for its
+bound, in watched time, and every member's node reports. The kernel's state of a process is evidence
+before a step is overdue, so shorter bounds are enough.
 
-1. *gone*, *stopped*, *silent*: what the process shows (``signs``) is proof, while another member
-   runs or beats. A thread that only sleeps and stores needs nothing but the process to be
-   scheduled and the interpreter lock to be free; a rank that waits in a collective leaves it free.
-   *held*: that lock is not free. It proves nothing, but to wait costs more than another process.
-2. *missing*: others wait, directly or along a chain over groups, for a collective that this
-   rank has not called, and it waits nowhere itself (``waits``). C4's non-communication hang.
-   Whether it hangs or works nobody sees from outside, so it gets the longest pause that a script
-   takes, and more while it computes. On a GPU it has called a collective when its device has
-   reached it; a process that has called it has a device that stands still.
-3. *stuck*: it waits nowhere, and others wait. As 2, where no chain leads to it.
-4. *undecided*: all wait and nobody is missing (a network, or ranks that disagree about what to
-   call), or they wait in a circle, or all compute alike. No rank is named: with a stopped one,
-   a rule "who is behind" names a rank that waits (seen on 4 ranks: the one next to it).
+1. *gone*, *stopped*, *silent*: the process's signs (``signs``) are proof while another member
+   runs or beats. The beating thread only sleeps and stores. It runs as long as the process is
+   scheduled and the interpreter lock is free, as it is while a rank waits in a collective.
+   *held*: that lock is not free. This proves nothing, but waiting costs more than a new process.
+2. *missing*: others wait, directly or along a chain over groups, for a collective that this rank
+   has not called, and it waits nowhere itself (``waits``). C4's non-communication hang. From
+   outside, a hang looks like work, so the rank gets the longest pause of a script, and more while
+   it computes. On a GPU, a call counts once the device has reached it. If the process has called it
+   and the device has not reached it, the device stands still.
+3. *stuck*: it waits nowhere, and others wait. Like 2, but no chain leads to it.
+4. *undecided*: all wait and none is missing (the network, or ranks that disagree about what to
+   call), or they wait in a circle, or all compute alike. No rank is named. A rule that blames the
+   rank that is furthest behind would name a waiting one (seen with 4 ranks: the one next to the
+   stopped one).
 
-When all members are stopped, nobody holds anybody up and there is no verdict. A process under a
+When all members are stopped, none delays another and there is no verdict. A process under a
 debugger is never named. A rank with groups that did not fit its ring may wait in one of them, so it
-is not named for being waited for.
+is not named because others wait for it.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ _KINDS = {
     "missing": Kind.ABSENT,
     "stuck": Kind.ABSENT,
 }
-_RAISE_TIMEOUT = " (if it works for so long, raise parallel.collective_timeout_s)"
-_RAISE_PATIENCE = " (if it may pause for so long, raise recovery.patience)"
+_RAISE_TIMEOUT = " (if it may work this long, raise parallel.collective_timeout_s)"
+_RAISE_PATIENCE = " (if it may pause this long, raise recovery.patience)"
 _STOPPED = frozenset({None, Sign.STOPPED, Sign.TRACED})
-#: Share of the time after which collectives fail: the culprit is named before.
+#: Share of the time until collectives fail: the culprit is named before they do.
 _BEFORE_FAILING = 0.9
 
 
@@ -65,30 +66,30 @@ class Verdict:
     attempt: int
     #: Workers proven to hold the others up, sorted; empty if ``undecided``.
     guilty: tuple[str, ...]
-    undecided: bool  #: Whether nobody could be named.
-    rule: str  #: The rule that fired, by its name above.
+    undecided: bool  #: Whether no worker could be named.
+    rule: str  #: Name of the rule that fired, as above.
     evidence: str  #: One line for people.
     waited_s: float  #: For how long no member was seen to progress.
-    kind: Kind = Kind.UNDECIDED  #: What it is.
+    kind: Kind = Kind.UNDECIDED  #: The kind of fault.
     is_program: bool = False  #: Whether ranks are proven to have called different collectives.
-    at_odds: tuple[int, ...] = ()  #: The ranks whose calls are not those of most.
-    #: The guilty that may only work for long: no proof against their machines.
+    at_odds: tuple[int, ...] = ()  #: The ranks whose calls differ from the majority's.
+    #: Guilty workers that may only work for long: no proof against their machines.
     maybe_well: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSilent:
-    """A node says nothing while others do."""
+    """A node does not report while others do."""
 
     node: str
     workers: tuple[str, ...]  #: The members of the attempt on it, sorted.
     evidence: str  #: One line for people.
-    silent_s: float  #: For how long.
+    silent_s: float  #: How long it has been silent.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
-    """Every member waits for others for longer than usual. It proves nothing, but a look may."""
+    """Every member waits for others for longer than usual. It proves nothing, but a probe may."""
 
     attempt: int
     waited_s: float  #: For how long no member was seen to progress.
@@ -99,10 +100,11 @@ Judgement: TypeAlias = Verdict | NodeSilent | Stalled | None
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """An attempt as it is judged. Ranks are places in ``members``.
+    """The facts about the attempt to judge.
 
-    ``unseen_s`` is the age of the oldest report on a member, its node's last; ``idle_s`` and
-    ``signs`` are for how long a known member has not computed, and what it shows.
+    Ranks are indices in ``members``. ``unseen_s`` is the age of the oldest of the last reports on
+    members. ``idle_s`` says how long each known member has not computed, ``signs`` what its process
+    shows.
     """
 
     attempt: int
@@ -117,12 +119,12 @@ class _Case:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """Return which rank waits for which: expensive; the kernel's facts do not need it."""
+        """Return which rank waits for which. It is expensive, and rule 1 does not need it."""
         return graph_of(self.rows, attempt=self.attempt)
 
     @cached_property
     def unrecorded(self) -> frozenset[int]:
-        """Return the ranks that may wait in a group of which nothing is recorded."""
+        """Return the ranks that may wait in a group without a record."""
         return frozenset(
             rank
             for rank, row in self.rows.items()
@@ -149,7 +151,7 @@ class _Case:
 
     def _may_be_well(self, rank: int) -> bool:
         row, sign = self.rows[rank], self.signs.get(rank)
-        # A process may compute while it waits for a device that stands still.
+        # A process may use the processor while it waits for a device that stands still.
         if row is None or sign not in {Sign.COMPUTING, Sign.IDLE} or device_behind(row):
             return sign is Sign.HELD
         is_at_work = _is_in_own_code(self, rank) and self.idle_s[rank] < self.limits.pause_s
@@ -165,18 +167,18 @@ def judge(
     limits: Limits,
     collectives_fail_s: float = inf,
 ) -> Judgement:
-    """Return what is proven about ``attempt`` at ``at_s``, or None while nothing is.
+    """Return what is proven about ``attempt`` at ``at_s``; None while nothing is.
 
     Args:
         at_s: Now, on the clock of ``observe``.
-        attempt: The attempt that is under way.
+        attempt: The current attempt.
         members: Its workers in rank order.
         limits: Bounds, as ``limits_from(state.step_s_p99)``.
-        collectives_fail_s: When the wait for a rank in a step's collectives ends by itself, and
-            with it the attempt. After that it is too late to name one.
+        collectives_fail_s: Time after which waiting collectives fail by themselves and end the
+            attempt. After that it is too late to name a rank.
     """
     if not members or at_s - state.heard_at_s > WATCH_GAP_S:
-        # The watch has a gap: the reports are late, or the controller is.
+        # The watch has a gap: reports or the controller are late.
         return None
     if _progresses(state, members, limits):
         return None
@@ -246,8 +248,9 @@ def _silent_node(
         if silent_s < limits.node_silent_s:
             continue
         elsewhere = [one for one in known.values() if one is not None and one.node != node]
-        # A step that others completed had its workers in it: only its keeper is slow. Without
-        # members elsewhere no step is proof: its machine and its keeper have their own bounds.
+        # If other members completed a step, the node's workers took part in it: only its keeper is
+        # slow. Without members elsewhere this proof is missing; the machine and the keeper have
+        # their own bounds.
         is_missed = all(state.still_s(one) >= limits.hang_s for one in elsewhere)
         if elsewhere and is_missed:
             workers = sorted(
@@ -263,12 +266,12 @@ def _silent_node(
 
 
 def _by_kernel(case: _Case) -> Verdict | None:
-    """Rule 1, from the kernel's state of the process."""
+    """Apply rule 1 to the kernel's state of the process."""
     rows = {rank: row for rank, row in case.rows.items() if row is not None}
     gone = [rank for rank, sign in case.signs.items() if sign is Sign.GONE]
     if gone and case.still_s >= case.limits.suspect_s:
         return case.verdict("gone", gone, f"{_names(case, gone)} has no living process")
-    # A worker without a recent report may be stopped too: someone may be stopping the whole job.
+    # A worker without a recent report may be stopped too: perhaps the whole job is being stopped.
     silent_s = max(case.limits.stopped_s, case.unseen_s)
     stopped = [
         rank
@@ -283,13 +286,13 @@ def _by_kernel(case: _Case) -> Verdict | None:
 
 
 def _by_beat(case: _Case) -> Verdict | None:
-    """Rule 1, from a heartbeat that is silent while others are not."""
+    """Apply rule 1 to a heartbeat that is silent while others are not."""
     silent = [rank for rank, sign in case.signs.items() if sign is Sign.FROZEN]
     rule = "silent"
     if not silent and case.still_s >= case.limits.held_s:
         rule, silent = "held", list(_held(case))
     beats = any(row and row.beat_age_s < case.limits.suspect_s for row in case.rows.values())
-    # One that is alone has only its keeper to be compared with, which reports.
+    # A single member can only be compared with its keeper, which reports.
     is_alone = len(case.members) == 1 and case.still_s >= case.limits.undecided_s
     if silent and (beats or is_alone) and not _all_stopped(case):
         why = f"{_shown(case, silent)}, and does not beat"
@@ -305,7 +308,7 @@ def _held(case: _Case) -> Iterator[int]:
 
 
 def _by_waits(case: _Case) -> Verdict | None:
-    """Rules 2 and 3: the wait graph of the record rings."""
+    """Apply rules 2 and 3 to the wait graph of the record rings."""
     if _all_stopped(case):
         return None
     sinks = case.graph.sinks - case.unrecorded
@@ -345,7 +348,7 @@ def _undecided(case: _Case) -> Verdict | None:
         verdict = case.verdict("undecided", [], wrong.evidence)
         return replace(verdict, kind=wrong.kind, at_odds=wrong.ranks, is_program=True)
     if not waiting and case.still_s < case.limits.forming_s:
-        # All may do the same for long, as to read data; nobody is held up by another.
+        # All may do the same for long, for example read data; none delays another.
         return None
     where = _where(case)
     if case.unrecorded:
@@ -355,7 +358,7 @@ def _undecided(case: _Case) -> Verdict | None:
         return case.verdict("undecided", [], f"no member waits for another{where}")
     if any(waiting.values()):
         held = _names(case, sorted(case.graph.ends))
-        why = f"others wait for {held}, and all have called what it waits in{where}"
+        why = f"others wait for {held}, and every member has called what it waits in{where}"
         return case.verdict("undecided", [], why)
     nobody = "every member waits and none is missing: the network"
     return case.verdict("undecided", [], nobody)
@@ -367,14 +370,14 @@ def _where(case: _Case) -> str:
     for rank, row in sorted(case.rows.items()):
         if row is not None and row.place:
             by_place.setdefault(row.place, []).append(str(rank))
-    if len(by_place) < 2:  # noqa: PLR2004  one place says nothing
+    if len(by_place) < 2:  # noqa: PLR2004  a single place says nothing
         return ""
     told = (f"rank {', '.join(ranks[:8])} at {place}" for place, ranks in by_place.items())
     return f" ({'; '.join(told)})"
 
 
 def _bound_s(case: _Case, rank: int) -> float:
-    """Return how long a worker may stand still where it is."""
+    """Return how long a worker may stand still in its present state."""
     row, limits = case.rows[rank], case.limits
     if row is None or row.attempt != case.attempt:
         return limits.forming_s
@@ -385,9 +388,9 @@ def _bound_s(case: _Case, rank: int) -> float:
         bound_s = limits.forming_s if row.phase in _SLOW_TO_FORM else limits.saving_s
         return max(bound_s, _until_failing_s(case)) if is_computing else bound_s
     if rank in case.graph.waits_for and row.beat_age_s < limits.hang_s:
-        # Connections are made in the first step; what holds them up is a network.
+        # Connections are made in the first step; only a network delays them.
         return limits.undecided_s if row.step_s else limits.saving_s
-    # More time than the others have is of no use to it.
+    # It never needs more time than the others' collectives wait.
     return min(limits.pause_s if _pauses(case, rank) else inf, _until_failing_s(case))
 
 
@@ -396,7 +399,7 @@ def _until_failing_s(case: _Case) -> float:
 
 
 def _pauses(case: _Case, rank: int) -> bool:
-    """Return whether a worker has used no processor time for as long as a script may pause."""
+    """Return whether a worker has been idle for as long as a script may pause."""
     computes = case.signs.get(rank) is Sign.COMPUTING
     return not computes and case.idle_s.get(rank, 0.0) >= case.limits.pause_s
 
@@ -411,7 +414,7 @@ def _is_in_own_code(case: _Case, rank: int) -> bool:
 
 
 def _all_stopped(case: _Case) -> bool:
-    # A single worker is stopped by somebody who did not stop its keeper: it is named.
+    # If a single worker is stopped but its keeper is not, the worker is named.
     stopped = all(case.signs.get(rank) in _STOPPED for rank in case.rows)
     return stopped and len(case.members) > 1
 
@@ -433,10 +436,10 @@ def _who_waits_for(case: _Case, missing: list[int]) -> str:
 
 
 def _shown(case: _Case, ranks: list[int]) -> str:
-    """Return what the first of ``ranks`` shows, and what to do if it is well."""
+    """Describe the signs of the first of ``ranks``, and what to do if it is healthy."""
     row, sign = case.rows[ranks[0]], case.signs.get(ranks[0])
     if row is None or sign is None:
-        return "nothing is known of it"
+        return "it has not reported"
     advice = ""
     if _is_in_own_code(case, ranks[0]) and sign in {Sign.COMPUTING, Sign.IDLE}:
         is_pause = _pauses(case, ranks[0]) and case.limits.pause_s < _until_failing_s(case)

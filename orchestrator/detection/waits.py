@@ -1,4 +1,4 @@
-"""The waits of members, from their reports: the graph, and calls that differ."""
+"""The waits of members, from their reports: the wait graph, and calls that differ."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Disagreement:
     """Members called different things; no machine is to blame for that."""
 
     kind: Kind
-    ranks: tuple[int, ...]  #: Those that more than half of the members are at odds with.
+    ranks: tuple[int, ...]  #: Ranks that differ from more than half of the members.
     evidence: str  #: One line for people.
 
 
 def graph_of(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> WaitGraph:
-    """Return the graph for the members ``reports``, by rank in the attempt.
+    """Return the wait graph of the members, whose reports are given by rank.
 
-    A member without a report, or in another attempt, has called nothing.
+    A member without a report or in another attempt has called nothing.
     """
     present = {
         rank: row for rank, row in reports.items() if row is not None and row.attempt == attempt
@@ -48,17 +48,17 @@ def graph_of(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> Wai
 
 
 def waits(row: WorkerReport) -> Iterator[GroupState]:
-    """Return the groups in which the worker waits for a collective."""
+    """Yield the groups in which the worker waits for a collective."""
     return (group for group in row.groups if group.waiting_s > 0.0)
 
 
 def disagreement(
     reports: Mapping[int, WorkerReport | None], graph: WaitGraph
 ) -> Disagreement | None:
-    """Return how the members called different things, if all of them wait and some did.
+    """Return how the members' calls differ; None if they do not.
 
-    Calls of one number in one group differ, or those before them; or the members wait for each
-    other in a circle. That is a mistake in the program, or ranks that disagree about data.
+    In one group, calls of the same number differ, or earlier calls do; or the members wait for each
+    other in a circle. The cause is a mistake in the program, or ranks that disagree about data.
     """
     waiting: dict[tuple[str, int], dict[int, GroupState]] = defaultdict(dict)
     for rank, row in sorted(reports.items()):
@@ -77,8 +77,8 @@ def disagreement(
 def _other_call(
     reports: Mapping[int, WorkerReport | None], number: int, calls: Mapping[int, GroupState]
 ) -> Disagreement | None:
-    """Return who waits in another call of the same number."""
-    # A type that one of them does not know is like any other.
+    """Return the ranks that wait in different calls of the same number; None if none do."""
+    # If one of them does not know its type, types are not compared.
     typed = all(one.dtype for one in calls.values())
     by_call: dict[Call, list[int]] = defaultdict(list)
     for rank, one in calls.items():
@@ -108,9 +108,9 @@ def _other_past(
     number: int,
     calls: Mapping[int, GroupState],
 ) -> Disagreement | None:
-    """Return whose calls up to the one that ``calls`` wait in are not those of the others.
+    """Return the ranks whose calls before the one that ``calls`` wait in differ; None if none do.
 
-    Hashes of all calls tell, also of members that have left it for another group or for the next
+    The hashes of all calls show this, also for members that went on to another group or to the next
     call of this one.
     """
     first = next(iter(calls.values()))
@@ -128,7 +128,7 @@ def _other_past(
             by_past[group.history == after].append(rank)
     if not by_past[False]:
         return None
-    # They are alike in the one that they wait in.
+    # The calls that they wait in are alike.
     kind = Kind.DESYNC if {*by_past[True], *by_past[False]} <= calls.keys() else Kind.MISMATCH
     told = " and ".join(map(listed, by_past.values()))
     return Disagreement(
@@ -144,7 +144,7 @@ def _circle(
     graph: WaitGraph,
     waiting: Mapping[tuple[str, int], Mapping[int, GroupState]],
 ) -> Disagreement | None:
-    """Return who called groups in another order: each waits for a call that another has to make."""
+    """Return the ranks that called groups in another order, so that each waits for another."""
     if len(graph.waits_for) < len(reports) or graph.ends or not any(graph.waits_for.values()):
         return None
     told = [
@@ -163,7 +163,7 @@ def _waits_in(calls: Mapping[int, GroupState]) -> str:
 
 
 def _at(reports: Mapping[int, WorkerReport | None], ranks: Iterable[int], does: str) -> str:
-    """Return what ranks do, and their line of the script if it is known and one."""
+    """Describe what ranks do, with their line of the script if they are all at the same one."""
     places = {row.place for rank in ranks if (row := reports[rank]) is not None}
     (place,) = places if len(places) == 1 else ("",)
     return " ".join(filter(None, (listed(ranks), does, place and f"at {place}")))

@@ -209,7 +209,7 @@ def _consider_move(transition: Transition) -> None:
         # training.
         num_staying = len(members) - len(left)
         names = ", ".join(run.fleet.workers[worker].name for worker in left)
-        reason = f"what is preferred to the capacity of {names} is back"
+        reason = f"capacity that is preferred to that of {names} is back"
         ratio = num_staying / len(members)
         _change_if_it_pays(transition, FaultKind.MOVE, num_staying, len(members), ratio, reason)
 

@@ -365,7 +365,7 @@ def _waits_for(state: RunState) -> str:
         return f"a worker process that starts: {died}, the last: {state.fleet.failed_start}"
     is_held = state.phase is Phase.WAITING and state.deadline_s == state.hold_until_s
     if is_held and state.num_unexplained:
-        what = f"{state.num_unexplained} attempts in a row lost a peer, and nobody is to blame"
+        what = f"{state.num_unexplained} attempts in a row lost a peer, and no worker is to blame"
         return f"a network that keeps its connections: {what}"
     is_behind = state.committed[0] < state.stored
     if state.phase is not Phase.READING or not (is_behind or state.reads.pending > 1):

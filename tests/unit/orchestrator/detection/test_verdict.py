@@ -80,7 +80,7 @@ def test_the_rank_that_all_others_wait_for_is_named() -> None:
     assert verdict.evidence == (
         "missing: w2 (rank 2) has not called all_reduce number 9 of group world, in which w0 "
         "waits for 2.00 s; it beat 0.1 s ago, is in state S, and has used no processor time for "
-        "121.0 s (if it may pause for so long, raise recovery.patience); no progress for 121.00 s"
+        "121.0 s (if it may pause this long, raise recovery.patience); no progress for 121.00 s"
     )
 
 
@@ -244,7 +244,7 @@ def test_a_rank_that_waits_in_what_the_others_left_called_it_otherwise() -> None
     )
     assert told in differs.evidence
     assert (stands.kind, stands.is_program, stands.guilty) == (Kind.UNDECIDED, False, ())
-    assert "others wait for w0 (rank 0), and all have called what it waits in" in stands.evidence
+    assert "others wait for w0 (rank 0), and every member has called what it waits in" in stands.evidence
 
 
 def test_all_inside_the_same_collective_is_undecided() -> None:
