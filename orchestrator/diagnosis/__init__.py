@@ -1,10 +1,10 @@
-"""Says from records of operations which rank, link or program is at fault. Pure.
+"""Finds from records of operations which rank, link or program is at fault.
 
-``diagnose`` looks at hangs (``hang``), calls that differ (``programs``), ranks that compute or load
-data slowly (``slow``) and slow transfers (``transfers``). A call without a record is
-unknown, and no sign that a rank does not wait: such a verdict is ``undecided``, and says what is
-missing. ``Live`` says of a run that trains whom it suspects. ``trace`` draws the records, and
-``flight_recorder_dumps`` gives them to torch's tools.
+Pure. ``diagnose`` examines hangs (``hang``), calls that differ (``programs``), ranks that compute
+or load data slowly (``slow``) and slow transfers (``transfers``). A missing record of a call does
+not prove that the rank did not call: such a verdict is ``undecided`` and says what is missing.
+``Live`` names the suspects of a run while it trains. ``trace`` draws the records, and
+``flight_recorder_dumps`` converts them for torch's tools.
 """
 
 from orchestrator.diagnosis import links

@@ -1,4 +1,4 @@
-"""The verdicts on records, all rules together."""
+"""The verdicts of all rules on records."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from orchestrator.diagnosis.verdicts import Kind, Verdict
 
 
 def diagnose(records: Records) -> tuple[Verdict, ...]:
-    """Return what is wrong, the cause of a hang first; nothing if nobody is to blame.
+    """Return what is wrong, the cause of a hang first; empty if nothing is.
 
-    Ranks that called different things hang for that reason, so no other reason is looked for.
+    If ranks called different things, that explains the hang, and no other cause is searched.
     """
     if not records.operations:
         nothing = "There are no records of any operation."
@@ -29,9 +29,9 @@ def diagnose(records: Records) -> tuple[Verdict, ...]:
         before, one = found
         mixed = (
             f"The times of steps overlap: rank {one.rank} begins {one.op} of step {one.step} at "
-            f"{one.enter_s:.3f} s, amid its {before.op} of step {before.step}, which lasts from "
-            f"{before.enter_s:.3f} s to {before.exit_s:.3f} s. So slow ranks are not looked for: "
-            "give each rank's times on one clock."
+            f"{one.enter_s:.3f} s, during its {before.op} of step {before.step}, which lasts from "
+            f"{before.enter_s:.3f} s to {before.exit_s:.3f} s. So slow ranks were not "
+            "searched for: give each rank's times on one clock."
         )
         return (
             *stopped,

@@ -1,8 +1,8 @@
 """Records as dumps of torch's flight recorder, which ``torch.distributed.flight_recorder`` reads.
 
-torch drops what is older than the youngest first record of a rank, by numbers that count all calls
-of a rank. Our ranks do not call the same number of things, so the beginning is cut here: in each
-communicator to the calls that the records of all ranks reach back to.
+torch drops records before the latest first record of any rank, by a number that counts all calls of
+a rank. Our ranks make different numbers of calls, so the beginning is cut here: in each
+communicator, to the calls that the records of all ranks cover.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from orchestrator.diagnosis.records import Operation, Records
 
-#: That of torch 2.13; entries have the same keys since torch 2.6.
+#: Version in torch 2.13; entries have had the same keys since torch 2.6.
 _VERSION: Final = "2.10"
 _TRANSFERS: Final = frozenset({"send", "recv"})
 #: Torch's names of the operations that it can match.
@@ -34,8 +34,8 @@ _DTYPES: Final = {
 def flight_recorder_dumps(records: Records) -> dict[int, dict[str, Any]]:
     """Return the dump of each rank that has records.
 
-    A channel of transfers is a group of two. Spans are left out, because torch records calls only,
-    and so are receives from any rank, and operations that it does not know.
+    A channel of transfers is a group of two. Spans are left out, because torch records only calls.
+    Receives from any rank and operations that torch does not know are left out, too.
     """
     calls = [one for one in records.operations if one.comm and _is_known(one)]
     names = {comm: str(number) for number, comm in enumerate(sorted({one.comm for one in calls}))}
@@ -72,7 +72,7 @@ def _is_known(one: Operation) -> bool:
 
 
 def _first(calls: Iterable[Operation]) -> dict[str, int]:
-    """Return from which call on the records of all ranks are whole, by communicator."""
+    """Return, by communicator, the first call from which the records of all ranks are complete."""
     begins: dict[tuple[str, int], int] = {}
     for one in calls:
         if one.op:

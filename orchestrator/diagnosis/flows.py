@@ -1,6 +1,7 @@
 """Keepers' reports on connections, joined: which worker sends to which, over which, how fast.
 
-Both ends of a connection report the same addresses. No clock is read: times come in as ``at_s``.
+Both ends of a connection report the same addresses. This module reads no clock: times are passed as
+``at_s``.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ from typing import Final, NamedTuple, TypeAlias
 
 from workers.protocol import Flow, NodeReport
 
-#: All connections are told every few seconds; one that was not for so long is gone.
+#: Keepers report all connections every few seconds; one that was not reported for this long is
+#: gone.
 FORGET_S: Final = 30.0
-#: Reports on a connection are kept for so long: enough to see what it does now.
+#: Reports on a connection are kept for this long: enough to see its present rate.
 KEPT_S: Final = 10.0
 
-#: Addresses of the two ends; those of one machine to itself, such as 127.0.0.1, belong to a node.
+#: Addresses of the two ends, after the node if they are loopback ones, such as 127.0.0.1.
 _Key: TypeAlias = tuple[str, tuple[str, int], tuple[str, int]]
 
 
 class Transfer(NamedTuple):
-    """All that one node's workers sent to another's in a stretch of time."""
+    """All that the workers of one node sent to those of another in a stretch of time."""
 
-    num_bytes: int  #: That arrived.
-    busy_s: float  #: For how long something was on its way, of each connection.
-    waited_s: float  #: The part of it in which the receiver had no room: it did not read.
+    num_bytes: int  #: Bytes that arrived.
+    busy_s: float  #: Time during which bytes were on their way, summed over connections.
+    waited_s: float  #: The part of it in which the receiver had no room because it did not read.
     rtt_s: float  #: The longest round trip of its connections, smoothed.
 
 
@@ -48,10 +50,10 @@ class Flows:
         self._waiting: set[_Key] = set()
 
     def observe(self, report: NodeReport, at_s: float) -> None:
-        """Take in what a keeper said at ``at_s``."""
+        """Take in a keeper's report, received at ``at_s``."""
         if report.flows is None:
             return
-        # Those that still wait are told at each look.
+        # Each report lists the connections that still wait.
         self._waiting = {key for key in self._waiting if self._ends[key].node != report.node}
         for flow in report.flows:
             key = _key(report.node, flow)
@@ -65,26 +67,27 @@ class Flows:
                 self._waiting.add(key)
 
     def forget(self, at_s: float) -> None:
-        """Forget connections that nobody has told of for long."""
+        """Forget connections that have not been reported for long."""
         gone = [key for key, end in self._ends.items() if end.told[-1][0] < at_s - FORGET_S]
         for key in gone:
             del self._ends[key]
         self._waiting -= set(gone)
 
     def waiting(self) -> Iterator[tuple[str, str, Flow]]:
-        """Yield sender, receiver and connection where the sender's kernel waits for an answer."""
+        """Yield sender, receiver and connection wherever the sender's kernel waits for an answer.
+        """
         for key in sorted(self._waiting):
             end, other = self._ends[key], self._ends.get(_reverse(key))
             if other is not None:
                 yield end.last.worker, other.last.worker, end.last
 
     def transfers(self, since_s: float) -> dict[tuple[str, str], Transfer]:
-        """Return what nodes sent to each other since then, by (sender, receiver)."""
+        """Return what nodes sent to each other since ``since_s``, by (sender, receiver)."""
         found: dict[tuple[str, str], list[Transfer]] = defaultdict(list)
         for key, end in self._ends.items():
             other = self._ends.get(_reverse(key))
             told = [flow for at_s, flow in end.told if at_s >= since_s]
-            # Simulated nodes share a machine; what they send goes over no network.
+            # Simulated nodes share a machine, so their transfers use no network.
             is_far = key[1][0] != key[2][0]
             if other is not None and is_far and other.node != end.node and len(told) > 1:
                 first, last = told[0], told[-1]

@@ -1,10 +1,10 @@
 """The wait graph over all process groups, and its sinks.
 
-A collective ends when every member of its group has called it. So a rank that waits in a
-collective waits for the members that have not called it, and those may wait, in another group,
-for others still. At the end of the chain is who holds everybody up. C4 (arXiv 2406.04594,
-section 3) looks at one communicator at a time and suspects the ranks that lag behind in it; on
-a mesh of groups that blames ranks that wait themselves.
+A collective ends when every member of its group has called it. So a rank that waits in a collective
+waits for the members that have not called it, and those may in turn wait for others in another
+group. The rank at the end of the chain delays all others. C4 (arXiv 2406.04594, section 3) examines
+one communicator at a time and suspects the ranks that lag behind in it; on a mesh of groups that
+blames ranks that wait themselves.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from workers.protocol import GroupState
 class WaitGraph:
     """Ranks that wait."""
 
-    #: For each rank that waits: the ranks that have not called its collective. Empty if all of
-    #: them have, so that it waits for a link or a device.
+    #: For each rank that waits: the ranks that have not called its collective. Empty if all have
+    #: called it, so that the rank waits for a link or a device.
     waits_for: Mapping[int, frozenset[int]]
-    wanted: frozenset[int]  #: Ranks that somebody waits for.
+    wanted: frozenset[int]  #: Ranks that others wait for.
 
     @classmethod
     def of(cls, waits_for: Mapping[int, frozenset[int]]) -> WaitGraph:
@@ -34,28 +34,28 @@ class WaitGraph:
 
     @property
     def sinks(self) -> frozenset[int]:
-        """Return whom somebody waits for, directly or not, and who does not wait itself."""
+        """Return the ranks that others wait for, directly or not, and that wait for none."""
         return self.wanted - frozenset(self.waits_for)
 
     @property
     def ends(self) -> frozenset[int]:
-        """Return whom somebody waits for, and who waits in nothing but what all have called."""
+        """Return the ranks that others wait for and that wait only in what all have called."""
         return frozenset(
             rank for rank in self.wanted if rank in self.waits_for and not self.waits_for[rank]
         )
 
 
 def wait_graph(groups: Mapping[int, Sequence[GroupState]], ranks: Collection[int]) -> WaitGraph:
-    """Return the graph of the ranks by the states of their ``groups``.
+    """Return the graph of the ranks, given the states of their ``groups``.
 
-    One of ``ranks`` without groups has called nothing; other members count for nothing.
+    A rank without groups has called nothing. Members that are not in ``ranks`` are ignored.
     """
     called: dict[str, dict[int, int]] = {}
     for rank, states in groups.items():
         for group in states:
             called.setdefault(group.group, {})[rank] = group.entered_seq
-    # All that wait for the same collective wait for the same ranks. To look for them anew for each
-    # would cost the square of a group's size.
+    # All ranks in the same collective wait for the same ranks. Searching these once per rank would
+    # take quadratic time in the size of a group.
     missing: dict[tuple[str, int], frozenset[int]] = {}
 
     def missing_in(group: GroupState) -> frozenset[int]:

@@ -1,15 +1,16 @@
-"""The ranks that hold the others up, from what each has called and waits in.
+"""The ranks that delay the others, from what each has called and waits in.
 
-1. The sinks of the wait graph have not called what the others wait in: ``absent``, or
-   ``slow_data`` while one reads data. On a device, a call counts once the device has reached it. A
-   sink whose process has called more is ``device_stuck``.
-2. Without sinks, who waits in nothing but what all have called, while others wait for it, is held
-   up by its own device or by a link: both ends of one transfer are ``link_dead``, others
-   ``device_stuck``. A device that died keeps its host calling. If all members of a group wait so
-   in one collective, nobody sees which transfer of it stands still.
+1. The sinks of the wait graph have not called what the others wait in: ``absent``, or ``slow_data``
+   for one that reads data. On a device, a call counts once the device has reached it. A sink whose
+   process has called more than its device reached is ``device_stuck``.
+2. Without sinks, a rank that others wait for and that waits only in what all have called is delayed
+   by its own device or by a link: if both ends of one transfer are such ranks, the verdict is
+   ``link_dead``, otherwise ``device_stuck``. The host of a dead device continues to call. If all
+   members of a group wait like this in one collective, the records do not show which transfer of it
+   stands still.
 
-The rule "who is behind" names ranks that wait themselves. A rank of which nothing is recorded, or
-not all, may have called anything.
+A rule that blames the rank that is furthest behind would name ranks that wait themselves. A rank
+whose records are missing or incomplete may have called anything.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from ucp_core.numerics import counted
 from workers.protocol import GroupState
 
 _PAIR = 2
-#: A wait is no hang before so many times its usual length, and so many seconds.
+#: A wait is a hang after this many times its usual length, and after this many seconds.
 _USUAL_TIMES = 3.0
 _HANG_S = 3.0
 
 
 def hangs(records: Records) -> list[Verdict]:
-    """Return the verdicts on operations in flight; none if nobody waits longer than usual."""
+    """Return the verdicts on operations in flight; none if no rank waits longer than usual."""
     case = _Case(records)
     waits = case.graph.waits_for
     if not waits or (records.now_s is not None and not case.is_overdue(records.now_s)):
         return []
     sinks = case.graph.sinks
-    # The absence of a record proves nothing of a rank whose records have gaps.
+    # If the records of a rank have gaps, a missing record proves nothing.
     unknown = sinks - case.rows.keys() | sinks & records.unknown.keys()
     if sinks - unknown:
         return list(case.absent(sinks - unknown))
@@ -65,7 +66,7 @@ class _Case:
             waited = self.waited[rank] = _waited(rows)
             groups[rank] = list(_states(rows, {one.comm: one for one in waited}))
         self.graph: WaitGraph = wait_graph(groups, ranks)
-        #: The ranks with calls that their device has not reached, and how many.
+        #: Number of calls that its device has not reached, by rank.
         self._ahead = Counter(one.rank for one in records.operations if not one.is_reached)
 
     def is_overdue(self, now_s: float) -> bool:
@@ -91,7 +92,7 @@ class _Case:
         ):
             if not ranks:
                 continue
-            # The process itself looks at its device, while it runs.
+            # A running process itself reports how far its device is.
             others = (Kind.DEAD, Kind.FROZEN, Kind.INTERPRETER_HELD)
             also = (Kind.ABSENT,) if kind is Kind.SLOW_DATA else others
             now = "; ".join(
@@ -119,13 +120,13 @@ class _Case:
         )
 
     def stuck(self, ends: frozenset[int]) -> Iterator[Verdict]:
-        """Yield who waits in what all have called; ``ends`` if others wait for them."""
+        """Yield verdicts on ranks that wait in what all have called; others wait for ``ends``."""
         waits = self.graph.waits_for
         held = ends or frozenset(rank for rank in waits if not waits[rank]) - self.unknown.keys()
         if not held:
             yield self._undecided(frozenset(waits), "They wait for each other in a circle.")
             return
-        # The ranks that wait in a call, by the call.
+        # The waiting operations of each call.
         calls: dict[tuple[str, int], list[Operation]] = defaultdict(list)
         for rank in sorted(held):
             for one in self.waited[rank]:
@@ -161,15 +162,15 @@ class _Case:
                 guilty=self._guilty(alone),
                 confidence=0.8,
                 since_s=self._since_s(alone, own=True),
-                evidence=f"{_subject(alone)} in what all members have called, while others wait "
-                "for what comes after it: a device stands still, or a link to it.",
+                evidence=f"{_subject(alone)} in a call that all members have made, while others wait "
+                "for a later one: a device or a link to it stands still.",
                 alternatives=(Alternative(Kind.LINK_DEAD),),
             )
         elif not links:
             yield self._undecided(
                 held,
-                "All members have called what they wait in. Records of the transfers within it, "
-                "or of its sockets, are missing.",
+                "All members have called what they wait in. Records of its transfers or sockets "
+                "are missing.",
             )
 
     def _undecided(self, ranks: frozenset[int], why: str) -> Verdict:
@@ -209,12 +210,12 @@ class _Case:
         if num_ahead := self._ahead[rank]:
             return f"has a device that is {counted(num_ahead, 'call')} behind its process"
         if work is not None:
-            return f"is in {work.op} since {work.enter_s:.3f} s"
+            return f"has been in {work.op} since {work.enter_s:.3f} s"
         ended = [one for one in self.rows[rank] if one.exit_s is not None and one.op]
         if not ended:
-            return "has called nothing that is recorded"
+            return "has no recorded call"
         last = max(ended, key=lambda one: one.exit_s or 0.0)
-        return f"did nothing after {last.op} of step {last.step}, over at {last.exit_s:.3f} s"
+        return f"did nothing after {last.op} of step {last.step}, over since {last.exit_s:.3f} s"
 
     def _guilty(self, ranks: Iterable[int], links: Iterable[tuple[int, int]] = ()) -> Guilty:
         ranks = set(ranks)
@@ -222,20 +223,20 @@ class _Case:
 
 
 def nodes_of(rows: Mapping[int, list[Operation]], ranks: Iterable[int]) -> set[str]:
-    """Return the machines of ``ranks``, as far as they are known."""
+    """Return the machines of ``ranks`` that are known."""
     return {node for rank in ranks for one in rows.get(rank, ())[:1] if (node := one.node)}
 
 
 def _own_work(rows: list[Operation]) -> Operation | None:
-    """Return the span that a rank is in."""
+    """Return the span of its own work that a rank is in."""
     spans = [one for one in rows if one.exit_s is None and one.is_span]
     return max(spans, key=lambda one: one.enter_s, default=None)
 
 
 def _waited(rows: list[Operation]) -> list[Operation]:
-    """Return what a rank waits in: the first of each communicator.
+    """Return the calls that a rank waits in: the first of each communicator.
 
-    A rank that began a span of its own after its last call computes: calls in flight are ahead.
+    A rank that began a span of its own after its last call computes: the calls in flight run ahead.
     """
     calls = [one for one in rows if one.exit_s is None and one.comm and not one.is_ahead]
     work = _own_work(rows)

@@ -1,11 +1,10 @@
-"""Dead and slow links, from what the kernels at both ends of connections say. Pure.
+"""Dead and slow links, from what the kernels at both ends of connections report.
 
-A link is dead if its packets are not acknowledged and repeated in vain, however long a step takes.
-A frozen receiver is none: its kernel acknowledges.
-
-A slow link shows where bytes are on their way for longer than elsewhere. Which end is at fault is
-not seen in a ring, where each rank sends to one other (C4, arXiv 2406.04594, section 3, compares
-rows and columns of a matrix). So keepers time transfers between a few nodes, all pairs of them.
+Pure. A link is dead if its packets are repeated and never acknowledged, however long a step takes.
+A frozen receiver is not a dead link: its kernel acknowledges. On a slow link, bytes are on their
+way for longer than elsewhere. A ring, where each rank sends to one other, does not show which end
+is at fault (C4, arXiv 2406.04594, section 3, compares rows and columns of a matrix). So keepers
+time transfers between all pairs of a few nodes.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from typing import Final, TypeAlias
 from orchestrator.diagnosis.flows import Flows, Transfer
 from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Suspicion, Verdict
 
-#: A packet was repeated twice, after 0.2 s and 0.4 s at least, and nothing came for so long.
+#: A packet was repeated twice, after at least 0.2 s and 0.4 s, and no answer came for this long.
 _BACKOFF: Final = 2
 _UNHEARD_S: Final = 1.0
-#: A link may be this many times as slow as others are: no network is even, and a probe disturbs.
+#: A link may be this many times as slow as others: no network is even, and probing it disturbs.
 SLOWER: Final = 2.0
-#: And a transfer that keepers time this many times: it is short.
+#: A transfer that keepers time is short, so it may be this many times as slow.
 _TIMED_SLOWER: Final = 2.5
-#: Links that carry less, or are busy for less of the time, slow nobody down.
+#: Links that carry fewer bytes, or are busy for a smaller share of the time, delay no rank.
 _BYTES_MIN: Final = 256 << 10
 _BUSY_SHARE: Final = 0.1
-#: So many nodes time transfers among each other: all pairs in six rounds.
+#: How many nodes time transfers among each other: all pairs in six rounds.
 NUM_TIMED: Final = 4
 
 #: (sender, receiver): nodes, by name.
@@ -44,7 +43,7 @@ def dead(flows: Flows, ranks: Mapping[str, int], at_s: float) -> list[Suspicion]
     unheard_s: dict[tuple[str, str], float] = {}
     for sender, receiver, flow in flows.waiting():
         is_member = sender in ranks and receiver in ranks
-        # A kernel that only asks whether there is room backs off as well, with nothing in flight.
+        # A kernel that only probes for room backs off as well, but has nothing in flight.
         is_held = flow.in_flight and flow.backoff >= _BACKOFF and flow.heard_ms >= 1e3 * _UNHEARD_S
         if is_member and is_held:
             ends = (sender, receiver)
@@ -56,7 +55,7 @@ def dead(flows: Flows, ranks: Mapping[str, int], at_s: float) -> list[Suspicion]
             confidence=0.9,
             since_s=at_s - for_s,
             evidence=f"Data from rank {ranks[sender]} ({sender}) to rank {ranks[receiver]} "
-            f"({receiver}) is repeated in vain.",
+            f"({receiver}) is sent again and again without an acknowledgement.",
         )
         for (sender, receiver), for_s in unheard_s.items()
     ]
@@ -66,7 +65,7 @@ def suspects(transfers: Mapping[Pair, Transfer], for_s: float) -> list[Pair]:
     """Return the links that are slower than others, the slowest first.
 
     Args:
-        transfers: What was sent in ``for_s``.
+        transfers: The transfers of the last ``for_s`` seconds.
     """
     known = costs(transfers)
     if len(known) < 2:  # noqa: PLR2004
@@ -82,9 +81,9 @@ def suspects(transfers: Mapping[Pair, Transfer], for_s: float) -> list[Pair]:
 
 
 def step_ratio(transfers: Mapping[Pair, Transfer], for_s: float) -> float:
-    """Return what steps would take if the slowest link were as fast as others, over what they take.
+    """Return the step time if the slowest link were as fast as others, divided by the present one.
 
-    While it is busy, the others wait for it.
+    While that link is busy, the others wait for it.
     """
     known = costs(transfers)
     if len(known) < 2:  # noqa: PLR2004
@@ -96,7 +95,7 @@ def step_ratio(transfers: Mapping[Pair, Transfer], for_s: float) -> float:
 
 
 def costs(transfers: Mapping[Pair, Transfer]) -> dict[Pair, float]:
-    """Return seconds on the way for each byte, of the links that carry enough."""
+    """Return the seconds on the way per byte, for links that carry enough bytes."""
     return {
         pair: (one.busy_s - one.waited_s) / one.num_bytes
         for pair, one in transfers.items()
@@ -105,20 +104,20 @@ def costs(transfers: Mapping[Pair, Transfer]) -> dict[Pair, float]:
 
 
 def _usual(known: Mapping[Pair, float]) -> float:
-    # The lower one of two: else one slow link of two would be as slow as the usual one.
+    # Take the lower of two: otherwise, of two links, a slow one could be the usual one.
     return sorted(known.values())[(len(known) - 1) // 2]
 
 
 def to_time(found: Sequence[Pair], nodes: Collection[str]) -> list[str]:
-    """Return the nodes that are to time transfers among each other: suspected ones and others."""
+    """Return the nodes that should time transfers among each other: suspects first."""
     ends = dict.fromkeys(end for pair in found for end in pair)
     return [*ends, *sorted(set(nodes) - ends.keys())][:NUM_TIMED]
 
 
 def rounds(nodes: Sequence[str]) -> list[list[Pair]]:
-    """Return all pairs of ``nodes``, in rounds in which each node sends, or hears, at most once.
+    """Return all pairs of ``nodes``, in rounds in which each node sends or receives at most once.
 
-    One that did both would delay the answers to what it hears by what it sends.
+    If a node did both, its sending would delay its answers.
     """
     ring: list[str] = [*nodes, *([""] if len(nodes) % 2 else [])]
     planned: list[list[Pair]] = []
@@ -136,18 +135,18 @@ def slow(
     ranks: Mapping[str, Sequence[int]],
     trained: Mapping[Pair, float],
 ) -> list[Verdict]:
-    """Return what timed transfers say of suspected links; [] if they are as fast as others.
+    """Return the verdicts of timed transfers on suspected links; [] if they are as fast as others.
 
-    A row of the matrix of which most are slow is a sender, a column a receiver; what they do not
-    explain is a link. Answers go through a slow end, too: of a row and a column of one node the
-    slower one counts, and the other is an alternative.
+    A row of the matrix that is mostly slow points to a sender, a column to a receiver; the rest are
+    links. Answers pass a slow end, too, so a node's row and column may both be slow: the slower one
+    counts, and the other is an alternative.
 
     Args:
-        rates: Bytes a second, of all pairs of some nodes.
+        rates: Bytes a second, for all pairs of some nodes.
         found: The links that are suspected.
         ranks: The ranks of each node.
-        trained: Bytes a second that training sends meanwhile. A transfer that shares an end with it
-            gets the rest: a link that is full is not compared with idle ones.
+        trained: Bytes a second that training sends meanwhile. A timed transfer only gets the rest,
+            so this is added to its rate: a full link must not be compared with idle ones.
     """
     timed = set(found) & rates.keys()
     if len(rates) < 2 or not timed:  # noqa: PLR2004
@@ -167,7 +166,7 @@ def slow(
     ends: set[str] = set()
     lines = list(_lines(rates, left))
     for kind, node, line in lines:
-        # A crossing of a slow row and a healthy column is explained by the row.
+        # The row explains a slow place where it crosses a healthy column.
         if node not in ends and len(line & left) > 1 and line & timed:
             left -= line
             ends.add(node)
@@ -179,7 +178,7 @@ def slow(
     for pair in sorted(pair for pair in left & timed if ends.isdisjoint(pair)):
         joined = [(a, b) for a in ranks.get(pair[0], ()) for b in ranks.get(pair[1], ())]
         guilty = Guilty.of((), joined, ())
-        is_open = len(rates) == 2  # noqa: PLR2004  two nodes: nothing else to compare with
+        is_open = len(rates) == 2  # noqa: PLR2004  two nodes allow no other comparison
         kinds = ((Kind.SLOW_SENDER, pair[0]), (Kind.SLOW_RECEIVER, pair[1])) if is_open else ()
         others = tuple(
             Alternative(kind, Guilty.of(ranks.get(node, ()), (), (node,))) for kind, node in kinds
@@ -189,7 +188,7 @@ def slow(
 
 
 def _lines(rates: Mapping[Pair, float], left: set[Pair]) -> Iterator[tuple[Kind, str, set[Pair]]]:
-    """Yield the rows and columns of which at least two thirds are slow, the slowest ones first."""
+    """Yield the rows and columns that are slow in at least two thirds, the slowest first."""
     lines: list[tuple[float, Kind, str, set[Pair]]] = []
     for kind, end in ((Kind.SLOW_SENDER, 0), (Kind.SLOW_RECEIVER, 1)):
         for node in sorted({pair[end] for pair in left}):

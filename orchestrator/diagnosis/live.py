@@ -1,17 +1,13 @@
 """Suspicions while a run trains: ranks that work slowly, and ranks that others wait for now.
 
-Slow work is judged by the rules of ``slow``, from the digests that reports carry, over a window of
-the last steps. A rank that waits longer than is usual for that operation waits for somebody: the
-sinks of the wait graph. The usual wait follows from those of the steps before, not from how long
-a step takes; so a rank that is absent is suspected as soon in steps of a minute.
-
-Ranks of a group that have made as many calls have made the same ones; the hash of all calls shows
-where they have not, also while nothing hangs.
-
-A suspicion is no proof and harms nobody. While one is open the past that costs are compared with
-stays as it was: what is slow now would be usual soon.
-
-``Live`` is no value: it takes in 10,000 reports a second. It reads no clock.
+Slow work is judged by the rules of ``slow``, from the digests in reports, over a window of the last
+steps. If a rank waits unusually long for an operation, the sinks of the wait graph are suspects.
+The usual wait is learned from earlier steps, not derived from the step time, so an absent rank is
+suspected just as soon if steps take a minute. Ranks of a group that have made the same number of
+calls must have made the same calls; the hash of all calls shows it if they have not, also while
+nothing hangs. A suspicion proves nothing and has no effect by itself. While one is open, the past
+that costs are compared with is frozen; otherwise slow work would soon count as usual. ``Live`` is
+mutable because it takes in 10,000 reports a second. It reads no clock.
 """
 
 from __future__ import annotations
@@ -45,29 +41,30 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.numerics import counted
 from workers.protocol import GONE, NOT_FORMED, GroupState, StepCost, WorkerReport
 
-#: Costs are judged this often at most, and with many ranks less often.
+#: Shortest time between two judgements of costs, plus a time per rank.
 _JUDGE_S: Final = 1.0
 _JUDGE_S_EACH: Final = 1e-4
-#: Steps that are remembered of each rank: the longest window, and the past before it.
+#: Steps to remember of each rank: the longest window, and the past before it.
 _NUM_STEPS: Final = 24
-#: The first steps of an attempt warm up.
+#: The first steps of an attempt are warm-up and do not count.
 _NUM_WARM: Final = 2
-#: A step is judged without the ranks whose digests are two reports late.
+#: After this, two reports, a step is judged without the ranks whose digests are late.
 _LATE_S: Final = 2.5
-#: A factor that changed by less is no news.
+#: A smaller relative change of a factor is not reported.
 _TIMES_NEWS: Final = 0.25
-#: A rank is steadily slow if each of so many last steps was within this factor of the usual one.
+#: A rank is steadily slow if each of its last ``_NUM_STEADY`` steps was within this factor of the
+#: median.
 _NUM_STEADY: Final = 4
 _STEADY_LOG: Final = log(1.5)
-#: One that is slow by different factors may compile: in so many steps it does not.
+#: A rank that is slow by varying factors may compile; after this many slow steps it does not.
 _NUM_ERRATIC: Final = 8
-#: A rank is held up if it waits longer than this, and than so many times the usual wait.
+#: A rank is held up if it waits longer than this, and longer than this many times the usual wait.
 _HELD_S: Final = 3.0
 _HELD_TIMES: Final = 3.0
-#: The usual wait is the third longest of so many steps, their p99: one pause does not lengthen it.
+#: The usual wait is the third longest of this many steps, their p99: one pause does not change it.
 _NUM_WAITS: Final = 256
 _USUAL_PLACE: Final = -3
-#: A process beats ten times a second.
+#: A process that has not beaten for this long is silent; it should beat ten times a second.
 _SILENT_S: Final = 1.0
 _STOPPED: Final = frozenset("Tt")
 _RUNS: Final = frozenset("RD")
@@ -77,17 +74,17 @@ SLOW: Final = frozenset({Kind.SLOW_COMPUTE, Kind.SLOW_DATA})
 
 @dataclass(slots=True)
 class _Step:
-    """Costs of a step that not all ranks have told of."""
+    """Costs of a step that not all ranks have reported."""
 
     first_s: float
     costs: dict[int, StepCost]
 
 
 class _Costs:
-    """One kind of cost of every rank in the last steps: as it was, and against what it should be.
+    """One kind of cost of every rank in the last steps, and its ratio to what it should be.
 
     Args:
-        roles: Of each rank: ranks of one role do equal work.
+        roles: The role of each rank: ranks of one role do equal work.
     """
 
     def __init__(self, roles: Sequence[Hashable]) -> None:
@@ -102,11 +99,11 @@ class _Costs:
         self._logs: dict[int, dict[int, float]] = {}
         self.lags: dict[int, Lag] = {}
         self._step = 0
-        # Those that cost more in one of the last steps, and in which.
+        # Ranks that cost more in one of the last steps, and the last such step.
         self._raised: dict[int, int] = {}
 
     def take(self, step: int, costs: Mapping[int, float]) -> None:
-        """Take in a step; ``costs`` are above zero."""
+        """Take in a step. All ``costs`` must be above zero."""
         for rank, kept in self._kept.items() if not self.lags else ():
             if len(kept) >= NUM_PAST:
                 self._past[rank] = median(list(kept.values())[:NUM_PAST])
@@ -122,7 +119,7 @@ class _Costs:
                 _keep(self._kept.setdefault(rank, {}), step, cost)
 
     def judge(self, nodes: Mapping[int, str]) -> None:
-        """Find who is slow now; ``nodes`` has that of each rank."""
+        """Find the ranks that are slow now; ``nodes`` has the node of each rank."""
         oldest = self._step - NUM_RECENT
         self._raised = {rank: step for rank, step in self._raised.items() if step > oldest}
         found = lagging(self._logs, self._by_past, now=self._raised, nodes=nodes)
@@ -132,7 +129,7 @@ class _Costs:
         self.lags = found
 
     def is_steady(self, rank: int) -> bool:
-        """Return whether a rank that lags did so by about as much in each of the last steps."""
+        """Return whether a slow rank was about equally slow in each of the last steps."""
         lag, usual = self.lags[rank], log(self.lags[rank].times)
         newest = sorted(self._logs[rank].items())[-_NUM_STEADY:]
         return len(newest) == _NUM_STEADY and all(
@@ -141,14 +138,14 @@ class _Costs:
         )
 
     def may_be_work(self, rank: int) -> bool:
-        """Return whether a rank is its whole stage, or may compile."""
+        """Return whether a rank is alone on its stage, or may compile."""
         since_step, by_step = self.lags[rank].since_step, self._logs[rank]
         num_slow = sum(step >= since_step and ratio > LEAST_LOG for step, ratio in by_step.items())
         is_short = num_slow < _NUM_ERRATIC and not self.is_steady(rank)
         return is_short or is_whole_stage(rank, self._roles)
 
     def peers(self, rank: int) -> list[int]:
-        """Return those whom the rank was compared with; none if that was its own past."""
+        """Return the ranks that a rank is compared with; none if with its own past."""
         if rank in self._by_past:
             return []
         role = self._roles[rank]
@@ -164,7 +161,7 @@ class _Sizes:
         self._known: dict[Hashable, deque[Moments]] = {}
 
     def evened(self, costs: Mapping[int, StepCost]) -> dict[int, float]:
-        """Return what the compute would be with as many tokens for all ranks of a role."""
+        """Return the compute costs as if all ranks of a role had equally many tokens."""
         by_role: dict[Hashable, dict[int, StepCost]] = defaultdict(dict)
         for rank, one in costs.items():
             if one.compute_s > 0.0:
@@ -188,7 +185,7 @@ def _keep(by_step: dict[int, float], step: int, value: float) -> None:
 
 
 class _Waits:
-    """How long ranks usually wait for each operation, from reports: the longest of each step."""
+    """How long ranks usually wait for each operation: the longest reported wait of each step."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -197,7 +194,7 @@ class _Waits:
         self._usual_s: dict[tuple[str, str], float] = {}
 
     def take(self, row: WorkerReport) -> float:
-        """Take in what a rank waits in; return for how long at most."""
+        """Take in the waits of a rank; return the longest one."""
         if row.step > self._step:
             self._step = row.step
             for key, longest_s in self._longest.items():
@@ -230,7 +227,7 @@ class Live:
     """The suspicions of one attempt.
 
     Args:
-        roles: Of each rank: those of one role do equal work.
+        roles: The role of each rank: ranks of one role do equal work.
         first_step: The step that the attempt begins with.
     """
 
@@ -247,7 +244,7 @@ class Live:
         self._ended_s: dict[int, float] = {}
         self._closed = first_step + _NUM_WARM - 1
         self._rows: dict[int, tuple[WorkerReport, str]] = {}
-        #: Ranks that wait for long: of many ranks only these are looked at.
+        #: Ranks that have waited for long; only these are examined.
         self._held: dict[int, None] = {}
         self._judged_at_s = float("-inf")
         self._since_s: dict[tuple[str, str], float] = {}
@@ -277,7 +274,7 @@ class Live:
         """Judge at ``at_s``; return whether ``suspicions`` have changed.
 
         Args:
-            graph: Returns the wait graph of the members; asked for if a wait is too long.
+            graph: Returns the wait graph of the members; called only if a wait is too long.
         """
         self._close(at_s)
         if at_s - self._judged_at_s >= _JUDGE_S + _JUDGE_S_EACH * self._num_ranks:
@@ -285,7 +282,7 @@ class Live:
             nodes = {rank: node for rank, (_, node) in self._rows.items()}
             self._compute.judge(nodes)
             self._data.judge(nodes)
-            # Hashes that differ once differ for good.
+            # Hashes that differ once differ from then on.
             self._at_odds = self._at_odds or self._other_calls(at_s)
         found = [*self._slow(at_s), *self._held_up(at_s, graph), *self._at_odds]
         keys = [_key(one) for one in found]
@@ -297,7 +294,8 @@ class Live:
         is_new = [(_key(one), one.kind) for one in found] != [
             (key, one.kind) for key, one in before.items()
         ]
-        # The factor decides what waiting costs, and steadiness for how long that is borne.
+        # The factor decides how much the slow rank costs, and steadiness how long the run accepts
+        # it.
         is_news = is_new or any(
             abs(one.times - before[_key(one)].times) > _TIMES_NEWS * one.times
             or one.is_steady != before[_key(one)].is_steady
@@ -309,7 +307,7 @@ class Live:
         return is_news
 
     def _close(self, at_s: float) -> None:
-        """Take in the steps that all ranks have told of, or that are late."""
+        """Take in the steps that all ranks have reported, or that are overdue."""
         ready = [
             step
             for step, pending in self._pending.items()
@@ -325,7 +323,7 @@ class Live:
             self._data.take(
                 step,
                 {
-                    # A wait that is short beside its computing disturbs nobody.
+                    # A wait that is short compared with computing does not matter.
                     rank: 1.0 + one.data_s / usual_s[self._roles[rank]]
                     for rank, one in pending.costs.items()
                     if one.data_s > 0.0 and self._roles[rank] in usual_s
@@ -335,7 +333,7 @@ class Live:
             del self._ended_s[next(iter(self._ended_s))]
 
     def _usual_compute_s(self, compute: Mapping[int, float]) -> dict[Hashable, float]:
-        """Return what a micro-batch of each role usually takes, with those of this step."""
+        """Return how long a micro-batch of each role usually computes, this step included."""
         by_role: dict[Hashable, list[float]] = defaultdict(list)
         for rank, cost in compute.items():
             by_role[self._roles[rank]].append(cost)
@@ -347,7 +345,7 @@ class Live:
         found: list[Suspicion] = []
         for kind, costs, does in (
             (Kind.SLOW_COMPUTE, self._compute, "computes"),
-            (Kind.SLOW_DATA, self._data, "waits for data, beside its computing,"),
+            (Kind.SLOW_DATA, self._data, "takes, with its waits for data,"),
         ):
             for rank, lag in sorted(costs.lags.items()):
                 row, node = self._rows[rank]
@@ -413,7 +411,7 @@ class Live:
             held = [each for each in overdue if rank in each[2].ranks]
             waited_s, who, group = max(held or overdue, key=lambda each: each[0])
             if row.phase in NOT_FORMED or row.num_dropped:
-                # Still on its way; or it may wait in a group of which nothing is known.
+                # It is still forming, or it may wait in a group without a record.
                 continue
             kind, does = _doing(row)
             found.append(
@@ -431,16 +429,16 @@ class Live:
 
 
 def roles_of(layout: ParallelLayout) -> list[tuple[int, ...]]:
-    """Return what the work of each rank depends on, beside its samples."""
+    """Return the role of each rank: what its work depends on, besides its samples."""
     places = map(layout.coordinates, range(layout.world_size))
     return [(place["pp"], place["cp"], place["tp"]) for place in places]
 
 
 def device_behind(row: WorkerReport) -> str:
-    """Return what a rank's process has called and its device has not reached, "" if nothing is.
+    """Return, for people, the calls that a rank's device has not reached; "" if there are none.
 
-    If the rank waits for nobody, its device stands still or computes for long: the process has done
-    its part. C4 (arXiv 2406.04594, section 3) compares arrivals in the kernels themselves.
+    If the rank waits for no other, its device stands still or computes for long: the process has
+    done its part. C4 (arXiv 2406.04594, section 3) compares arrivals in the kernels themselves.
     """
     # A process whose interpreter is held cannot look at its device.
     if row.beat_age_s >= _SILENT_S:
@@ -453,7 +451,7 @@ def device_behind(row: WorkerReport) -> str:
 
 
 def _key(one: Suspicion) -> tuple[str, str]:
-    """Return what it is about: the worker, and what it does slowly; "" if it is away."""
+    """Return the key of a suspicion: the worker, and the kind of slow work; "" if absent."""
     return (one.worker, one.kind if one.times else "")
 
 
@@ -462,19 +460,19 @@ def _who(rank: int, row: WorkerReport, node: str) -> str:
 
 
 def _doing(row: WorkerReport) -> tuple[Kind, str]:
-    """Return what a rank does that has not come, as a kind and for people."""
+    """Return what an absent rank does, as a kind and for people."""
     if row.os_state in GONE:
         return Kind.DEAD, "its process is gone"
     if row.os_state in _STOPPED:
         by = "a signal" if row.os_state == "T" else "a debugger"
         return Kind.FROZEN, f"{by} has stopped it"
     if row.beat_age_s >= _SILENT_S and row.os_state not in _RUNS:
-        return Kind.INTERPRETER_HELD, f"its interpreter is held since {row.beat_age_s:.1f} s"
+        return Kind.INTERPRETER_HELD, f"its interpreter has been held for {row.beat_age_s:.1f} s"
     if behind := device_behind(row):
         return Kind.DEVICE_STUCK, behind
     span, span_s = (row.digest.span, row.digest.span_s) if row.digest else ("", 0.0)
     if span == "data":
-        return Kind.SLOW_DATA, f"it waits for data since {span_s:.1f} s"
+        return Kind.SLOW_DATA, f"it has waited for data for {span_s:.1f} s"
     if span:
-        return Kind.ABSENT, f"it is in {span} since {span_s:.1f} s"
-    return Kind.ABSENT, f"it is in phase {row.phase} since {row.phase_s:.1f} s"
+        return Kind.ABSENT, f"it has been in {span} for {span_s:.1f} s"
+    return Kind.ABSENT, f"it has been in phase {row.phase} for {row.phase_s:.1f} s"

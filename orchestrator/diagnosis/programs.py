@@ -1,9 +1,9 @@
-"""Ranks that called different things, also when nothing hangs.
+"""Ranks that made different calls, also when nothing hangs.
 
-Members of a communicator make the same calls in the same order. A call that differs in operation,
-type or size is a ``mismatch``. If the calls of a rank after it are those of the others, but some
-numbers off, it has left one out or made one more: ``desync``, with wrong sums for as long as
-nothing hangs. Where records begin later, the hash of all earlier calls shows it.
+Members of a communicator must make the same calls in the same order. A call that differs in
+operation, type or size is a ``mismatch``. If a rank's later calls equal the others' calls at a
+constant offset, it has skipped calls or made extra ones: ``desync``, with wrong sums until
+something hangs. If the records begin later, the hash of all earlier calls shows this.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from orchestrator.diagnosis.records import Operation
 from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Verdict, listed
 
 _TRANSFER: Final = frozenset({"send", "recv"})
-#: Members give equal payloads; what some libraries allow to differ, at least where it hangs.
+#: Operations whose payloads must be equal on all members. Some libraries allow others to differ;
+#: these count only in a hang.
 _EQUAL: Final = frozenset({"all_reduce", "broadcast", "reduce", "transfer"})
 _EQUAL_IF_STUCK: Final = _EQUAL | {"all_gather", "reduce_scatter"}
 _SHIFTS: Final = (1, -1, 2, -2, 3, -3, 4, -4)
 
-#: These must be equal: operation, payload where it must be, and type.
+#: What must be equal: operation, payload size for the operations above, and type.
 Call: TypeAlias = tuple[str, int, str]
 _Calls: TypeAlias = tuple[Call, ...]
 _BySeq: TypeAlias = dict[int, dict[int, list[Operation]]]
 
 
 def difference(first: Call, second: Call) -> str:
-    """Return in what two calls of the same number differ that both wait; "" if in nothing."""
+    """Return in what two waiting calls of the same number differ; "" if they do not."""
     first, second = _comparable(first, is_stuck=True), _comparable(second, is_stuck=True)
     names = ("operation", "size", "type")
     return next((n for n, a, b in zip(names, first, second, strict=True) if a != b), "")
 
 
 def outnumbered(camps: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks that are not in the camp of more than half of all; none if there is none."""
+    """Return the ranks outside the camp of more than half of all; none without such a camp."""
     camps = list(camps)
     ranks = {rank for camp in camps for rank in camp}
     most = max(camps, key=len)
@@ -43,7 +44,7 @@ def outnumbered(camps: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def programs(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
-    """Return the verdict on the first calls that differ, if some do.
+    """Return the verdict on the first calls that differ; none if all agree.
 
     Args:
         rows: The operations of each rank, by time.
@@ -77,7 +78,7 @@ def _of_comm(
         call: [rank for rank in made[seq] if made[seq][rank] == call] for call in made[seq].values()
     }
     said = "; ".join(f"{listed(who)} called {_text(call)}" for call, who in told.items())
-    after = " The calls after it are those of the others, some numbers off." if is_shifted else ""
+    after = " Its later calls equal the others' calls at a constant offset." if is_shifted else ""
     named = Guilty.of(guilty, (), {one.node for r in guilty for one in here[r] if one.node})
     return Verdict(
         kind=Kind.DESYNC if is_shifted else Kind.MISMATCH,
@@ -138,7 +139,7 @@ def _majority_elsewhere(
     rows: Mapping[int, list[Operation]],
     options: set[_Calls],
 ) -> _Calls | None:
-    """Return what most ranks called as that number in communicators like this one."""
+    """Return the call that most ranks made as number ``seq`` in similar communicators."""
     like = _shape(calls[comm][seq], rows)
     votes: Counter[_Calls] = Counter()
     for by_seq in calls.values():
@@ -162,11 +163,11 @@ def _shape(
 
 
 def _is_shifted(made: Mapping[int, Mapping[int, _Calls]], wrong: Sequence[int], rank: int) -> bool:
-    """Return whether the calls of ``rank`` from the first wrong one on are others of the rest."""
+    """Return whether the calls of ``rank`` from the first wrong one on are the others', shifted."""
     after = {seq: by for seq, by in made.items() if seq >= wrong[0]}
     mine = {seq: by[rank] for seq, by in after.items() if rank in by}
     theirs = {seq: call for seq, by in after.items() for other, call in by.items() if other != rank}
-    # One call that differs in the middle is a call of another kind; at the end nobody knows.
+    # A single different call in the middle is no shift; at the end of a rank's calls it may be one.
     if len(wrong) == 1 and not (len(mine) == 1 < len(theirs)):
         return False
 

@@ -1,4 +1,4 @@
-"""The records that a diagnosis is made from: one an operation of a rank."""
+"""The records that a diagnosis is made from, one per operation of a rank."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Operation:
     seq: int = 0  #: Number of the call in it, equal on all members.
     members: Sequence[int] = ()  #: Ranks of the communicator; of a transfer (sender, receiver).
     enter_s: float  #: When it was called, on ``clock``.
-    exit_s: float | None  #: When it was over; None while it is in flight.
-    #: Of a span that is over, its time without the rank's waits for others; None if only the
-    #: calls in it say that.
+    exit_s: float | None  #: When it ended; None while it is in flight.
+    #: For a span that has ended: its time without the rank's waits for others; None if only the
+    #: calls within it tell.
     own_s: float | None = None
-    is_ahead: bool = False  #: Whether it is in flight and the rank is known not to wait for it.
-    is_reached: bool = True  #: Whether the device has reached it; True of a call on the host.
-    size_bytes: int = 0  #: Payload of this rank; of a span the size of its input, 0 if unknown.
+    is_ahead: bool = False  #: Whether it is in flight although the rank does not wait for it.
+    is_reached: bool = True  #: Whether the device has reached it; True for a call on the host.
+    size_bytes: int = 0  #: Payload of this rank; for a span the size of its input, 0 if unknown.
     dtype: str = ""
-    #: Hash of all calls of the rank in the communicator up to this one, "" if unknown.
+    #: Hash of all calls of the rank in the communicator up to this one; "" if unknown.
     history: str = ""
     step: int = 0
     place: tuple[int, int, int] | None = None  #: Its (dp, pp, tp) in the mesh; None if unknown.
     clock: str = ""  #: Times of different clocks are not compared.
-    node: str = ""  #: Machine of the rank, "" if unknown.
+    node: str = ""  #: Machine of the rank; "" if unknown.
 
     @property
     def is_span(self) -> bool:
@@ -44,7 +44,10 @@ class Operation:
 
     @property
     def role(self) -> tuple[int, ...]:
-        """Return (stage, tp place), in which ranks do equal work; the rank itself if unknown."""
+        """Return (stage, tp place): ranks that share it do equal work.
+
+        The rank itself if unknown.
+        """
         return (-1, self.rank) if self.place is None else self.place[1:]
 
 
@@ -53,18 +56,19 @@ class Records:
     """The records of a run, or of a stretch of it."""
 
     operations: tuple[Operation, ...]  #: In any order.
-    #: For each rank that may have called what is not in them: why.
+    #: For each rank that may have made calls without a record: the reason.
     unknown: Mapping[int, str] = field(default_factory=dict)
-    #: When they were taken, on their clock. A call that waits no longer then than usual does not
-    #: hang. None: they were taken because of a hang.
+    #: When they were taken, on their clock; a call that has not waited unusually long by then does
+    #: not hang. None if they were taken because of a hang.
     now_s: float | None = None
 
 
 def overlap(rows: Sequence[Operation]) -> tuple[Operation, Operation] | None:
-    """Return two spans of a rank, of different steps, of which one begins amid the other.
+    """Return two spans of different steps of a rank that overlap; None if there are none.
 
-    A rank does one step after the other: such times are no times of day, and no durations can be
-    compared. None if there are none. Data may be read ahead. ``rows`` are by ``enter_s``.
+    A rank executes one step after the other, so such times come from different clocks and durations
+    cannot be compared. Spans of data do not count, because data may be read ahead. ``rows`` must be
+    sorted by ``enter_s``.
     """
     before: Operation | None = None
     for one in rows:
@@ -80,11 +84,12 @@ def overlap(rows: Sequence[Operation]) -> tuple[Operation, Operation] | None:
 
 
 def matched(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Return them with the k-th send of a channel numbered as the k-th receive.
+    """Return the operations, with the k-th send of a channel numbered like the k-th receive.
 
     A communicator may number sends and receives of both directions together: then the two ends of
-    one transfer have different numbers. Communicators in which they agree are left alone: the
-    beginning of one end may be lost. A channel is named ``<communicator> <sender>><receiver>``.
+    one transfer have different numbers. Communicators whose numbers agree stay as they are, because
+    the first records of one end may be lost. A channel is named ``<communicator>
+    <sender>><receiver>``.
     """
     kept: list[Operation] = []
     ends: dict[tuple[str, str], list[Operation]] = defaultdict(list)

@@ -1,15 +1,13 @@
 """Ranks that are slower than others with the same work.
 
-Compute is what a span of a rank takes, without its waits for others: the calls in it, if the
-record says no better. Compared are
-ranks of one stage and tensor-parallel place, in the same step, by their fastest micro-batch: broken
-hardware slows all of them, uneven work only some. Where sizes are known, times are divided by the
-power of the size, up to the square, by which they grow with it. Two peers are too few: then a
-rank's own past decides, beside that of all others. The threshold grows with the noise of the
-others.
-
-The rules "who waits least" and "who is late" blame healthy mates in the pipeline, and the receivers
-of slow links (seen in the trace AR of ByteDance-Seed/StragglerAnalysis).
+Compute is the time of a rank's span without its waits for others; if the record has no such time,
+the calls within the span are subtracted. Ranks of one stage and tensor-parallel place are compared
+in the same step, by their fastest micro-batch: broken hardware slows all micro-batches, uneven work
+only some. If sizes are known, times are divided by the power of the size, at most 2, with which
+they grow. Two peers are too few: then a rank is compared with its own past, relative to that of all
+others. The threshold grows with the noise of the others. Rules that blame the rank that waits least
+or comes late would name healthy ranks in the pipeline and the receivers of slow links (seen in the
+trace AR of ByteDance-Seed/StragglerAnalysis).
 """
 
 from __future__ import annotations
@@ -25,27 +23,28 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 from orchestrator.diagnosis.records import Operation
 from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict, listed
 
-#: Windows in steps, and the logarithm of the ratio from which its median counts: one for what
-#: slows much, one for what slows little or comes and goes.
+#: Windows: the width in steps, and the logarithm of the ratio from which the median counts. One
+#: finds large slowdowns, the other small or intermittent ones.
 _LANES: Final = ((5, math.log(1.25)), (15, math.log(1.12)))
-#: A key of which none of so many last steps has so large a logarithm does not stand out.
+#: A key can stand out only if one of its last ``NUM_RECENT`` steps has at least this logarithm.
 NUM_RECENT: Final = 8
 LEAST_LOG: Final = math.log(1.12)
 _WINDOW_MIN: Final = 3
 #: The first steps of a rank are its past.
 NUM_PAST: Final = 5
-#: So many peers of a role cannot say which of them is slow.
+#: With this many ranks or fewer, a role does not show which of them is slow.
 NUM_PEERS_FEW: Final = 2
-#: The threshold is as many times the upper quartile of the others' windows, and the deviation of
-#: their steps by the root of the window's width: 5 standard deviations of either, or more.
+#: The threshold is this many times the upper quartile of the others' windows, and this many times
+#: the deviation of their steps over the root of the window's width: 5 standard deviations of
+#: either, or more.
 _NOISE_QUANTILE: Final = 0.75
 _APART_TIMES: Final = 7.5
 _NOISE_TIMES: Final = 7.0
-#: Noise is told from so many others.
+#: Noise is estimated from at most this many others.
 _OTHERS_MAX: Final = 500
-#: Attention grows with the square.
+#: Attention grows with the square of the size.
 POWER_MAX: Final = 2.0
-#: Sizes that differ by less, about a millionth, say nothing.
+#: Sizes that differ by less, about a millionth, show no growth.
 _ACROSS_MIN: Final = 1e-12
 _COMPUTE: Final = ("forward", "backward")
 
@@ -59,19 +58,19 @@ Moments: TypeAlias = tuple[float, float, float, float, float]
 
 
 class Lag(NamedTuple):
-    """How many times slower than it should be, and from which step on."""
+    """How many times slower than it should be, and since which step."""
 
     times: float
     since_step: int
 
 
 def growth(sizes_costs: Iterable[tuple[float, float]], most: float) -> float:
-    """Return by which power of the size a cost grows, 0 to ``most``; 0 if a size is unknown."""
+    """Return the power of the size by which costs grow, 0 to ``most``; 0 if a size is unknown."""
     return power([moments(sizes_costs)], most)
 
 
 def moments(sizes_costs: Iterable[tuple[float, float]]) -> Moments:
-    """Return what ``power`` needs of some costs; nan if a size is unknown."""
+    """Return the sums of some costs that ``power`` needs; nan if a size is unknown."""
     logs = [
         (math.log(size) if size > 0.0 else math.nan, math.log(cost))
         for size, cost in sizes_costs
@@ -87,7 +86,7 @@ def moments(sizes_costs: Iterable[tuple[float, float]]) -> Moments:
 
 
 def power(parts: Iterable[Moments], most: float = POWER_MAX) -> float:
-    """Return ``growth`` of all costs of which ``parts`` are."""
+    """Return the ``growth`` of all costs that make up ``parts``."""
     num, x, y, xx, xy = (sum(each) for each in zip(*parts, strict=True))
     across = xx - x * x / num if num else 0.0
     return min(max((xy - x * y / num) / across, 0.0), most) if across > _ACROSS_MIN * num else 0.0
@@ -101,11 +100,11 @@ def lags(
     stages: Mapping[K, Hashable] | None = None,
     nodes: Mapping[K, Hashable] | None = None,
 ) -> dict[K, Lag]:
-    """Return which keys cost more, ``least_times``, than those of their role, or than they did.
+    """Return the keys that cost ``least_times`` more than others of their role, or than before.
 
     Args:
-        stages: Of each key, as for ``logs``.
-        nodes: Of each key, as for ``lagging``.
+        stages: Stage of each key, as for ``logs``.
+        nodes: Node of each key, as for ``lagging``.
     """
     num_peers = Counter(roles[key] for key in series)
     past = {
@@ -127,7 +126,7 @@ def lags(
 
 
 def stage_of(role: Hashable) -> Hashable:
-    """Return the stage of a role: ranks of a stage get more work together."""
+    """Return the stage of a role: the work of all ranks of a stage grows together."""
     return role[0] if isinstance(role, tuple) and role else role
 
 
@@ -138,20 +137,21 @@ def logs(
     past: Mapping[K, float],
     stages: Mapping[K, Hashable] | None = None,
 ) -> dict[K, float]:
-    """Return the logarithm of each cost of a step by what it should be.
+    """Return the logarithm of the ratio of each cost of a step to what it should be.
 
     Args:
-        costs: Of each key.
-        num_peers: Keys of each role, whether or not they are in ``costs``.
-        past: The usual cost of a key before; without one, those with few peers are not judged.
-        stages: Of each key: what its own past says is no fault where its whole stage grew alike.
+        costs: Cost of each key.
+        num_peers: Number of keys of each role, whether or not they are in ``costs``.
+        past: The usual earlier cost of a key. A key with few peers is not judged without it.
+        stages: Stage of each key: growth over its own past is no fault if its whole stage grew
+            alike.
     """
     same: dict[Hashable, list[float]] = defaultdict(list)
     for key, cost in costs.items():
         same[roles[key]].append(cost)
     for each in same.values():
         each.sort()
-    # A step that is slow for everybody is no fault of one.
+    # A step that is slow for all is no rank's fault.
     is_few = any(num_peers[role] <= NUM_PEERS_FEW for role in same)
     grown = sorted(cost / past[key] for key, cost in costs.items() if key in past) if is_few else []
     by_stage = stages if is_few and stages else {}
@@ -185,14 +185,15 @@ def lagging(
     now: Collection[K] | None = None,
     nodes: Mapping[K, Hashable] | None = None,
 ) -> dict[K, Lag]:
-    """Return whose logarithms stand out from the noise of the others.
+    """Return the keys whose logarithms stand out from the noise of the others.
 
     Args:
-        slower: What ``logs`` returned of each key, by step.
-        by_past: Keys that are compared with their own past: that of few steps has noise of its own.
-        now: Name only those of them whose newest window, a whole one, stands out. None: any whose
-            window did.
-        nodes: Of each key. A fault of a node slows all its ranks: others are those elsewhere.
+        slower: What ``logs`` returned for each key, by step.
+        by_past: Keys that are compared with their own past; a past of few steps adds noise.
+        now: Return only those of these keys whose newest, complete window stands out. None for all
+            keys of which any window does.
+        nodes: Node of each key. A fault of a node slows all its ranks, so the others are those
+            elsewhere.
     """
     found: dict[K, Lag] = {}
     is_live = now is not None
@@ -237,7 +238,7 @@ def lagging(
 
 
 def _without(ordered: Sequence[float], own: Sequence[float], place: int) -> float:
-    """Return what is at ``place`` of ``ordered`` once ``own``, which are in it, are out."""
+    """Return the value at index ``place`` of ``ordered`` after removing ``own`` from it."""
     if len(own) == 1:
         return ordered[place + (bisect_left(ordered, own[0]) <= place)]
     last = -1
@@ -255,9 +256,9 @@ def _median_without(ordered: Sequence[float], own: Sequence[float]) -> float:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Return the standard deviation, from the median of differences between steps in a row.
+    """Return the standard deviation, from the median of differences between consecutive steps.
 
-    A level that shifts, as that of all others does when half of them get slow, is no noise.
+    A level that shifts is no noise: so do all others' when half of the ranks get slow.
     """
     apart = [abs(after - before) for before, after in pairwise(values)]
     return 1.4826 * median(apart) / math.sqrt(2.0) if apart else 0.0
@@ -282,7 +283,7 @@ def is_whole_stage(rank: int, roles: Mapping[int, Hashable]) -> bool:
 
 
 def slow_ranks(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
-    """Return who computes or loads data slowly.
+    """Return the verdicts on ranks that compute or load data slowly.
 
     Args:
         rows: The operations of each rank, by time.
@@ -310,7 +311,7 @@ def slow_ranks(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
     starved = lags(data, roles, stages=stages, nodes=nodes)
     return [
         *_verdicts(Kind.SLOW_COMPUTE, "computes", found, rows, roles),
-        *_verdicts(Kind.SLOW_DATA, "waits for data, beside its computing,", starved, rows, roles),
+        *_verdicts(Kind.SLOW_DATA, "takes, with its waits for data,", starved, rows, roles),
     ]
 
 
@@ -339,7 +340,7 @@ def _verdicts(
 def _spans(
     operations: Sequence[Operation],
 ) -> dict[tuple[int, str], list[tuple[float, float, int]]]:
-    """Return (enter, own time, size) of the spans that are over, by step and name."""
+    """Return (enter, own time, size) of the spans that have ended, by step and name."""
     found: dict[tuple[int, str], list[tuple[float, float, int]]] = defaultdict(list)
     for place, span in enumerate(operations):
         if not span.is_span or span.exit_s is None:
@@ -360,7 +361,7 @@ def _spans(
 def _compute(
     spans: Mapping[tuple[int, str], list[tuple[float, float, int]]], powers: Mapping[str, float]
 ) -> dict[int, float]:
-    """Return by step what the fastest micro-batch takes, by the power of its size."""
+    """Return by step the time of the fastest micro-batch, divided by the power of its size."""
     steps: dict[int, float] = defaultdict(float)
     for (step, op), each in spans.items():
         if op in _COMPUTE:
@@ -372,9 +373,9 @@ def _compute(
 def _data(
     spans: Mapping[tuple[int, str], list[tuple[float, float, int]]], usual_s: float
 ) -> dict[int, float]:
-    """Return by step what a micro-batch waits for data, beside what its role usually computes.
+    """Return by step how long a micro-batch waits for data, plus its role's usual compute time.
 
-    A wait that is short beside that disturbs nobody, however often it doubles.
+    A wait that is short compared with that does not matter, however often it doubles.
     """
     return {
         step: usual_s + sum(own_s for _, own_s, _ in each) / len(each)
@@ -384,7 +385,7 @@ def _data(
 
 
 def _known(series: Series[K]) -> dict[K, dict[int, float]]:
-    """Return what is above zero."""
+    """Return the costs that are above zero."""
     kept = {
         key: {step: cost for step, cost in by.items() if cost > 0.0} for key, by in series.items()
     }

@@ -3,8 +3,8 @@
 A rank is a process with a row for its own work and one for each communicator, more where calls
 overlap. Verdicts are instants, and arrows go from a send to its receive.
 
-Clocks of machines do not agree. A call ends on all its members at nearly the same time, so two
-clocks are as far apart as the ends of the calls that they share.
+Clocks of machines differ. A call ends on all its members at nearly the same time, so the ends of
+shared calls show how far two clocks are apart.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Final
 from orchestrator.diagnosis.records import Operation, Records
 from orchestrator.diagnosis.verdicts import Verdict
 
-#: Time that is shown before the first verdict.
+#: Time to show before the first verdict.
 BEFORE_S: Final = 30.0
-#: Clocks that are no further apart are one clock, seen by processes that wake up late.
+#: Clocks that are closer than this count as one clock, read by processes that wake up late.
 _SAME_CLOCK_S: Final = 0.05
 _US: Final = 1e6
 
@@ -31,8 +31,8 @@ def trace(
 ) -> dict[str, Any]:
     """Return the trace as a JSON document, from ``before_s`` before the first verdict on.
 
-    Its times are microseconds since its first event. Without a verdict that has a time, the last
-    ``before_s`` of the records are in it.
+    Its times are microseconds since its first event. If no verdict has a time, it shows the last
+    ``before_s`` of the records.
     """
     ahead = _clocks(records.operations)
     rows = sorted(
@@ -66,12 +66,12 @@ def trace(
 
 
 def _end_s(one: Operation) -> float:
-    """Return when it was over; infinity while it is in flight."""
+    """Return when an operation ended; infinity while it is in flight."""
     return math.inf if one.exit_s is None else one.exit_s
 
 
 def _clocks(operations: Iterable[Operation]) -> dict[str, float]:
-    """Return how far each clock is ahead of the first one that it shares calls with, in seconds."""
+    """Return, in seconds, how far each clock is ahead of the first clock that it is linked to."""
     ends: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     clocks: dict[str, None] = {}
     for one in operations:
@@ -94,7 +94,7 @@ def _clocks(operations: Iterable[Operation]) -> dict[str, float]:
 
 
 def _walked(clocks: Iterable[str], near: dict[str, list[tuple[str, float]]]) -> dict[str, float]:
-    """Return the sum of the differences on a way to each clock from the first that leads to it."""
+    """Return the sum of the differences along a path from the first linked clock to each clock."""
     known: dict[str, float] = {}
     for start in clocks:
         known.setdefault(start, 0.0)
@@ -116,7 +116,7 @@ class _Drawing:
         self._began_s = began_s
         self._threads, self._arrows = count(1), count(1)
         self._row_of: dict[int, int] = {}
-        #: The ends of transfers, to be joined by arrows.
+        #: The ends of transfers, which arrows join.
         self._ends: dict[tuple[str, int], dict[str, tuple[int, int, float]]] = defaultdict(dict)
 
     def ranks(self, shown: Sequence[tuple[float, float, Operation]]) -> None:
@@ -139,12 +139,12 @@ class _Drawing:
                 self._arrow(ends["send"], ends["recv"])
 
     def verdict(self, verdict: Verdict, at_s: float) -> None:
-        """Draw it on a row of verdicts, and on the rows of the guilty."""
+        """Draw a verdict on the row of verdicts and on the rows of the guilty ranks."""
         if 0 not in {event["pid"] for event in self.events if event["ph"] == "M"}:
             self._process(0, "verdicts", -1)
             self._thread(0, "verdicts", 0)
         told = verdict.to_json()
-        # Perfetto draws one of scope "g" on a row without a name, and not on this one.
+        # Perfetto draws an instant of scope "g" on a row without a name, not on this one.
         marks = [(0, 0, "t")]
         ends = (rank for link in verdict.guilty.links for rank in link)
         ranks = dict.fromkeys((*verdict.guilty.ranks, *ends))
@@ -204,7 +204,7 @@ class _Drawing:
 def _lanes(
     calls: Iterable[tuple[float, float, Operation]],
 ) -> list[list[tuple[float, float, Operation]]]:
-    """Return them on as few rows as hold them without overlap; ``calls`` are by time."""
+    """Return ``calls``, sorted by time, on as few rows as possible without overlap."""
     lanes: list[list[tuple[float, float, Operation]]] = []
     for enter, end, one in calls:
         lane = next((each for each in lanes if each[-1][1] <= enter), None)

@@ -1,8 +1,9 @@
 """Links, senders and receivers that are slower than others: the matrix of transfers.
 
-A transfer costs from when both ends have called it to its end, so that nobody is blamed for a late
-peer. One slow place of the matrix is a link, a slow row its sender, a slow column its receiver (C4,
-arXiv 2406.04594, section 3). One place alone is a row and a column, too: then that stays open.
+The cost of a transfer counts from when both ends have called it, so that no rank is blamed for a
+late peer. One slow place of the matrix is a link, a slow row a sender, a slow column a receiver
+(C4, arXiv 2406.04594, section 3). If a link is the only place in its row or column, all of these
+remain possible.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from orchestrator.diagnosis.slow import Lag, growth, lags
 from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Verdict
 
 _PAIR: Final = 2
-#: Share of a step below which transfers of a link disturb nobody.
+#: Share of a step below which transfers of a link do not matter.
 _SHARE: Final = 0.02
-#: A network is never as even as computing.
+#: Least factor that counts: a network is never as even as computing.
 _TIMES: Final = 1.3
 
 _Link: TypeAlias = tuple[int, int]
@@ -52,7 +53,7 @@ def slow_transfers(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
 def _matrix(
     rows: Mapping[int, list[Operation]],
 ) -> tuple[dict[_Link, dict[int, float]], dict[_Link, dict[int, int]]]:
-    """Return seconds and bytes of each link in each step."""
+    """Return the seconds and bytes of each link in each step."""
     calls: dict[tuple[str, int, _Link], dict[int, Operation]] = defaultdict(dict)
     for rank, operations in rows.items():
         for one in operations:
@@ -72,12 +73,12 @@ def _matrix(
 
 
 def _step_s(rows: Mapping[int, list[Operation]]) -> float:
-    """Return what a step takes."""
+    """Return the median duration of a step."""
     begun: dict[int, list[float]] = defaultdict(list)
     for operations in rows.values():
         for one in operations:
             if not one.op:
-                # Only its number is known.
+                # Only the number of this call is known.
                 continue
             begun[one.step] += (one.enter_s, one.exit_s or one.enter_s)
     return median(max(times) - min(times) for times in begun.values())
@@ -93,7 +94,7 @@ def _verdicts(
             line = {link for link in links if link[end] == rank}
             if len(line) >= _PAIR and line <= set(found):
                 lines.append((kind, rank, line))
-    # A crossing of a slow row and a healthy column is explained by the row.
+    # The row explains a slow place where it crosses a healthy column.
     for kind, rank, line in sorted(lines, key=lambda one: (-len(one[2]), one[1])):
         if len(line & left) >= _PAIR:
             left -= line

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 class Kind(StrEnum):
     """The kind of a fault; the list is closed.
 
-    From records alone a process that is dead, frozen or holds its interpreter is ``absent``, and
-    not-finite numbers and diverged replicas are not seen.
+    Records alone show a process that is dead, frozen or holds its interpreter as ``absent``. They
+    do not show numbers that are not finite or replicas that diverged.
     """
 
     DEAD = "dead"
@@ -48,14 +48,14 @@ class Guilty:
         links: Iterable[tuple[int, int]] = (),
         nodes: Iterable[str] = (),
     ) -> Guilty:
-        """Return them, each sorted."""
+        """Return the ranks, links and nodes, each sorted."""
         return cls(
             ranks=tuple(sorted(ranks)), nodes=tuple(sorted(nodes)), links=tuple(sorted(links))
         )
 
 
 class Alternative(NamedTuple):
-    """Another kind that a verdict may be."""
+    """Another kind that may be the true one."""
 
     kind: Kind
     guilty: Guilty = Guilty()
@@ -63,18 +63,18 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One thing that is wrong."""
+    """One fault, with its evidence."""
 
     kind: Kind
-    guilty: Guilty = Guilty()  #: Empty if nobody can be named.
-    #: From 0 to 1: how sure it is that kind and guilty are right, by the rule used.
+    guilty: Guilty = Guilty()  #: Empty if none can be named.
+    #: From 0 to 1: how certain kind and guilty are, by the rule that found them.
     confidence: float
-    since_s: float | None  #: When it began, on the clock of the records; None if that is not known.
+    since_s: float | None  #: When it began, on the clock of the records; None if unknown.
     evidence: str  #: Sentences for people.
-    alternatives: tuple[Alternative, ...] = ()  #: Other kinds that it can be, the likelier first.
+    alternatives: tuple[Alternative, ...] = ()  #: Other possible kinds, the likeliest first.
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document of ``everstep diagnose --json``."""
+        """Return the verdict as ``everstep diagnose --json`` shows it."""
         return {
             "kind": str(self.kind),
             "guilty": asdict(self.guilty),
@@ -89,21 +89,21 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion(Verdict):
-    """A rank, node or link that seems to hold the others up while a run trains. No proof."""
+    """A rank, node or link that seems to delay the others while a run trains; no proof."""
 
-    since_s: float  #: Since when, on the clock of the reports' receiver.
+    since_s: float  #: When it began, on the clock of the reports' receiver.
     worker: str = ""  #: A worker that the run could do without; "" if a link is suspected.
-    #: How many times as long as it should a micro-batch takes, or with a slow link a step; 0.0
-    #: if that is not known.
+    #: Time of a micro-batch, or of a step with a slow link, divided by what it should take; 0.0 if
+    #: unknown.
     times: float = 0.0
-    #: It was about as slow in each of the last steps. A pause, a recompile or another program on
-    #: its machine is not.
+    #: Whether it was about equally slow in each of the last steps, unlike a pause, a recompile or
+    #: another program on its machine.
     is_steady: bool = False
-    #: Nothing tells a slow machine from work that has grown: no conviction.
+    #: Whether its work may have grown instead of its machine being slow; it is not convicted then.
     may_be_work: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of ``everstep status``."""
+        """Return the suspicion as ``everstep status`` shows it."""
         return {
             **Verdict.to_json(self),
             "worker": self.worker,
@@ -114,7 +114,7 @@ class Suspicion(Verdict):
 
 
 def is_agreed(one: Suspicion, suspects: Iterable[Suspicion], num_ranks: int) -> bool:
-    """Return whether all ranks of a node, of which there are ``num_ranks``, are slow alike."""
+    """Return whether all ``num_ranks`` ranks of a node are slow alike."""
     alike = [
         each
         for each in suspects
@@ -124,7 +124,7 @@ def is_agreed(one: Suspicion, suspects: Iterable[Suspicion], num_ranks: int) -> 
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Return ranks for people: the first eight, and how many there are beside them."""
+    """Return ranks for people: the first eight, and the number of the others."""
     ordered = sorted(set(ranks))
     more = f" and {len(ordered) - 8} more" if len(ordered) > 8 else ""  # noqa: PLR2004
     word = "rank" if len(ordered) == 1 else "ranks"

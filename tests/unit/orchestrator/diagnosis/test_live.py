@@ -305,9 +305,9 @@ BEHIND = replace(group("world", range(3), 0), num_ahead=2)
     ("known", "kind", "says"),
     [
         ({}, Kind.ABSENT, "phase forward"),
-        ({"digest": Digest(span="data", span_s=3.0)}, Kind.SLOW_DATA, "waits for data since 3.0 s"),
-        ({"digest": Digest(span="backward", span_s=3.0)}, Kind.ABSENT, "in backward since 3.0 s"),
-        ({"beat_age_s": 2.5}, Kind.INTERPRETER_HELD, "interpreter is held since 2.5 s"),
+        ({"digest": Digest(span="data", span_s=3.0)}, Kind.SLOW_DATA, "waited for data for 3.0 s"),
+        ({"digest": Digest(span="backward", span_s=3.0)}, Kind.ABSENT, "in backward for 3.0 s"),
+        ({"beat_age_s": 2.5}, Kind.INTERPRETER_HELD, "interpreter has been held for 2.5 s"),
         ({"groups": (BEHIND,)}, Kind.DEVICE_STUCK, "its device is 2 calls behind in world"),
         ({"groups": (BEHIND,), "beat_age_s": 2.5, "os_state": "R"}, Kind.ABSENT, "phase forward"),
         ({"os_state": "T"}, Kind.FROZEN, "a signal has stopped it"),
