@@ -95,7 +95,7 @@ class UserError:
 
     @property
     def is_of_all(self) -> bool:
-        """Return whether it holds for every rank, even if some of them failed otherwise."""
+        """Return whether the error holds for every rank, even if some failed in another way."""
         return self.error_type in OF_ALL
 
     @property
@@ -176,9 +176,9 @@ def pause_s(num_stuck: int) -> float:
 def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError | None:
     """Return the error that proves a bug in the user's code, or None.
 
-    One rank's exception may come from its machine, and is survived once. Errors that prove a bug
-    are not. The same type on two ranks in one attempt, or again at the same step in a later
-    attempt, comes from the code.
+    One rank's exception may come from its machine and is forgiven once. Errors that prove a bug are
+    not. The same type on two ranks in one attempt, or again at the same step in a later attempt,
+    comes from the code.
 
     Args:
         now: Errors of the attempt that has just ended, in order of arrival.

@@ -1,7 +1,7 @@
 """When new workers, or another layout, justify a pause of the training ones.
 
-Pure. A change costs all workers one re-formation. It pays by shorter steps, until the run ends or a
-fault changes the layout anyway. Several newcomers that come close together share one pause.
+Pure. A change costs all workers one re-formation. It pays back by shorter steps until the run ends
+or a fault changes the layout anyway. Several newcomers that come close together share one pause.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class GrowthRules:
     """Limits of planned growth."""
 
     interval_s_min: float = 5.0  #: Least time between two planned changes.
-    #: How long the first newcomer waits at most for others that are nearly ready.
+    #: Longest time that the first newcomer waits for others that are nearly ready.
     gather_s: float = 2.0
     pause_guess_s: float = 1.0  #: Cost of a re-formation before one was measured.
     #: The time saved must exceed the pause by this factor: both estimates are rough (peers use 2
@@ -44,7 +44,7 @@ class GrowthFacts:
     step_s: float  #: Smoothed duration of a step now; 0.0 if unknown.
     num_steps_left: int  #: Steps until the end of the run.
     pause_s: float  #: Measured duration of the last re-formation; 0.0 if there was none.
-    next_fault_s: float  #: For how long the layout is expected to stay.
+    next_fault_s: float  #: How long the layout is expected to stay.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def next_fault_s(seen: FaultsSeen, observed_s: float, num_nodes: int, rules: Gro
 
     Args:
         seen: The faults since the run began.
-        observed_s: How long ago that is.
+        observed_s: The time since then.
         num_nodes: Nodes that train.
     """
     prior_s = rules.node_fault_s / num_nodes
@@ -76,7 +76,7 @@ def decide(facts: GrowthFacts, rules: GrowthRules) -> GrowthDecision:
     left_s = min(facts.num_steps_left * facts.step_s, facts.next_fault_s)
     won_s = left_s * (1 - facts.step_ratio)
     if won_s < pause_s * rules.gain_min:
-        # Without a measured step there is nothing to compare: look again soon.
+        # Without a measured step nothing can be compared: look again soon.
         retry_at_s = never if facts.step_s else facts.now_s + rules.interval_s_min
         reason = f"would win {won_s:.1f} s and cost {pause_s:.1f} s"
         return GrowthDecision(grow=False, retry_at_s=retry_at_s, reason=reason)

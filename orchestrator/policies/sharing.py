@@ -24,7 +24,7 @@ class Share:
     #: Whether it has ever trained; from then on it keeps at least ``num_min``.
     has_begun: bool = True
     num_held: int = 0  #: Workers that it has room for, on nodes that stay.
-    num_lacking: int = 0  #: How many more it has requested and not got in the time that Ray needs.
+    num_lacking: int = 0  #: How many more it requested and did not get in the time Ray needs.
     unit: int = 1  #: Its workers come in multiples of this.
     needs: tuple[tuple[str, float], ...] = ()  #: ``(resource, amount)`` of the room for one worker.
 
@@ -55,7 +55,7 @@ class Sharing(NamedTuple):
     #: No new decision before this time: the last workers given are still on their way.
     settled_s: float = -inf
     given: tuple[str, ...] = ()
-    num_others: int = 0  #: What all others held before.
+    num_others: int = 0  #: How many workers all others held before.
     #: ``(run, until_s)`` of the runs that did not take what they were given.
     deaf: tuple[tuple[str, float], ...] = ()
 
@@ -172,7 +172,7 @@ def _num_spare(share: Share, held: dict[str, float]) -> float:
 
 
 def _place(share: Share) -> tuple[int, bool, int, str]:
-    """Return the run whose turn it is to take: those that could start come first."""
+    """Return the sort key of the runs that take: those that could start come first."""
     return (-share.priority, share.has_begun, *_missing(share))
 
 

@@ -41,16 +41,16 @@ class SlowFacts:
 
     now_s: float
     node: str  #: Where the worker is.
-    since_s: float  #: Since when it has been slow.
-    is_steady: bool  #: It was about as slow in each of the last steps.
+    since_s: float  #: When it became slow.
+    is_steady: bool  #: Whether it was about equally slow in each of the last steps.
     times: float  #: How many times as long as normal its micro-batches take.
     step_s: float  #: Duration of a step now.
     usual_step_s: float  #: Duration of a step before it was slow; 0.0 if unknown.
     num_steps_left: int  #: Steps until the end of the run.
     pause_s: float  #: Measured duration of the last re-formation; 0.0 if there was none.
-    next_fault_s: float  #: For how long the layout is expected to stay.
+    next_fault_s: float  #: How long the layout is expected to stay.
     convicted: tuple[tuple[float, str], ...] = ()  #: ``(when, node)`` of each conviction so far.
-    is_agreed: bool = False  #: All workers of its node are slow, and it is not the only one.
+    is_agreed: bool = False  #: Whether its node has several workers and all are slow.
 
     @property
     def healthy_step_s(self) -> float:
@@ -86,7 +86,7 @@ def decide(facts: SlowFacts, rules: SlowRules, growth: GrowthRules) -> SlowDecis
     if len(recent) >= rules.convictions_max:
         return _wait(inf, f"{len(recent)} nodes were left recently for slow workers")
     if recent and recent[-1][1] == facts.node and recent[-1][0] > facts.since_s:
-        return _wait(inf, f"node {facts.node[:8]} was left for it, and nothing new is known")
+        return _wait(inf, f"node {facts.node[:8]} was left for it already, with no new facts")
     lost_steps = rules.agreed_lost_steps if facts.is_agreed else rules.lost_steps
     price_s = max(pause_s, lost_steps * facts.healthy_step_s)
     lasts_s = rules.steady_s if facts.is_steady else rules.lasts_s

@@ -1,9 +1,9 @@
-"""Which layout the workers that are left take, and on which nodes. Pure arithmetic.
+"""Which layout the available workers take, and on which nodes.
 
-The user names the degrees for the full size. For every other size the planner takes those degrees,
-or divisors of them: ``candidates`` lists them, ``fit`` sizes one to the room on each node, and
-``choose`` decides; ``speed`` says what a change would win,
-and ``forecasts`` what to expect of GPUs that are not here.
+Pure arithmetic. The user sets the degrees for the full size. For every other size the planner takes
+those degrees or divisors of them: ``candidates`` lists them, ``fit`` adapts one to the room on each
+node, and ``choose`` decides. ``speed`` estimates the gain of a change. ``forecasts`` estimates
+memory and step times on GPUs that are not here.
 """
 
 from orchestrator.policies.layout.candidates import WHOLE, LayoutRules, Refused, candidates

@@ -1,7 +1,7 @@
-"""The degrees that a layout may have: those that the user names, or divisors of them.
+"""The degrees that a layout may have: those that the user sets, or divisors of them.
 
-A divisor of a degree that a model was made for divides its heads and layers, too, so the model need
-not be known.
+If a degree divides the heads and layers of a model, so do its divisors. So the planner need not
+know the model.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from itertools import product
 
 from ucp_core.layout import ParallelLayout
 
-#: The axes that a user names a degree of; ``dp_shard`` follows from the workers.
+#: The axes whose degrees a user sets; ``dp_shard`` follows from the number of workers.
 NAMED = ("pp", "dp_replicate", "cp", "tp")
-#: In place of an axis: all degrees together are refused, with any number of shards.
+#: Stands for an axis: all degrees together are refused, with any number of shards.
 WHOLE = "layout"
 
 
@@ -23,16 +23,16 @@ class Refused:
     """A layout that could not train."""
 
     layout: ParallelLayout
-    #: The axis whose degree the script or the model cannot have; "" if a device has too little
-    #: memory for the layout; ``WHOLE`` if its first step raised.
+    #: The axis whose degree the script or the model does not support; "" if the layout needs more
+    #: memory than a device has; ``WHOLE`` if its first step raised.
     axis: str
     why: str  #: One line for people.
 
     def rules_out(self, other: ParallelLayout) -> bool:
         """Return whether ``other`` could not train either.
 
-        A layout needs as much memory if its workers hold as large a share of the state, of each
-        layer that they gather, and of each sequence.
+        A layout needs at least as much memory if its workers hold at least as large a share of the
+        state, of each gathered layer, and of each sequence.
         """
         refused = self.layout
         if self.axis == WHOLE:
@@ -53,26 +53,26 @@ class LayoutRules:
 
     dp_replicate: int = 1  #: Full copies of the model.
     cp: int = 1  #: Parts of each sequence.
-    tp: int = 1  #: Tensor-parallel ways; all of them are on one node.
+    tp: int = 1  #: Tensor-parallel ways, all on one node.
     pp: int = 1  #: Pipeline-parallel ways.
-    ep: int = 1  #: Expert-parallel ways among the shards; fewer where their number is no multiple.
-    stages_per_worker: int = 1  #: Stages that each worker of a pipeline has, at every size.
-    fixed: tuple[str, ...] = ()  #: Axes that have this degree at every size.
-    #: All micro-batches of a step; 0 if that is not known. Each pipeline needs as many as it has
+    ep: int = 1  #: Expert-parallel ways among the shards; fewer if the shards are no multiple.
+    stages_per_worker: int = 1  #: Stages of each worker of a pipeline, at every size.
+    fixed: tuple[str, ...] = ()  #: Axes that keep their degree at every size.
+    #: Micro-batches of a step over all workers; 0 if unknown. Each pipeline needs as many as it has
     #: workers.
     num_micro_batches: int = 0
     refused: tuple[Refused, ...] = ()  #: Layouts that could not train.
-    #: Layouts that trained in this run, each with the seconds of a step.
+    #: Layouts that trained in this run, each with its step time in seconds.
     steps: tuple[tuple[ParallelLayout, float], ...] = ()
 
     @property
     def multiple(self) -> int:
-        """Return the number that workers come in multiples of at the full size."""
+        """Return the number whose multiples are full-size numbers of workers."""
         return self.dp_replicate * self.cp * self.tp * self.pp * self.ep
 
     @property
     def multiple_min(self) -> int:
-        """Return the fewest workers that make a layout."""
+        """Return the fewest workers that form a layout."""
         ways = self.ep if "ep" in self.fixed else 1
         return ways * min(each.world_size for each in candidates(self))
 
@@ -81,7 +81,7 @@ class LayoutRules:
         return axis not in self.fixed or degree == getattr(self, axis)
 
     def refusal(self, layout: ParallelLayout) -> Refused | None:
-        """Return why ``layout`` cannot train, if that is known."""
+        """Return why ``layout`` cannot train; None if no reason is known."""
         return next((each for each in self.refused if each.rules_out(layout)), None)
 
     def __str__(self) -> str:
@@ -93,11 +93,11 @@ class LayoutRules:
 
 @lru_cache(maxsize=64)
 def candidates(rules: LayoutRules) -> tuple[ParallelLayout, ...]:
-    """Return the degrees that a layout may have, each with ``dp_shard`` 1, the wish first.
+    """Return the degrees that a layout may have, each with ``dp_shard`` 1, the user's first.
 
-    The others follow by how much of a model and of sequences a worker still shares with others of
-    its group, since users cut them for want of memory; among equals the one with more tensor
-    parallelism is first, then the one with longer parts of sequences, then with more copies.
+    The others follow in the order of how many workers still share a model and sequences, since
+    users cut these for lack of memory. Among equals, more tensor parallelism comes first, then
+    longer parts of sequences, then more copies.
     """
     degrees = [
         [degree for degree in range(1, wish + 1) if wish % degree == 0 and rules.may(axis, degree)]

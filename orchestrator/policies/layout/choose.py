@@ -1,4 +1,4 @@
-"""The decision: which of the candidates the workers take, and why no other one."""
+"""The decision: which candidate the workers take, and why not another one."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from orchestrator.policies.layout.speed import expected_step_s, step_text, was_s
 from ucp_core.layout import ParallelLayout
 from ucp_core.numerics import counted
 
-#: The degrees stay as the user wants them while no larger part of the workers would be idle.
+#: The user's degrees stay as long as they leave at most this share of the workers idle.
 _IDLE_MAX: Final = 0.25
-#: Another layout that was seen is worth leaving the wish for below this part of its step: step
-#: times of one layout differ by a few percent.
+#: A measured layout replaces the user's only if its step takes less than this share: step times of
+#: one layout differ by a few percent.
 _FASTER: Final = 0.95
 _NUM_ALTERNATIVES: Final = 2
 
 
-# The core asks at each event, and rooms and step times change seldom.
+# Cached: the core calls this at each event, and rooms and step times seldom change.
 @lru_cache(maxsize=1024)
 def choose(
     rooms: Rooms, num_max: int, rules: LayoutRules, num_min: int = 1
 ) -> ParallelLayout | None:
     """Return the layout of ``num_min`` to ``num_max`` workers; None if there is none.
 
-    The wish is taken if it leaves no worker idle. Else the first candidate is that leaves at most a
-    quarter idle, unless this run has seen the steps of both and another one of these is faster:
-    then the fastest is. If all leave more, the one with the most workers is.
+    The user's layout is chosen if it leaves no worker idle. Otherwise the first candidate that
+    leaves at most a quarter idle is chosen, unless this run has measured it and a faster one: then
+    the fastest is. If all leave more idle, the one with the most workers is chosen.
     """
     offered = min(num_workers(rooms), num_max)
     wish = fit(candidates(rules)[0], rooms, num_max, rules)
@@ -50,13 +50,13 @@ def choose(
 def other_layouts(
     chosen: ParallelLayout, rooms: Rooms, num_max: int, rules: LayoutRules, num_min: int = 1
 ) -> tuple[tuple[str, str], ...]:
-    """Return the two best layouts that were not taken, and why, for people; fewer if none are."""
+    """Return up to two of the best layouts that were not chosen, and why, for people."""
     offered = min(num_workers(rooms), num_max)
     found, is_slower = [], True
     for degrees in candidates(rules):
         layout = fit(degrees, rooms, num_max, rules)
         if layout == chosen:
-            # Those before it are nearer to the wish.
+            # The candidates before it are nearer to the user's layout.
             is_slower = False
             continue
         if layout is None:
@@ -68,7 +68,7 @@ def other_layouts(
         elif size < offered * (1 - _IDLE_MAX):
             why = f"leaves {offered - size} of {offered} workers idle"
         else:
-            why = "is slower" if is_slower else "is further from what is asked for"
+            why = "is slower" if is_slower else "is further from the configured layout"
         found.append((str(layout), why + step_text(layout, rules)))
     return tuple(found[:_NUM_ALTERNATIVES])
 
@@ -83,4 +83,4 @@ def _why_none(degrees: ParallelLayout, rooms: Rooms, num_max: int, rules: Layout
         return f"needs {counted(degrees.world_size, 'worker')}, and there are {offered}"
     if degrees.tp > 1:
         return f"needs {degrees.world_size // degrees.tp} x {degrees.tp} workers, each on one node"
-    return f"has {degrees.pp} stages, which a step has too few micro-batches for"
+    return f"has {degrees.pp} stages, and a step has too few micro-batches for them"

@@ -1,4 +1,4 @@
-"""How many workers given degrees use of the room on each node."""
+"""How many workers a layout with given degrees uses on each node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeAlias
 from orchestrator.policies.layout.candidates import LayoutRules
 from ucp_core.layout import ParallelLayout
 
-#: ``(workers, nodes)``, ascending: on how many nodes so many workers could train.
+#: ``(workers, nodes)``, ascending: the number of nodes on which that many workers could train.
 Rooms: TypeAlias = tuple[tuple[int, int], ...]
 
 
@@ -25,30 +25,31 @@ def one_node(num: int) -> Rooms:
 
 
 def num_workers(rooms: Rooms) -> int:
-    """Return how many workers have room."""
+    """Return the number of workers in all rooms."""
     return sum(room * num for room, num in rooms)
 
 
 def fit(
     degrees: ParallelLayout, rooms: Rooms, num_max: int, rules: LayoutRules
 ) -> ParallelLayout | None:
-    """Return the largest layout with ``degrees`` of at most ``num_max`` workers; None: none fits.
+    """Return the largest layout with ``degrees`` of at most ``num_max`` workers; None if none fits.
 
-    Each tensor-parallel group is inside a node. Every degree of sharding is legal, since quotas of
-    micro-batches may be uneven, but a pipeline has to be filled. Experts are cut in as many ways as
-    were asked for, or in the most that divide both these and the shards, unless that is fixed; a
-    group is inside a node where its workers are a multiple. None if the layout was refused.
+    Each tensor-parallel group is within a node. Every degree of sharding is legal, since quotas of
+    micro-batches may be uneven, but a pipeline has to be filled. Experts are cut in the configured
+    number of ways or, unless that is fixed, in the most ways that divide it and the shards. A group
+    of experts is within a node if the node's workers are a multiple of it. None if the layout was
+    refused.
     """
     num_groups = sum(room // degrees.tp * num for room, num in rooms)
     dp_shard = min(num_groups, num_max // degrees.tp) // (degrees.world_size // degrees.tp)
     if degrees.pp > 1 and rules.num_micro_batches:
-        # The most data-parallel ranks of which one has ``pp`` micro-batches.
+        # The most data-parallel ranks of which one still has ``pp`` micro-batches.
         most = (rules.num_micro_batches - 1) // (degrees.pp - 1)
         dp_shard = min(dp_shard, most // degrees.dp_replicate)
     if "ep" in rules.fixed:
         dp_shard -= dp_shard % rules.ep
     ways = [ep for ep in range(rules.ep, 0, -1) if rules.ep % ep == 0 and rules.may("ep", ep)]
-    # Fewer shards leave workers idle, and are taken where more cannot be cut in a way that may be.
+    # Fewer shards leave workers idle, so they are a last resort.
     for shards in sorted({dp_shard - dp_shard % ep for ep in ways}, reverse=True):
         for ep in (ep for ep in ways if shards and shards % ep == 0):
             layout = replace(degrees, dp_shard=shards, ep=ep)
@@ -60,8 +61,8 @@ def fit(
 def spread(rooms: Sequence[int], layout: ParallelLayout, num_nodes: int = 1) -> list[int]:
     """Return how many workers train on each node, given the room on each, the best node first.
 
-    Few nodes are used, so that their workers are near, but ``num_nodes`` of them where that many
-    can have a part: snapshots on one node only would be lost with it.
+    Use few nodes, so that workers are near each other, but ``num_nodes`` if possible: snapshots on
+    a single node would be lost with it.
     """
     room = [each // layout.tp for each in rooms]
     left = layout.world_size // layout.tp

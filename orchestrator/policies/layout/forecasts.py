@@ -1,7 +1,7 @@
-"""What to expect of a layout on GPUs that are not here: its memory, and the time of its steps.
+"""The expected memory and step time of a layout on GPUs that are not here.
 
-Step times assume that a GPU reaches a usual share of its peak, so their order says more than their
-values.
+Step times assume that a GPU reaches a usual share of its peak, so their order is more reliable than
+their values.
 """
 
 from __future__ import annotations
@@ -18,61 +18,62 @@ from ucp_core.layout import ParallelLayout
 from workers.models import ModelShape
 from workers.settings import USABLE_MEMORY
 
-#: The part of the state that a checkpoint has: all but gradients.
+#: The share of the state that a checkpoint contains: all but gradients.
 SAVED_BYTES: Final = 4 + 4 + 4
-#: Tokens of a part of a sequence below which it is too short to be worth cutting: Llama 3 cut
-#: 131,072 tokens in 16 and 8,192 not at all (arXiv 2407.21783, table 4).
+#: Least tokens in a part of a sequence for cutting to pay: Llama 3 cut 131,072 tokens into 16 parts
+#: and did not cut 8,192 (arXiv 2407.21783, table 4).
 PART_TOKENS: Final = 8192
-#: What each machine of a ring adds to a gather or a sum (NCCL's tuning.cc: LL128 over a network).
+#: Seconds that each machine of a ring adds to a gather or a sum (NCCL's tuning.cc: LL128 over a
+#: network).
 _HOP_S: Final = 4e-6
-#: More stages of a worker make the bubble little smaller, and send more.
+#: With more stages per worker the bubble is hardly smaller, and more data is sent.
 _STAGES_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The memory and the speed that a layout is expected to have."""
+    """The expected memory and speed of a layout."""
 
     layout: ParallelLayout
-    memory_bytes: int  #: The least that each worker needs.
-    room_bytes: int  #: How much it has for tensors.
+    memory_bytes: int  #: The least memory that each worker needs.
+    room_bytes: int  #: The memory that it has for tensors.
     step_s: float  #: Duration of a step.
-    mfu: float  #: Share of the GPUs' peak that the model's own products take.
-    bubble: float  #: Share of it in which a stage waits for others.
-    idle: float  #: Share of the passes that repeat a micro-batch, as there are fewer than ranks.
-    #: Each worker's share of a checkpoint, which a change of layout moves at most.
+    mfu: float  #: Share of the GPUs' peak that the model's own products use.
+    bubble: float  #: Share of the step in which a stage waits for others.
+    idle: float  #: Share of passes that repeat a micro-batch because there are fewer than ranks.
+    #: Each worker's share of a checkpoint: the most that a change of layout moves.
     state_bytes: int
-    is_short: bool  #: Whether sequences are cut in parts that are too short to be worth it.
-    reshards: bool  #: As those of ``Job``, like the rest.
+    is_short: bool  #: Whether the parts of sequences are too short for cutting to pay.
+    reshards: bool  #: This and the rest as in ``Job``.
     reduces: bool
     recomputes: bool
     stages_per_worker: int
 
     @property
     def fits(self) -> bool:
-        """Return whether the worker's memory is enough."""
+        """Return whether a worker has enough memory."""
         return self.memory_bytes <= self.room_bytes
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Return what sorts forecasts: those that fit, those worth their parts, the fastest."""
+        """Return the sort key: whether it fits, whether cutting pays, its expected step time."""
         return (0, self.is_short, self.step_s) if self.fits else (1, 0, self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the layouts to compare must have, and what may be chosen for each."""
+    """What all layouts to compare must have, and what may be chosen for each."""
 
-    degrees: Mapping[str, int] = field(default_factory=dict)  #: By axis; every other one is chosen.
-    reshards: bool = False  #: Whether that may be chosen, or is as the job says.
+    degrees: Mapping[str, int] = field(default_factory=dict)  #: By axis; the other axes are chosen.
+    reshards: bool = False  #: Whether that may be chosen; otherwise it is as in the job.
     recomputes: bool = False  #: Likewise.
-    stages: bool = False  #: Likewise, the stages of each worker.
+    stages: bool = False  #: Likewise for the stages of each worker.
 
 
 def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Forecast:
-    """Return what to expect of a layout on nodes of ``node_size`` such GPUs.
+    """Return the forecast of a layout on nodes of ``node_size`` such GPUs.
 
-    Traffic of activations hides behind nothing, that of weights behind the passes.
+    Traffic of weights overlaps with the passes; traffic of activations overlaps with nothing.
     """
     room = int(gpu.memory_gb * 1e9 * USABLE_MEMORY)
     needed = memory_bytes(layout, job)
@@ -102,9 +103,9 @@ def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Fore
 
 
 def _step_s(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> float:
-    """Return how long a step takes: its passes, and once what is not done in each of them.
+    """Return how long a step takes: its passes, plus the work that is done once a step.
 
-    The gathers of a pass hide behind its own half, forward or backward, and so do its sums.
+    The gathers and sums of a pass overlap with its own half, forward or backward.
     """
     num_passes, shards = job.num_passes(layout), layout.dp_shard * layout.cp
     sent = sent_bytes(layout, job)
@@ -139,26 +140,27 @@ def _step_s(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> float
 
 
 def _waited(layout: ParallelLayout, job: Job) -> float:
-    """Return how many passes a stage waits in a step."""
+    """Return for how many passes a stage waits in a step."""
     return (layout.pp - 1) / job.stages(layout)
 
 
 def _pairs(job: Job) -> int:
-    """Return the products with other tokens for each one, of which it sees half."""
+    """Return the products of each token with other tokens; causal attention needs half of them."""
     return job.shape.num_layers * job.width * job.sequence_length
 
 
 def _products_s(layout: ParallelLayout, job: Job, gpu: Gpu) -> float:
     """Return how long the products of a pass take on the slowest rank.
 
-    Forward once and backward twice, each a product and a sum; attention sees half of all pairs. If
-    heads cannot be shared out among the parts of sequences, the last part has nearly twice as many.
+    Count one forward and two backward, each a product and a sum; attention sees half of all pairs.
+    If heads cannot be distributed over the parts of sequences, the last part has nearly twice as
+    many pairs.
     """
     pairs = job.width * job.sequence_length
     if not _shares_heads(layout, job.shape):
         pairs = pairs * (2 * layout.cp - 1) // layout.cp
-    # Narrow products reach less: experts of 2,048 that tp cuts are several times slower than whole
-    # ones (arXiv 2504.14960, table 3: 8.7 to 28.8 % of the peak).
+    # Narrow products reach a smaller share: experts of 2,048 that tp cuts are several times slower
+    # than whole ones (arXiv 2504.14960, table 3: 8.7 to 28.8 % of the peak).
     pairs += job.narrow(layout.tp) if job.experts is not None else 0
     if layout.pp == 1:
         used = job.num_used + job.shape.num_layers * pairs
@@ -178,16 +180,16 @@ def _shares_heads(layout: ParallelLayout, shape: ModelShape) -> bool:
 
 
 def sent_bytes(layout: ParallelLayout, job: Job) -> dict[str, float]:
-    """Return how much each worker sends to others on each axis in a step; sums go as rings.
+    """Return how many bytes each worker sends on each axis in a step; sums use rings.
 
-    With ``pp`` it is what a stage in the middle sends, half of it each way.
+    For ``pp`` it is what a middle stage sends, half of it each way.
     """
     shape, num_passes, tp, cp = job.shape, job.num_passes(layout), layout.tp, layout.cp
     num_layer_passes = job.num_layers(layout) * num_passes
     value_bytes = job.num_tokens // cp * job.compute_bytes
     stream_bytes = value_bytes * shape.dim
     kv_dim = shape.num_kv_heads * shape.head_dim
-    # Queries, keys, values and outputs change places; or keys and values come of all parts.
+    # Queries, keys, values and outputs are exchanged; or keys and values of all parts are gathered.
     width = 2 * (shape.dim + kv_dim) / cp if _shares_heads(layout, shape) else 2 * kv_dim
     num_used = job.experts.num_used if job.experts is not None else 0
     num_gathers = 2 * num_passes if job.reshards else 1
@@ -200,14 +202,14 @@ def sent_bytes(layout: ParallelLayout, job: Job) -> dict[str, float]:
     whole = max(job.whole(layout, rank) for rank in ends)
     per_parameter = num_gathers * job.compute_bytes + 4 * num_sums
     shards, copies = layout.dp_shard * cp, layout.dp_replicate
-    # Two sums forward and two backward in each layer; forward twice to compute it again.
+    # Two sums forward and two backward in each layer; recomputing repeats the forward ones.
     per_layer = 6 if job.recomputes else 4
     handed = stream_bytes / (tp if job.cuts_sequences else 1)
     return {
         "tp": per_layer * num_layer_passes * 2 * (tp - 1) / tp * stream_bytes,
         "pp": 2 * job.stages(layout) * handed * num_passes if layout.pp > 1 else 0.0,
         "cp": 2 * num_layer_passes * (cp - 1) * width / tp * value_bytes,
-        # There and back, forward and backward; each tensor-parallel rank sends a part.
+        # To the experts and back, forward and backward; each tensor-parallel rank sends a part.
         "ep": per_layer * num_layer_passes * num_used * (1 - 1 / layout.ep) * stream_bytes / tp,
         "dp_shard": part * per_parameter,
         "efsdp": expert_part * per_parameter,
@@ -218,13 +220,13 @@ def sent_bytes(layout: ParallelLayout, job: Job) -> dict[str, float]:
 def forecasts(
     job: Job, gpu: Gpu, num_nodes: int, node_size: int, asked: Asked | None = None
 ) -> list[Forecast]:
-    """Return the layouts of all GPUs, each as it is best, the best first."""
+    """Return the layouts that use all GPUs, each with its best choices, the best first."""
     asked = asked or Asked()
     found = []
     for layout in _layouts(job, num_nodes * node_size, node_size, asked.degrees):
         ways: list[Forecast] = []
         for each in _choices(job, layout, asked):
-            # What fits without is never faster with it.
+            # A layout that fits without recomputing is never faster with it.
             plain = (one for one in ways if not one.recomputes)
             is_needed = not each.recomputes or not any(
                 one.fits and not one.reduces for one in plain
@@ -243,7 +245,7 @@ def _is_filled(layout: ParallelLayout, job: Job) -> bool:
 
 
 def _choices(job: Job, layout: ParallelLayout, asked: Asked) -> Iterator[Job]:
-    """Yield the job with all that may be chosen, the plainest first."""
+    """Yield the job with each combination of what may be chosen, the plainest first."""
     both = (True, False)
     reshards = both if asked.reshards else (job.reshards,)
     recomputes = both[::-1] if asked.recomputes else (job.recomputes,)
@@ -258,7 +260,7 @@ def _choices(job: Job, layout: ParallelLayout, asked: Asked) -> Iterator[Job]:
 def _layouts(
     job: Job, num_gpus: int, node_size: int, degrees: Mapping[str, int]
 ) -> Iterator[ParallelLayout]:
-    """Yield the layouts that use all GPUs, with tensor-parallel groups inside of a node.
+    """Yield the layouts that use all GPUs, with tensor-parallel groups within a node.
 
     Stages may have different numbers of layers.
     """

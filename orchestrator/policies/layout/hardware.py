@@ -1,4 +1,4 @@
-"""GPUs by their data sheets, and what trains on them: the sizes of a model and of its batch."""
+"""GPUs by their data sheets, and jobs to train on them: the sizes of a model and its batch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Gpu:
 
     memory_gb: float  #: In 1e9 bytes.
     tflops: float  #: Dense bfloat16 products, in 1e12 operations a second.
-    node_gb_s: float  #: To the others of its node, one way, in 1e9 bytes a second.
+    node_gb_s: float  #: To the other GPUs of its node, one way, in 1e9 bytes a second.
     network_gbit_s: float  #: Its share of the node's network, one way.
     #: Share of its peak that a layer of a large model reaches, without communication and
     #: bubbles.
     reached: float = 0.5
 
 
-#: What H100s reach is between Llama 3 (41 % in a pipeline that idles 12 %, with sums over tp;
-#: arXiv 2407.21783, table 4) and NVIDIA's recipes (dgxc-benchmarking); what A100s do is that of
-#: torchtitan's 70B, which repeats the forward pass (docs/performance.md: 51.7 %).
+#: The share of H100s is between Llama 3 (41 % in a pipeline that idles 12 %, with sums over tp;
+#: arXiv 2407.21783, table 4) and NVIDIA's recipes (dgxc-benchmarking). The share of A100s is that
+#: of torchtitan's 70B, which repeats the forward pass (docs/performance.md: 51.7 %).
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         "b200": Gpu(180, 2250, 900, 400),
@@ -49,21 +49,21 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts in place of each layer's feed-forward part."""
+    """The experts that replace each layer's feed-forward part."""
 
     num: int  #: Experts of a layer.
-    num_used: int  #: Those that compute a token.
-    ffn_dim: int  #: The width of each.
-    num_shared: int = 0  #: Experts beside them that compute every token.
-    num_dense: int = 0  #: The first layers, which have one feed-forward part instead.
+    num_used: int  #: Experts that process each token.
+    ffn_dim: int  #: The width of each expert.
+    num_shared: int = 0  #: Additional experts that process every token.
+    num_dense: int = 0  #: Number of first layers with one feed-forward part instead.
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """An attention whose matrices do not follow from the shape, such as multi-head latent ones."""
+    """An attention whose matrices do not follow from the shape, such as multi-head latents."""
 
-    parameters: int  #: Those of a layer.
-    width: int  #: All heads' queries and values of a token, halved: what pairs of tokens multiply.
+    parameters: int  #: Parameters of a layer.
+    width: int  #: Half the width of a token's queries and values over all heads.
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ def _shape(*sizes: int) -> ModelShape:
     )
 
 
-#: Models with experts, which are no presets: everstep trains those of ``transformers``. DeepSeek-V3
-#: has latents of 1,536 and 512, and heads of 128 + 64 and 128 (arXiv 2412.19437, 4.2).
+#: Models with experts. They are no presets, because everstep trains the ones of ``transformers``.
+#: DeepSeek-V3 has latents of 1,536 and 512, and heads of 128 + 64 and 128 (arXiv 2412.19437, 4.2).
 MIXTURES: Mapping[str, Mixture] = MappingProxyType(
     {
         "mixtral-8x7b": Mixture(_shape(32_000, 4096, 32, 32, 8, 14_336), Experts(8, 2, 14_336)),
@@ -105,28 +105,28 @@ MIXTURES: Mapping[str, Mixture] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A model, and the batch that it trains on."""
+    """A model and the batch that it trains on."""
 
     shape: ModelShape
     experts: Experts | None = None  #: None if each layer has one feed-forward part.
     attention: Attention | None = None  #: None for the usual one.
     sequence_length: int
     micro_batch: int
-    num_micro_batches: int  #: Those of a step, all workers together.
+    num_micro_batches: int  #: Micro-batches of a step over all workers.
     compute_bytes: int = 4  #: Size of an element in the passes: 2 for bfloat16, 4 for float32.
     #: Whether a unit's gathered parameters are dropped after its forward pass.
     reshards: bool = True
-    #: Whether gradients are reduced after each pass. Else they are added up whole. None to
-    #: reduce where whole ones would not fit (``train.reduce_gradients``).
+    #: Whether gradients are reduced after each pass; otherwise they are added up unsharded. None to
+    #: reduce only if unsharded ones would not fit (``train.reduce_gradients``).
     reduces: bool | None = None
-    #: Whether layers keep their inputs alone and are computed again (activation checkpointing).
+    #: Whether layers keep only their inputs and are computed again (activation checkpointing).
     recomputes: bool = False
     #: Pipeline stages of each worker; with more than 1 they are interleaved.
     stages_per_worker: int = 1
-    #: Whether tensor parallelism cuts what lies between products, and the logits, too (sequence
-    #: and loss parallelism).
+    #: Whether tensor parallelism also cuts the values between products and the logits (sequence and
+    #: loss parallelism).
     cuts_sequences: bool = False
-    #: Whether the loss is computed of some logits at a time, as the built-in model's.
+    #: Whether the loss is computed from some logits at a time, as in the built-in model.
     chunks_loss: bool = False
     #: Whether gradients are summed in the order of one tree (``train.deterministic``).
     in_tree: bool = False
@@ -156,7 +156,7 @@ class Job:
 
     @property
     def expert_block(self) -> int:
-        """Return the parameters of the experts of a layer, without those that are shared."""
+        """Return the parameters of the experts of a layer, without shared experts."""
         return self.experts.num * self.expert if self.experts is not None else 0
 
     @property
@@ -176,16 +176,16 @@ class Job:
         return self.block - idle * self.expert
 
     def narrow(self, tp: int) -> int:
-        """Return what a layer's experts take longer, in parameters, as their products are narrow.
+        """Return the extra time of narrow products in a layer's experts, in parameters.
 
-        They take twice as long at ``_NARROW`` columns.
+        Products of ``_NARROW`` columns take twice as long.
         """
         assert self.experts is not None, "the job has experts"
         return self.experts.num_used * self.expert * _NARROW * tp // self.experts.ffn_dim
 
     @property
     def width(self) -> int:
-        """Return what a layer multiplies for each pair of tokens, forward, in products."""
+        """Return the products of a layer's forward pass for each pair of tokens."""
         return self.attention.width if self.attention is not None else self.shape.dim
 
     @property
@@ -237,16 +237,16 @@ class Job:
         return max(num, 0) * self.expert_block / (layout.ep * layout.tp)
 
     def whole(self, layout: ParallelLayout, rank: int) -> float:
-        """Return the parameters that a worker of a pipeline gathers: not those of all experts."""
+        """Return the parameters that a worker of a pipeline gathers; of experts, only its own."""
         others = self.own_experts(layout, rank) * (layout.ep - 1)
         return self.stage(layout, rank) / layout.tp - others
 
     def foreign(self, layout: ParallelLayout, rank: int) -> float:
-        """Return how many of the parameters that a worker gathers other ranks have."""
+        """Return how many of the parameters that a worker gathers are on other ranks."""
         return sum(self.foreign_parts(layout, rank))
 
     def foreign_parts(self, layout: ParallelLayout, rank: int) -> tuple[float, float]:
-        """Return the same apart: those that all shards have, and those of experts on some ranks."""
+        """Return ``foreign`` in two parts: parameters over all shards, and those of experts."""
         shards, experts = layout.dp_shard * layout.cp, self.own_experts(layout, rank)
         others = self.whole(layout, rank) - experts
         parts = others * (1 - 1 / shards), experts * (1 - layout.ep / shards)
@@ -255,7 +255,7 @@ class Job:
     def num_passes(self, layout: ParallelLayout) -> int:
         """Return the passes of each data-parallel rank in a step.
 
-        Interleaved stages take them in equal rounds of at least as many as there are workers.
+        Interleaved stages run them in equal rounds, each of at least as many passes as workers.
         """
         num = math.ceil(self.num_micro_batches / layout.dp)
         while self.stages(layout) > 1 and num % max(1, num // layout.pp):

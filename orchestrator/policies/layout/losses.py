@@ -1,4 +1,4 @@
-"""What the loss of a node costs a layout, and which layouts are best with that in mind."""
+"""The cost of losing a node in a layout, and the best layouts with that in mind."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from orchestrator.policies.layout.forecasts import Forecast, forecast
 from orchestrator.policies.layout.hardware import Gpu, Job
 
 #: Llama 3 was interrupted 419 times in 54 days on 16,384 GPUs (arXiv 2407.21783, 3.3.4); nearly
-#: each time a machine was taken out.
+#: every time a machine was removed.
 FAILURES_PER_GPU_HOUR: Final = 419 / (54 * 24 * 16_384)
-#: Until a machine is repaired or replaced.
+#: Hours until a machine is repaired or replaced.
 AWAY_H: Final = 4.0
-#: Layouts that are weighed: slower ones do not come first, whatever a loss costs them.
+#: How many layouts are weighed: slower ones would not come first, whatever a loss costs them.
 _NUM_WEIGHED: Final = 40
-#: Layouts that are tried for the nodes that are left.
+#: How many layouts are tried for the remaining nodes.
 _NUM_TRIED: Final = 16
 
 
@@ -29,14 +29,14 @@ class Nodes:
     """Machines of one kind, and how a run on them may change."""
 
     gpu: Gpu
-    num: int  #: How many there are.
+    num: int  #: Number of machines.
     size: int  #: GPUs of each.
-    fixed: tuple[str, ...] = ()  #: Axes that keep their degree with fewer workers.
+    fixed: tuple[str, ...] = ()  #: Axes that keep their degree if there are fewer workers.
     num_min: int = 1  #: Workers below which the run waits.
 
     @property
     def loss_every_h(self) -> float:
-        """Return how many hours pass between two losses of a node, in the mean."""
+        """Return the mean number of hours between two losses of a node."""
         return 1 / (FAILURES_PER_GPU_HOUR * self.num * self.size)
 
     @property
@@ -51,11 +51,11 @@ class Weighed:
 
     forecast: Forecast
     after: Forecast | None  #: None if the run would wait for another node.
-    expected_s: float  #: A step in the mean, with a node away for its share of the time.
+    expected_s: float  #: The mean step time, given the share of time with a node away.
 
 
 def weigh(found: Sequence[Forecast], job: Job, nodes: Nodes) -> list[Weighed]:
-    """Return the layouts, the best first: those that go on without a node, then the fastest.
+    """Return the layouts, the best first: those that can continue without a node, then the fastest.
 
     Args:
         found: As ``forecasts`` returns them.
@@ -76,9 +76,9 @@ def _weighed(one: Forecast, job: Job, nodes: Nodes) -> Weighed:
 
 
 def after_loss(one: Forecast, job: Job, nodes: Nodes) -> Forecast | None:
-    """Return the layout that a run takes without one node; None if it waits for another one.
+    """Return the layout that a run takes without one node; None if it waits for a replacement.
 
-    A run tries what it would choose, and refuses what does not fit.
+    Like a run, try the chosen layout, and refuse it if it does not fit.
     """
     layout, num_left = one.layout, (nodes.num - 1) * nodes.size
     rules = LayoutRules(

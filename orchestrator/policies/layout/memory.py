@@ -1,7 +1,6 @@
 """The memory that a layout needs on each worker.
 
-The least that training needs: without the process itself, fragmentation and the buffers of
-collectives.
+This is a lower bound: it excludes the process itself, fragmentation and the buffers of collectives.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ from orchestrator.policies.layout.hardware import BF16_BYTES, Job
 from ucp_core.layout import ParallelLayout
 from workers.models import chunks_of
 
-#: float32 master, its gradient, and AdamW's two moments: bytes of state per parameter.
+#: Bytes of state per parameter: the float32 master, its gradient, and AdamW's two moments.
 STATE_BYTES: Final = 4 + 4 + 4 + 4
 _GRADIENT_BYTES: Final = 4
 
 
 def memory_bytes(layout: ParallelLayout, job: Job) -> int:
-    """Return the least memory that training needs on each worker, that which needs the most.
+    """Return the least memory that training needs, on the worker that needs the most.
 
-    The first stage of a pipeline has the most passes open, the last one the logits, and those
-    between them receive from both sides.
+    The first stage of a pipeline has the most open passes, the last one has the logits, and those
+    in between receive from both sides.
     """
     return max(_of_rank(layout, job, rank) for rank in {0, min(1, layout.pp - 1), layout.pp - 1})
 
 
 def _of_rank(layout: ParallelLayout, job: Job, rank: int) -> int:
-    """Return what one worker of a pipeline needs.
+    """Return the memory that one worker of a pipeline needs.
 
-    Counts parameters, gradients and optimizer state of the shard, the parameters that are gathered
-    at one time, gradients that are added up before they are reduced, the activations that the
-    backward pass reads, what comes from other stages, and the logits.
+    It consists of the parameters, gradients and optimizer state of the shard, the parameters that
+    are gathered at one time, the gradients that are added up before they are reduced, the
+    activations for the backward pass, the buffers for other stages, and the logits.
     """
     tokens = job.num_tokens // layout.cp
     is_last = rank == layout.pp - 1
@@ -49,7 +48,7 @@ def _of_rank(layout: ParallelLayout, job: Job, rank: int) -> int:
         num_logits = tokens * job.shape.vocab_size / num_chunks
         needed += num_logits * logit_bytes / parts
         if layout.tp > parts:
-            # Every rank gathers all logits, of which it has computed some.
+            # Every rank gathers all logits besides those that it computed.
             needed += num_logits * job.compute_bytes / layout.tp
     return math.ceil(needed)
 
@@ -67,26 +66,26 @@ def _gathered(layout: ParallelLayout, job: Job, rank: int) -> float:
 
 
 def _added_up(layout: ParallelLayout, job: Job, rank: int) -> float:
-    """Return the gradients that are whole on each rank between the passes of a step.
+    """Return the gradients that each rank keeps unsharded between the passes of a step.
 
-    FSDP2 adds them up in float32 and unsharded until they are reduced. A tree of sums keeps
-    a node of every rank instead, at each of its levels.
+    FSDP2 adds them up in float32 until they are reduced. A tree of sums instead keeps one unsharded
+    sum at each of its levels.
     """
     num_passes = job.num_passes(layout)
     if job.in_tree:
         return job.whole(layout, rank) * num_passes.bit_length()
     if num_passes == 1 or job.reduces:
         return 0.0
-    # The part that a rank keeps is that of its state.
+    # The rank's own part counts as state.
     return job.foreign(layout, rank)
 
 
 def _activations(layout: ParallelLayout, job: Job, rank: int) -> float:
     """Return the values of a token that are kept for the backward passes of a worker.
 
-    1F1B keeps as many micro-batches as there are stages behind the worker's. Interleaved, a worker
-    begins with two passes for each stage behind it, and one through its own stages but the last
-    for each worker (Megatron-LM, arXiv 2104.04473, 2.2).
+    1F1B keeps as many micro-batches as there are stages from the worker's on. With interleaving, a
+    worker begins with two passes for each later stage, plus one through all its own stages but the
+    last for each worker (Megatron-LM, arXiv 2104.04473, 2.2).
     """
     num_layers, stages = job.layers(layout)[rank], job.stages(layout)
     num_open: float = layout.pp - rank
@@ -107,7 +106,7 @@ def _stream(layout: ParallelLayout, job: Job) -> float:
 def _received(layout: ParallelLayout, rank: int) -> int:
     """Return how many outputs and gradients of other stages a worker has buffers for.
 
-    Each side has one that is used and one on its way. Those of open passes are activations.
+    Each side has one in use and one on its way. Those of open passes count as activations.
     """
     return 2 * ((rank > 0) + (rank < layout.pp - 1))
 
@@ -115,10 +114,11 @@ def _received(layout: ParallelLayout, rank: int) -> int:
 def _block_activations(job: Job, tp: int) -> float:
     """Return the values that a token keeps for the backward pass of a layer.
 
-    The inputs of both norms, of the attention's and of the feed-forward products, whole on each
-    tensor-parallel rank; and what is cut: queries, keys, values, the attention's output, and three
-    of the feed-forward part. Each expert that a token has keeps its input and its output, too. In
-    float32 no fused attention takes fewer heads of keys than of queries: its weights are kept.
+    Each tensor-parallel rank keeps the whole inputs of both norms and of the attention's and the
+    feed-forward products. It keeps its part of queries, keys, values, the attention's output, and
+    three values of the feed-forward part. Each expert of a token also keeps its input and its
+    output. In float32 no fused attention supports fewer heads of keys than of queries, so its
+    weights are kept.
     """
     shape, experts = job.shape, job.experts
     kv_dim = shape.num_kv_heads * shape.head_dim

@@ -1,7 +1,7 @@
-"""How long a step takes in a layout: as seen in this run, else by the work of each rank. Pure.
+"""How long a step takes in a layout: as measured in this run, or by the work of each rank.
 
-What was seen has everything in it: the model, the devices, the network. A layout that was not seen
-is compared with the nearest one that was, by ``relative_step``, which leaves out communication.
+Pure. A measured time includes everything: the model, the devices, the network. A layout without one
+is compared with the nearest measured layout by ``relative_step``, which ignores communication.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ucp_core.layout import ParallelLayout
 
 
 def relative_step(layout: ParallelLayout, rules: LayoutRules) -> float:
-    """Return the time of a step, in that of one micro-batch on one worker.
+    """Return the time of a step, in units of one micro-batch on one worker.
 
     Each data-parallel rank runs as many passes as the one with the most micro-batches. Stages of a
-    pipeline wait for the first and the last ones, less so if each worker has several, interleaved
-    (1F1B: Narayanan et al., SC 2021). Communication is left out.
+    pipeline wait at its start and end, for a shorter time if each worker has several interleaved
+    ones (1F1B: Narayanan et al., SC 2021). Communication is ignored.
     """
     if not rules.num_micro_batches:
         return 1 / layout.world_size
@@ -27,9 +27,9 @@ def relative_step(layout: ParallelLayout, rules: LayoutRules) -> float:
 
 
 def expected_step_s(layout: ParallelLayout, rules: LayoutRules) -> float:
-    """Return the seconds of a step: as seen, or scaled from the nearest layout that was.
+    """Return the seconds of a step: measured, or scaled from the nearest measured layout.
 
-    0.0 if no step was seen.
+    0.0 if no step was measured.
     """
     if not rules.steps:
         return 0.0
@@ -38,10 +38,10 @@ def expected_step_s(layout: ParallelLayout, rules: LayoutRules) -> float:
 
 
 def step_ratio(then: ParallelLayout, now: ParallelLayout, rules: LayoutRules) -> float:
-    """Return the duration of a step ``then`` over that of one ``now``, to weigh a change.
+    """Return the step time of ``then`` divided by that of ``now``, to weigh a change.
 
-    More workers are what the user asked for, so their work alone counts: that steps were slower
-    with them may be the fault of that time. Any other layout has to be faster by what was seen.
+    The user wants more workers, so for them only the amount of work counts: slower steps measured
+    with them may have had a passing cause. Any other layout must be faster as measured.
     """
     if then.world_size > now.world_size or not rules.steps:
         return relative_step(then, rules) / relative_step(now, rules)
@@ -49,12 +49,12 @@ def step_ratio(then: ParallelLayout, now: ParallelLayout, rules: LayoutRules) ->
 
 
 def was_seen(degrees: ParallelLayout, rules: LayoutRules) -> bool:
-    """Return whether a step was seen with these degrees, whatever ``dp_shard`` was."""
+    """Return whether a step was measured with these degrees, for any ``dp_shard``."""
     return any(not _distance(seen, degrees)[0] for seen, _ in rules.steps)
 
 
 def step_text(layout: ParallelLayout, rules: LayoutRules) -> str:
-    """Return how long a step takes, as the end of a line for people; "" if no step was seen."""
+    """Return how long a step takes, as the end of a line for people; "" if none was measured."""
     if not rules.steps:
         return ""
     how = "took" if layout in dict(rules.steps) else "would take about"
@@ -62,6 +62,6 @@ def step_text(layout: ParallelLayout, rules: LayoutRules) -> str:
 
 
 def _distance(one: ParallelLayout, other: ParallelLayout) -> tuple[float, float]:
-    """Return how far the degrees are apart that are named, and how far ``dp_shard`` is."""
+    """Return how far apart the configured degrees are, and how far ``dp_shard`` is."""
     far = [abs(log(getattr(one, axis) / getattr(other, axis))) for axis in (*NAMED, "dp_shard")]
     return sum(far[:-1]), far[-1]

@@ -1,7 +1,7 @@
 """Which nodes protect each other: groups whose members do not fail together. Pure.
 
-A failure domain is a rack, or a node of unknown rack. Every attempt has groups of its own, which
-differ in size by one at most.
+A failure domain is a rack, or a node of unknown rack. Every attempt has groups of its own, whose
+sizes differ by at most one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 def form_groups(domains: Mapping[str, str], *, size_min: int, size_max: int) -> Groups:
-    """Return groups in which no two nodes share a domain, if there are such groups.
+    """Return groups in which no two nodes share a domain, if possible.
 
-    Nodes are dealt in turn, domain by domain: n nodes of a domain land in n different groups if
-    there are as many. For that there may be more groups than ``size_max`` asks for, as long as each
-    has ``size_min`` nodes; see ``shared_domains`` for what then shares a domain.
+    Nodes are dealt in turn, domain by domain, so n nodes of a domain land in n different groups if
+    there are as many. To achieve this there may be more groups than ``size_max`` requires, as long
+    as each has ``size_min`` nodes. ``shared_domains`` returns the domains that groups still share.
 
     Args:
-        size_min: Least size of a group; only a run of fewer nodes has a smaller one.
+        size_min: Least size of a group; only a run with fewer nodes has a smaller one.
         size_max: Greatest size, exceeded if ``size_min`` requires it.
     """
     counts = Counter(domains.values())
@@ -37,7 +37,7 @@ def form_groups(domains: Mapping[str, str], *, size_min: int, size_max: int) -> 
 
 
 def shared_domains(groups: Groups, domains: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the domains of which some group has more than one node, sorted."""
+    """Return the domains with more than one node in some group, sorted."""
     shared = set()
     for group in groups:
         counts = Counter(domains[node] for node in group)
@@ -53,12 +53,12 @@ def partners(
 ) -> dict[str, tuple[str, ...]]:
     """Return, for each node, the others of its group that keep copies of its data.
 
-    The next ones in the group come first, so that each node keeps as many copies as are kept of it.
-    A small group has fewer copies than asked for.
+    The next ones in the group come first, so that each node keeps as many copies as others keep of
+    it. A small group has fewer copies than configured.
 
     Args:
-        met: Returns what a copy from one node to another costs. The node with the least comes
-            first among those that protect alike, unless some node then had more to keep.
+        met: Returns the cost of a copy from one node to another. Among nodes that protect equally
+            well the cheapest comes first, unless some node would then have more to keep.
     """
     found: dict[str, tuple[str, ...]] = {}
     for group in groups:
@@ -74,7 +74,7 @@ def _nearest(
     met: Callable[[str, str], float],
     plain: dict[str, tuple[str, ...]],
 ) -> dict[str, tuple[str, ...]]:
-    """Return what costs least of what is dealt beginning with each node, either way round."""
+    """Return the cheapest way to deal, over all starting nodes and both directions."""
 
     def cost(dealt: Mapping[str, tuple[str, ...]]) -> tuple[int, float]:
         sums = sum(met(node, keeper) for node, keepers in dealt.items() for keeper in keepers)
@@ -123,11 +123,11 @@ def holders(
 ) -> tuple[T, ...]:
     """Return up to ``copies`` of ``others`` to keep the data of ``one``, each on another node.
 
-    One in a domain without a copy comes first, even if it then keeps more than its share; then one
-    that keeps no more than that; then the first.
+    A node in a domain without a copy comes first, even if it then keeps more than its share; then
+    one that keeps at most its share; then the first in order.
 
     Args:
-        num_kept: What each keeps so far; the copies are added to it.
+        num_kept: How many copies each keeps so far; the new ones are added.
     """
     found: list[T] = []
     while len(found) < copies:

@@ -1,11 +1,10 @@
 """How often to take a snapshot, and how often to persist one.
 
-Pure. A failure costs half an interval of redone work on the average, a snapshot costs what it
-stalls training; both are measured, so the interval at which they balance is known (Young 1974,
-Daly 2006). The two tiers have different failures: almost everything is recovered from memory,
-and only what memory cannot serve is lost back to storage. Whatever failures say, both tiers
-together stay within a budget of step time; but nobody's work of more than ten minutes is staked
-for that.
+Pure. A failure costs half an interval of redone work on average, and a snapshot costs the time it
+stalls training. Both are measured, so the interval that balances them is known (Young 1974, Daly
+2006). The two tiers serve different failures: memory serves almost all, and only the others go back
+to storage. Whatever the failure rates, both tiers together stay within a budget of step time, but
+never risk more than ten minutes of work for it.
 """
 
 from __future__ import annotations
@@ -18,87 +17,87 @@ from typing import Final, NamedTuple
 from orchestrator.policies.fault_kinds import FaultKind, Loss
 from workers.protocol import Pace, SaveCosts
 
-#: At half or twice Young's interval saving and redone work together cost a quarter more.
+#: At half or twice Young's interval, saving and redone work together cost a quarter more.
 _WORTH: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """What one tier was measured to cost."""
+    """The measured costs of one tier."""
 
-    stall_s: float  #: What one save takes from training; 0.0 if it could not be measured.
-    busy_s: float  #: How long one save is under way, from its begin to its commit.
+    stall_s: float  #: How long one save stalls training; 0.0 if it could not be measured.
+    busy_s: float  #: How long one save takes, from its start to its commit.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redundancy:
-    """What stands between a lost node and storage."""
+    """The protection that a lost node meets before storage is needed."""
 
     num_nodes: int
     group_nodes: int  #: Nodes that protect each other; 1 if nothing protects a node.
-    tolerance: int  #: How many of a group may be lost at once.
-    reprotect_s: float  #: How long after a loss the group is whole again.
+    tolerance: int  #: How many nodes of a group may be lost at once.
+    reprotect_s: float  #: How long it takes after a loss until the group is whole again.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceFacts:
-    """What the intervals are decided from."""
+    """The facts from which the intervals are chosen."""
 
     step_s: float  #: Smoothed duration of a step, without saves.
     #: The tier in memory; None if there is none, and storage serves every failure.
     snapshot: Tier | None
     persist: Tier
-    observed_s: float  #: For how long failures have been counted.
-    num_process_faults: int  #: Workers that died or hung on nodes that lived, in that time.
+    observed_s: float  #: How long failures have been counted.
+    num_process_faults: int  #: Workers that died or hung on living nodes in that time.
     num_node_faults: int
     num_uncovered: int  #: Recoveries that memory could not serve.
     redundancy: Redundancy
-    #: Between two snapshots, as the user asked for; 0 if that is to be chosen.
+    #: Steps between two snapshots, as configured; 0 to choose them.
     snapshot_steps: int = 0
-    persist_steps: int = 0  #: Likewise between two checkpoints.
+    persist_steps: int = 0  #: The same for checkpoints.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRules:
-    """What the user left open, limits, and what is believed before anything was seen."""
+    """What the user left open, the limits, and the prior before any observation."""
 
     has_snapshots: bool = True  #: Whether snapshots are taken at all.
-    chooses_snapshots: bool = False  #: Whether their interval is to be chosen.
-    chooses_checkpoints: bool = False  #: Whether the interval of checkpoints is.
-    cost_share_max: float = 0.02  #: Most of step time that both tiers may stall together.
-    #: Snapshots that stall less than this are taken even if failures are too rare to ask for
-    #: them: step times vary by more, and a redone step is seen by people.
+    chooses_snapshots: bool = False  #: Whether to choose their interval.
+    chooses_checkpoints: bool = False  #: Whether to choose the interval of checkpoints.
+    cost_share_max: float = 0.02  #: Largest share of step time that both tiers may stall together.
+    #: Snapshots that stall less than this share are taken even if failures are too rare to justify
+    #: them: step times vary by more, and people notice a redone step.
     cost_share_free: float = 0.01
-    #: How much observation the prior is worth. A day: on the second day of a run its own
-    #: failures count for more.
+    #: How much observation the prior is worth: a day, so from the second day on the run's own
+    #: failures weigh more.
     prior_s: float = 86_400.0
-    #: Time between faults of one node before any was seen. Llama 3 (arXiv 2407.21783): 419
-    #: interruptions of 2,048 nodes in 54 days, one in 6,300 h a node; a quarter of them cost the
+    #: Time between faults of one node before any occurred. Llama 3 (arXiv 2407.21783): 419
+    #: interruptions of 2,048 nodes in 54 days, one in 6,300 h per node; a quarter of them cost the
     #: node.
     node_fault_s: float = 25_000 * 3600.0
-    #: Faults that only cost a process, per fault that costs a node: three of four in DLRover's
+    #: Faults that cost only a process, per fault that costs a node: three of four in DLRover's
     #: reports.
     process_share: float = 3.0
     snapshot_s_max: float = 600.0  #: Longest interval of snapshots, however rare failures seem.
-    #: Longest interval on storage; what nobody foresaw costs at most this.
+    #: Longest interval on storage: an unforeseen failure costs at most this.
     persist_s_max: float = 600.0
-    #: What a second of storing in the background costs, in seconds of training: nobody waits for
-    #: it, but it takes bandwidth and processors.
+    #: Cost of a second of storing in the background, in seconds of training: training does not wait
+    #: for it, but it uses bandwidth and processors.
     busy_cost: float = 0.02
-    #: How long snapshots are unprotected after a node is lost. The run stepped again within 1 to
-    #: 5 s, and the first step is copied at once.
+    #: How long snapshots are unprotected after a node is lost. In measurements the run stepped
+    #: again within 1 to 5 s, and it copies the first step at once.
     reprotect_s: float = 10.0
 
     @property
     def chooses(self) -> bool:
-        """Return whether any interval is to be chosen."""
+        """Return whether there is an interval to choose."""
         return self.chooses_snapshots or self.chooses_checkpoints
 
 
 class FaultsSeen(NamedTuple):
     """The faults of a run, by what they cost."""
 
-    num_process: int = 0  #: Workers that died or hung on nodes that lived.
+    num_process: int = 0  #: Workers that died or hung on living nodes.
     num_node: int = 0
     num_uncovered: int = 0  #: Recoveries that memory could not serve.
 
@@ -119,29 +118,30 @@ class FaultsSeen(NamedTuple):
 class Cadence:
     """The decision."""
 
-    snapshot_steps: int  #: A snapshot every so many steps.
-    #: A checkpoint every so many steps; a multiple of ``snapshot_steps``, if it was chosen.
+    snapshot_steps: int  #: Steps between two snapshots.
+    #: Steps between two checkpoints; a multiple of ``snapshot_steps`` if chosen.
     persist_steps: int
-    cost_share: float  #: The share of step time that both will stall.
-    lost_share: float  #: The share of time that failures will cost by redone work.
+    cost_share: float  #: The expected share of step time that both stall.
+    lost_share: float  #: The expected share of time that failures cost by redone work.
     reason: str  #: Both choices in a line for people.
 
 
 def rate_per_s(num_faults: int, observed_s: float, *, prior_rate: float, prior_s: float) -> float:
     """Return the expected failure rate per second, from counts and a prior.
 
-    The mean of a gamma distribution that began as ``prior_rate`` seen for ``prior_s``: never
-    zero for want of failures, and the prior fades as observation grows.
+    This is the mean of a gamma distribution whose prior is ``prior_rate`` observed for ``prior_s``:
+    it is never zero, and the prior fades as observation grows.
     """
     return (num_faults + prior_rate * prior_s) / (observed_s + prior_s)
 
 
 def uncovered_rate_per_s(redundancy: Redundancy, node_rate_per_s: float) -> float:
-    """Return how often more of one group is lost than it survives, per second.
+    """Return how often a group loses more nodes than it survives, per second.
 
-    N / n groups; the first of n nodes fails, and the next ``tolerance`` of those left while the
-    group is not whole again: N / n * n! / (n - m - 1)! / m! * rate^(m + 1) * w^m. Rates that are
-    small against 1 / w; capped by any node's failure, which is the rate without redundancy.
+    There are N / n groups. The first of n nodes fails, and ``tolerance`` more of those left fail
+    before the group is whole again: N / n * n! / (n - m - 1)! / m! * rate^(m + 1) * w^m. This holds
+    for rates that are small against 1 / w, and is capped by the rate of any node's failure, which
+    is the rate without redundancy.
     """
     n, m = redundancy.group_nodes, redundancy.tolerance
     every = redundancy.num_nodes * node_rate_per_s
@@ -161,11 +161,11 @@ def interval_s(stall_s: float, rate: float) -> float:
 def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:
     """Return the intervals of both tiers, in steps.
 
-    A failure that memory serves costs work since the last snapshot, one that it does not serve
-    since the last checkpoint. Snapshots that are nearly free are taken anyway. Intervals are
-    stretched, both by one factor, until they keep the budget, but not beyond their longest; and
-    each is at least as long as one save of its tier takes. One that the user asked for is kept as
-    it is, and what is left of the budget is the other's.
+    A failure that memory serves costs the work since the last snapshot, any other the work since
+    the last checkpoint. Snapshots that are nearly free are taken anyway. Both intervals are
+    stretched by one factor until they keep the budget, but not beyond their maximum. Each is at
+    least as long as one save of its tier takes. A configured interval stays as it is, and the other
+    one gets the rest of the budget.
     """
     asked_s = facts.snapshot_steps * facts.step_s, facts.persist_steps * facts.step_s
     node_rate, process_rate = _rates(facts, rules)
@@ -206,7 +206,7 @@ def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:
         f"checkpoint every {_count(persist_steps)} ({persist_s:.3g} s: stalls "
         f"{facts.persist.stall_s * 1e3:.3g} ms, beyond memory every {_span(lost_rate)})"
     )
-    stretched = "what is chosen" if any(asked_s) else "both"
+    stretched = "the chosen one" if any(asked_s) else "both"
     return Cadence(
         snapshot_steps=snapshot_steps,
         persist_steps=persist_steps,
@@ -223,46 +223,46 @@ def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:
 def cost_share(
     step_s: float, snapshot_stall_s: float, checkpoint_stall_s: float, *, steps: tuple[int, int]
 ) -> float:
-    """Return the part of step time that both tiers stall training.
+    """Return the share of step time that both tiers stall training.
 
     Args:
-        step_s: A step, without what is saved.
-        snapshot_stall_s: What a snapshot takes from training.
-        checkpoint_stall_s: What a checkpoint takes.
-        steps: Between two snapshots, and between two checkpoints; 0 if there are none.
+        step_s: Duration of a step without saves.
+        snapshot_stall_s: How long a snapshot stalls training.
+        checkpoint_stall_s: How long a checkpoint does.
+        steps: Steps between two snapshots, and between two checkpoints; 0 if there are none.
     """
     stalls = zip((snapshot_stall_s, checkpoint_stall_s), steps, strict=True)
     return sum(stall_s / (every * step_s) for stall_s, every in stalls if every and step_s)
 
 
 def over_budget(share: float, rules: CadenceRules, *, steps: tuple[int, int]) -> str:
-    """Return a line for people if saving costs more than it may; "" if not.
+    """Return a line for people if saving exceeds its budget; "" if not.
 
-    Intervals that were asked for are kept as they are: only the line says what they cost.
+    Configured intervals stay as they are: the line only reports their cost.
     """
     if share <= rules.cost_share_max:
         return ""
     return (
-        f"saving stalls training for {share:.1%} of step time, {rules.cost_share_max:.0%} are "
-        f"meant for it: raise snapshot.every_steps (now {steps[0]}) or checkpoint.every_steps "
-        f"(now {steps[1]}), or set them to auto"
+        f"saving stalls training for {share:.1%} of step time, above the budget of "
+        f"{rules.cost_share_max:.0%}: raise snapshot.every_steps (now {steps[0]}) or "
+        f"checkpoint.every_steps (now {steps[1]}), or set them to auto"
     )
 
 
 def taken_steps(step_s: float, snapshot: Tier, *, every: int) -> int:
-    """Return the steps between two snapshots that are really taken.
+    """Return the steps between two snapshots that are actually taken.
 
-    What is under way still when the next one is due, or not copied by peers, has that one skipped:
-    a slow link stretches the interval, and nothing queues.
+    If a snapshot is unfinished, or not yet copied by peers, when the next one is due, the next one
+    is skipped: a slow link stretches the interval, and nothing queues.
 
     Args:
-        step_s: A step, without what is saved.
-        snapshot: As measured.
-        every: Steps between two that are due; 0 if there are none.
+        step_s: Duration of a step without saves.
+        snapshot: The measured costs of snapshots.
+        every: Configured steps between two snapshots; 0 if there are none.
     """
     if not every or not step_s:
         return every
-    # It is looked at once a step, near its end.
+    # A snapshot is checked once a step, near the step's end.
     busy_steps = round((snapshot.busy_s - snapshot.stall_s) / step_s)
     return every * max(1, math.ceil(busy_steps / every))
 
@@ -276,14 +276,14 @@ def next_pace(
     redundancy: Redundancy,
     rules: CadenceRules,
 ) -> tuple[Pace, str] | None:
-    """Return the intervals to keep from now on, and why; None if there is nothing to decide.
+    """Return the intervals to use from now on, and why; None if there is nothing to decide.
 
     Args:
-        costs: Costs of steps and saves, as rank 0 measured them, and the intervals that it keeps.
-        told: The intervals that it was told last; 0 where none was.
-        rules: What is to be chosen, and the limits.
+        costs: Costs of steps and saves that rank 0 measured, and the intervals that it uses.
+        told: The intervals that it was last told; 0 for none.
+        rules: What to choose, and the limits.
     """
-    # What is not measured is not free.
+    # A cost that is not measured is unknown, not zero.
     is_known = costs.checkpoint_busy_s > 0 or not rules.chooses_checkpoints
     is_known &= costs.snapshot_stall_s > 0 or not rules.has_snapshots
     if not rules.chooses or not is_known or not costs.step_s:
@@ -336,7 +336,7 @@ def _rates(facts: CadenceFacts, rules: CadenceRules) -> tuple[float, float]:
 
 
 def _stretch(costs: Sequence[float], asked_s: Sequence[float], cost_share_max: float) -> float:
-    """Return by how much intervals that are not asked for are stretched to keep the budget."""
+    """Return the factor that stretches the chosen intervals to keep the budget."""
     pairs = list(zip(costs, asked_s, strict=True))
     cost = sum(cost for cost, every_s in pairs if not every_s)
     left = cost_share_max - sum(cost for cost, every_s in pairs if every_s)
@@ -347,7 +347,7 @@ def _stretch(costs: Sequence[float], asked_s: Sequence[float], cost_share_max: f
 
 def _steps(every_s: float, step_s: float) -> int:
     """Return an interval in whole steps, rounded up: the budget is a limit."""
-    # A hair less, so that 3.0000000001 steps are not 4.
+    # Subtract a hair, so that 3.0000000001 steps do not become 4.
     return max(1, math.ceil(every_s / step_s - 1e-9))
 
 

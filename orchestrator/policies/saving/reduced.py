@@ -1,11 +1,11 @@
-"""How long redundancy was below what was asked for, and when to alert. Pure."""
+"""How long redundancy was below the configured tolerance, and when to alert. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-#: A lost node is made up for in seconds where there is another, and a new machine takes a minute.
+#: Another available node restores redundancy in seconds; a new machine takes a minute.
 ALERT_S: Final = 60.0
 
 
@@ -13,14 +13,14 @@ ALERT_S: Final = 60.0
 class ReducedTime:
     """An account of the time at reduced redundancy."""
 
-    total_s: float = 0.0  #: All of it, up to the last look.
-    for_s: float = 0.0  #: Length of the present stretch; 0.0 if redundancy is as asked for.
-    looked_s: float | None = None  #: When that was; None before the first look.
-    is_reduced: bool = False  #: What was seen then.
+    total_s: float = 0.0  #: Total time, up to the last check.
+    for_s: float = 0.0  #: Length of the present stretch; 0.0 if redundancy is as configured.
+    looked_s: float | None = None  #: When the last check was; None before the first.
+    is_reduced: bool = False  #: Whether it was reduced then.
 
 
 def noted(time: ReducedTime, at_s: float, *, is_reduced: bool) -> ReducedTime:
-    """Return the account after a look at ``at_s``: the last finding lasted until now."""
+    """Return the account after a check at ``at_s``; the last finding counts until then."""
     passed_s = at_s - time.looked_s if time.looked_s is not None and time.is_reduced else 0.0
     return ReducedTime(
         total_s=time.total_s + passed_s,
@@ -31,11 +31,11 @@ def noted(time: ReducedTime, at_s: float, *, is_reduced: bool) -> ReducedTime:
 
 
 def alert(time: ReducedTime, *, survived: int, tolerance: int) -> tuple[str, ...]:
-    """Return what to tell people, a line or none.
+    """Return the alerts for people: one line or none.
 
     Args:
         survived: How many nodes may be lost now.
-        tolerance: How many that are to be.
+        tolerance: How many the run should survive, as configured.
     """
     if time.for_s < ALERT_S:
         return ()

@@ -1,19 +1,19 @@
 """How the snapshots of an attempt are protected against lost nodes: copies, parity, or nothing.
 
-Pure. Where data-parallel replicas on other nodes hold the same state, workers save each other's
-shares from their own memory and nothing is sent; or, with three nodes or more, a parity of them,
-which takes 1/(n-1) of the memory of a copy. Otherwise keepers protect each other over the network:
-so the link is used only where replicas cannot do without, and if it is slow, snapshots are fewer.
+Pure. If data-parallel replicas on other nodes hold the same state, workers save each other's shares
+from their own memory, and nothing is sent. With three nodes or more they may save a parity instead,
+which takes 1/(n-1) of the memory of a copy. Otherwise keepers protect each other over the network.
+So the network is used only if replicas cannot do it, and if it is slow, snapshots are fewer.
 
-The plan takes the mechanism that recovers fastest of those that memory and the number of nodes
-allow: copies before parity, since a copy is read while a parity is computed from a whole group.
-The tolerance counts nodes; it also holds for racks if ``shared_racks`` is empty. The speed of the
-link plays no part: copies and parities of a tolerance send the same bytes, and on a slow link the
-cadence takes fewer snapshots.
+The plan uses the mechanism with the fastest recovery that memory and the number of nodes allow:
+copies before parity, since a copy is read, but a parity is computed from a whole group. The
+tolerance counts nodes; it also holds for racks if ``shared_racks`` is empty. The speed of the
+network does not matter: for a given tolerance copies and parities send the same bytes, and on a
+slow network the cadence takes fewer snapshots.
 
-REFT's third protection, optimizer recomputation, is left out: gradients are a third of AdamW's
-bytes, but a log of them gains less than a snapshot after each third step (measured on 4 workers),
-and recomputed state is not always bit-identical.
+REFT's third protection, optimizer recomputation, is not used: gradients are a third of AdamW's
+bytes, but logging them gains less than a snapshot every third step (measured on 4 workers), and
+recomputed state is not always bit-identical.
 
 Source: the protections of REFT (arXiv 2310.12670), with two parities, unequal parts and any number
 of nodes; partner copies of GEMINI (SOSP 2023); XOR sets of SCR.
@@ -38,7 +38,7 @@ from ucp_core.layout import ParallelLayout
 from workers.protocol import Inventory
 from workers.state import replicas_of
 
-#: A parity of one other node's data is a copy of it.
+#: A parity over one other node's data would be a copy of it.
 _PARITY_NODES_MIN = 3
 #: Limit of double parity: 15 members and two parities (``workers.parity.code``).
 _DOUBLE_NODES_MAX = 17
@@ -59,7 +59,10 @@ PARITIES = frozenset({Mechanism.REPLICA_PARITY, Mechanism.DOUBLE_PARITY, Mechani
 
 
 class Preference(StrEnum):
-    """Which mechanisms are allowed. A parity over one node's data is a copy, and made as one."""
+    """Which mechanisms are allowed.
+
+    A parity over one node's data is a copy, and is treated as one.
+    """
 
     AUTO = "auto"
     COPY = "copy"
@@ -68,25 +71,25 @@ class Preference(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundancyFacts:
-    """An attempt, and what its keepers said."""
+    """An attempt, and what its keepers reported."""
 
-    nodes: tuple[str, ...]  #: Of every member, by rank.
-    #: What snapshots may take, by node; one that has not said it is thought to have as much as
-    #: the least of the others.
+    nodes: tuple[str, ...]  #: The node of every member, by rank.
+    #: Bytes that snapshots may take, by node. A node that has not reported it counts with the least
+    #: of the others.
     budgets_bytes: Mapping[str, int]
-    rank_bytes: int  #: The largest rank's part of a version; 0 if there was none yet.
-    #: Says which ranks hold the same state; None if nobody knows.
+    rank_bytes: int  #: Bytes of the largest rank's part of a version; 0 before the first.
+    #: Shows which ranks hold the same state; None if unknown.
     layout: ParallelLayout | None = None
-    #: What a node fails together with, by node, where that is known.
+    #: Rack or zone that a node fails together with, by node, if known.
     racks: Mapping[str, str] = field(default_factory=dict)
-    #: Returns what a copy from one node to another would meet of training's traffic: of keepers
-    #: that protect alike, the one with the least is taken. None if nobody knows.
+    #: Returns how much of training's traffic a copy from one node to another would meet. Of keepers
+    #: that protect equally well, the one with the least is chosen. None if unknown.
     met: Callable[[str, str], float] | None = None
-    #: What the workers save for each other: a copy, a parity, or nothing (``NONE``); None if
-    #: they are not told yet.
+    #: What the workers were told to save for each other: a copy, a parity, or nothing (``NONE``);
+    #: None if not told yet.
     told: Mechanism | None = None
-    #: Whether a copy that they were told to save may be given up, for keepers that protect each
-    #: other, if there is no room for it.
+    #: Whether a copy that they were told to save may be replaced by keepers that protect each other
+    #: if there is no room for it.
     is_open: bool = False
 
 
@@ -95,19 +98,19 @@ class RedundancyPlan:
     """How snapshots are protected."""
 
     mechanism: Mechanism = Mechanism.NONE
-    tolerance: int = 0  #: How many nodes of each group may be lost; 0 protects nothing.
+    tolerance: int = 0  #: How many nodes of each group may be lost; 0 for no protection.
     groups: Groups = ()  #: Nodes that protect each other.
-    reason: str = ""  #: Why so, for people.
-    #: False if it has to be decided again once a snapshot shows its size: workers that were told
-    #: to save each other's shares may then have no room for them.
+    reason: str = ""  #: The reason, for people.
+    #: False if the plan must be revised once a snapshot shows its size: workers that were told to
+    #: save each other's shares may have no room for them.
     is_final: bool = True
-    #: By node, the others whose keepers copy its snapshots over the network.
+    #: By node, the other nodes whose keepers copy its snapshots over the network.
     keepers: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: By rank, the ranks whose shares it saves beside its own; None where keepers protect each
+    #: By rank, the ranks whose shares it saves besides its own; None if keepers protect each
     #: other's snapshots.
     guards: tuple[tuple[int, ...], ...] | None = None
-    #: By rank, the ranks of its group in order of place. They keep parities of each other's
-    #: shares from their own replicas; None where they keep none.
+    #: By rank, the ranks of its group in order. They keep parities of each other's shares from
+    #: their own replicas; None if they keep none.
     rank_groups: tuple[tuple[int, ...], ...] | None = None
     shared_racks: tuple[str, ...] = ()  #: Racks whose loss may cost more than the tolerance.
 
@@ -126,7 +129,7 @@ class RedundancyPlan:
         return tuple(other for other, keepers in self.keepers.items() if node in keepers)
 
     def group_of(self, node: str) -> tuple[str, ...]:
-        """Return the group of a node, in the order of its places; () if it is in none."""
+        """Return the group of a node, in its order; () if it is in none."""
         return next((group for group in self.groups if node in group), ())
 
 
@@ -134,12 +137,12 @@ class RedundancyPlan:
 class RedundancyRules:
     """What the user wants, and limits."""
 
-    #: Lost nodes of a group that are to be survived, 1 or 2; 0 asks for nothing. Fewer are where
-    #: there are too few nodes, or too little memory.
+    #: How many lost nodes of a group to survive: 1 or 2; 0 for none. Fewer are survived if there
+    #: are too few nodes or too little memory.
     tolerance: int = 0
     preference: Preference = Preference.AUTO  #: Allowed mechanisms.
-    #: Nodes in a group. With two parities groups of 8 outlive pairs from 64 nodes on, at a third
-    #: of their memory.
+    #: Nodes in a group. From 64 nodes on, groups of 8 with two parities survive longer than pairs,
+    #: at a third of their memory.
     group_max: int = 8
     num_buffers: int = 3  #: Versions held at once.
 
@@ -147,7 +150,7 @@ class RedundancyRules:
 def plan_redundancy(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
     """Return how to protect the snapshots of an attempt."""
     if not rules.tolerance or not facts.nodes:
-        return RedundancyPlan(reason="no lost node is to be survived (snapshot.tolerance: 0)")
+        return RedundancyPlan(reason="no protection is configured (snapshot.tolerance: 0)")
     found = _over_replicas(facts, rules)
     if isinstance(found, RedundancyPlan):
         return found
@@ -158,8 +161,8 @@ def plan_redundancy(facts: RedundancyFacts, rules: RedundancyRules) -> Redundanc
 def revise(plan: RedundancyPlan, facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
     """Return the plan of an attempt that trains by ``plan``, now that more is known.
 
-    Its workers continue as they were told if there is room for that. Otherwise their keepers
-    protect each other.
+    Its workers continue as they were told if there is room. Otherwise their keepers protect each
+    other.
     """
     is_by_workers = plan.is_by_workers
     told = plan.mechanism if is_by_workers else Mechanism.NONE
@@ -194,7 +197,7 @@ def _over_network(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyP
                     continue
             reason = f"snapshots: {mechanism}, for the loss of {tolerance} of {smallest} nodes"
             if facts.rank_bytes:
-                # A copy goes out whole; with parities each byte goes into as many as there are.
+                # Each copy is sent whole; with parities each byte is sent once per parity.
                 sent = tolerance * facts.rank_bytes * max(Counter(facts.nodes).values())
                 reason += f", {_size(need_bytes)}, {sized(sent)} sent"
             is_parity = mechanism in PARITIES
@@ -216,7 +219,7 @@ def _candidates(groups: Groups, tolerance: int, preference: Preference) -> list[
         return [Mechanism.NONE]
     sizes = [len(group) for group in groups]
     copies, parities = [Mechanism.PARTNER_COPY], list[Mechanism]()
-    # With one data block in a stripe the parity is a copy.
+    # With one data block in a stripe the parity would be a copy.
     if min(sizes) >= tolerance + 2:
         if tolerance == 1:
             parities.append(Mechanism.RING_PARITY)
@@ -234,9 +237,9 @@ def version_bytes(
     groups: Groups,
     keepers: Mapping[str, Sequence[str]],
 ) -> dict[str, int]:
-    """Return what each node keeps of a version, its own parts included.
+    """Return how many bytes of a version each node keeps, its own parts included.
 
-    Parity is rounded up to 64 bytes a block, which is not counted.
+    Rounding parity up to 64 bytes a block is not counted.
     """
     num_ranks = Counter(facts.nodes)
     found: dict[str, int] = {}
@@ -365,13 +368,13 @@ def _replica_parity(
 def _like_groups(
     facts: RedundancyFacts, rules: RedundancyRules, layout: ParallelLayout
 ) -> Groups | None:
-    """Return groups of nodes whose first ranks hold the same state, and so on.
+    """Return groups of nodes whose first ranks hold the same state, whose second do, and so on.
 
-    None if that cannot be, or if a group would have fewer nodes than a parity is worth.
+    None if that is impossible, or if a group would be too small for a parity to pay.
     """
     held: dict[str, list[int]] = {name: [] for name in facts.nodes}
     for rank, name in enumerate(facts.nodes):
-        # The first of those that hold the same stands for the state.
+        # The first rank that holds a state stands for the state.
         held[name].append(replicas_of(layout, rank)[0])
     alike: dict[tuple[int, ...], list[str]] = {}
     for name, states in held.items():
@@ -390,7 +393,7 @@ def _like_groups(
 
 
 def _refusal(facts: RedundancyFacts, rules: RedundancyRules, need_bytes: Mapping[str, int]) -> str:
-    """Return which node lacks memory for versions of such sizes; "" if none does."""
+    """Return, for people, which node lacks memory for versions of these sizes; "" if none."""
     known = facts.budgets_bytes
     least_bytes = min(known.values(), default=sys.maxsize)
     for name, size_bytes in need_bytes.items():
@@ -402,7 +405,7 @@ def _refusal(facts: RedundancyFacts, rules: RedundancyRules, need_bytes: Mapping
 
 def _size(need_bytes: Mapping[str, int]) -> str:
     most = max(need_bytes.values())
-    return f"{sized(most)} a node and version" if most else "of a size that is not known yet"
+    return f"{sized(most)} a node and version" if most else "of unknown size"
 
 
 def sized(num_bytes: int) -> str:
@@ -416,7 +419,7 @@ def _domains(facts: RedundancyFacts) -> dict[str, str]:
 
 
 def state_bytes(inventories: Iterable[Inventory]) -> int:
-    """Return the size of a version, all ranks together, by the newest that keepers hold."""
+    """Return the size of a version over all ranks, from the newest one that keepers hold."""
     held = [part.held for inventory in inventories for part in inventory.parts]
     newest = max(((each.attempt, each.step) for each in held), default=None)
     sizes = [
@@ -424,5 +427,5 @@ def state_bytes(inventories: Iterable[Inventory]) -> int:
         for each in held
         if (each.attempt, each.step) == newest
     ]
-    # Together the ranks hold the state, however many they are.
+    # Together the ranks hold the whole state, whatever their number.
     return max(sizes, default=0)

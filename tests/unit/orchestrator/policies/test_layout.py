@@ -144,7 +144,7 @@ def test_people_read_why_no_other_layout_was_taken() -> None:
     assert layout is not None
     assert other_layouts(layout, rooms_of([2]), 4, TWO_AXES) == (
         ("pp=2 x tp=2", "needs 4 workers, and there are 2"),
-        ("pp=2", "is further from what is asked for"),
+        ("pp=2", "is further from the configured layout"),
     )
     scattered = rooms_of([2, 1, 1])
     layout = choose(scattered, 4, LayoutRules(tp=2))
@@ -268,8 +268,8 @@ def test_people_read_which_step_times_were_seen() -> None:
     layout = choose(one_node(5), 5, rules)
     assert layout == ParallelLayout(pp=4)
     assert other_layouts(layout, one_node(5), 5, rules) == (
-        ("pp=2 x dp_shard=2", "is further from what is asked for; a step took 0.9 s"),
-        ("dp_shard=5", "is further from what is asked for; a step would take about 0.08 s"),
+        ("pp=2 x dp_shard=2", "is further from the configured layout; a step took 0.9 s"),
+        ("dp_shard=5", "is further from the configured layout; a step would take about 0.08 s"),
     )
     five = ParallelLayout(dp_shard=5)
     assert other_layouts(five, one_node(5), 5, SEEN) == (

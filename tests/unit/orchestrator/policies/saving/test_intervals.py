@@ -196,7 +196,7 @@ def test_what_an_interval_that_was_asked_for_costs_is_not_spent_twice(asked: str
 
     assert getattr(cadence, asked) == steps
     assert 0.015 < cadence.cost_share <= 0.02 + 1e-9
-    assert cadence.reason.endswith("which stretches what is chosen")
+    assert cadence.reason.endswith("which stretches the chosen one")
 
 
 def test_an_interval_that_was_asked_for_is_kept_though_it_costs_too_much() -> None:
@@ -271,7 +271,7 @@ def test_intervals_that_were_asked_for_are_measured_against_the_budget() -> None
     rules = CadenceRules()
     share = cost_share(0.5, 0.004, 0.1, steps=(1, 10))
     assert share == pytest.approx(0.004 / 0.5 + 0.1 / 5.0)
-    assert "2.8% of step time, 2% are meant for it" in over_budget(share, rules, steps=(1, 10))
+    assert "2.8% of step time, above the budget of 2%" in over_budget(share, rules, steps=(1, 10))
     assert over_budget(0.02, rules, steps=(1, 10)) == ""
 
     assert cost_share(0.5, 0.004, 0.1, steps=(0, 10)) == pytest.approx(0.02), "without snapshots"
