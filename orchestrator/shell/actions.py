@@ -1,4 +1,4 @@
-"""Actions on a run from its page. Each is an event in the journal."""
+"""Actions on a run from its page. Each becomes an event in the journal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.errors import ActionError
 from orchestrator.shell.parts import Parts
 from ucp_core.numerics import counted
 
-#: A drained node is left within this; its replacement may come meanwhile.
+#: The run leaves a drained node within this; a replacement may come before.
 DRAIN_S = 30.0
 
 
@@ -19,7 +19,7 @@ class Actions:
 
     Args:
         parts: The parts of the run.
-        stop: Stops it at the next step boundary, for a reason.
+        stop: Stops the run at the next step boundary, for a reason.
         spawn: Runs a coroutine in the background.
     """
 
@@ -43,18 +43,18 @@ class Actions:
         }
 
     def perform(self, name: str, what: Mapping[str, Any]) -> str:
-        """Do what is asked for; return a line for people.
+        """Perform the action; return a line for people.
 
         Args:
             name: stop (``step``, 0 for the next), save, drain or undrain (``node``), workers
                 (``num``), or kill (``worker`` or ``node``).
 
         Raises:
-            ActionError: There is no such action, or it cannot be done now.
+            ActionError: There is no such action, or it is impossible now.
         """
         action = self._actions.get(name)
         if action is None:
-            raise ActionError(f"there is no action {name!r}: know {', '.join(self._actions)}")
+            raise ActionError(f"there is no action {name!r}; there are {', '.join(self._actions)}")
         return action(what)
 
     @property
@@ -69,19 +69,19 @@ class Actions:
         goal, now = self._parts.rules.total_steps, self._parts.state.attempt.step
         if not now < step < goal:
             raise ActionError(f"step {step} is not between the present one, {now}, and {goal}")
-        reason = f"stopped from the page, behind step {step}"
+        reason = f"stopped from the page, after step {step}"
         self._parts.inbox.post(core.StopRequested(at_s=self._at_s, reason=reason, step=step))
-        return f"The run stops behind step {step}, or at the first boundary after it."
+        return f"The run stops after step {step}, or at the first boundary behind it."
 
     def _save(self, _what: Mapping[str, Any]) -> str:
         if not self._parts.config.snapshot.every_steps:
-            raise ActionError("nothing is in memory to store: snapshot.every_steps is 0")
+            raise ActionError("memory holds nothing to store: snapshot.every_steps is 0")
         step = self._parts.protection.redundancy(self._parts.state)["step"]
         if not step:
-            raise ActionError("no step is whole in memory yet")
+            raise ActionError("no step is complete in memory yet")
         self._parts.inbox.post(core.SaveRequested(at_s=self._at_s))
         self._spawn(self._parts.snapshots.flush(self._parts.state.lineage))
-        return f"Step {step}, or a newer one in memory, goes to storage."
+        return f"Step {step}, or a newer one in memory, is being stored."
 
     def _drain(self, what: Mapping[str, Any]) -> str:
         node = self._living_node(what)
@@ -99,7 +99,7 @@ class Actions:
         if not workers.min <= num <= workers.max:
             raise ActionError(
                 f"{num} workers are not between workers.min, {workers.min}, and workers.max, "
-                f"{workers.max}; these change when the run is resumed with others"
+                f"{workers.max}; to change these, resume the run with others"
             )
         fits = self._parts.rules.wanted(num, self._parts.state.refused)
         if not fits:
@@ -136,7 +136,7 @@ class Actions:
         if node == self._parts.nodes.here:
             raise ActionError("the controller is on this node: it would end with it")
         if self._parts.nodes.views[node].keeper is None:
-            raise ActionError(f"node {node[:8]} has no keeper that could do it")
+            raise ActionError(f"node {node[:8]} has no keeper to do it")
         self._note_fault("node_kill", node)
         self._spawn(self._parts.keepers.kill_node(node))
         return f"Node {node[:8]} is killed."
@@ -148,12 +148,12 @@ class Actions:
         node = str(what.get("node", ""))
         view = self._parts.nodes.views.get(node)
         if view is None or view.lost.is_set():
-            raise ActionError(f"there is no node {node[:8]!r} that lives")
+            raise ActionError(f"there is no living node {node[:8]!r}")
         return node
 
 
 def _number(what: Mapping[str, Any], name: str) -> int:
     value = what.get(name, 0)
     if not isinstance(value, int):
-        raise ActionError(f"{name} is a whole number, not {value!r}")
+        raise ActionError(f"{name} must be a whole number, not {value!r}")
     return value

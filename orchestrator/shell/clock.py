@@ -19,7 +19,7 @@ class RunClock:
     """Seconds since the run began, continued over restarts of the controller.
 
     A restarted controller continues from the last journaled ``at_s``, so that deadlines in the
-    state stay valid. The wall clock says how long it was down.
+    state stay valid. The wall clock shows how long it was down.
     """
 
     def __init__(self, *, last_at_s: float = 0.0, last_wall_time: float | None = None) -> None:

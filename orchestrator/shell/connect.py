@@ -22,9 +22,9 @@ from ray.job_config import JobConfig
 from orchestrator.errors import ConfigError
 from orchestrator.shell.local import local_clusters
 
-#: A cluster that is there accepts a connection in milliseconds, also from far away.
+#: A running cluster accepts a connection in milliseconds, also from far away.
 ANSWER_S = 3.0
-#: Ray's own words do not say so: it refuses a process without the token like any stranger.
+#: Ray's own message does not mention tokens: it refuses a process without one like any other.
 _AUTH = "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
 _UV_HOOK = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
@@ -35,7 +35,7 @@ _FRAME_KIND, _SETTINGS = 3, 4
 
 
 def connect_ray(address: str, *, namespace: str | None = None) -> None:
-    """Join the cluster at ``address``; none of its logs reach our output.
+    """Join the cluster at ``address``; keep its logs out of our output.
 
     Raises:
         ConnectionError: Nothing answers there.
@@ -47,18 +47,18 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
         raise ConnectionError(why)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if any(entry.address == address for entry in local_clusters()):
-        # They ask for no token, also where the user has one for other clusters.
+        # Local clusters need no token, even if the user has one for other clusters.
         os.environ["RAY_AUTH_MODE"] = "disabled"
-    # Ray 2.60 prints a raylet's lines about dead workers to our stdout whatever log_to_driver says.
-    # --json must stay clean, and a run's incidents say the same.
+    # Ray 2.60 prints a raylet's lines about dead workers to our stdout whatever log_to_driver is.
+    # The output of --json must stay clean, and incidents report the same.
     ray_worker.print_to_stdstream = lambda *_, **__: None
-    # It would put the working directory of this command first on the path of its workers, where a
-    # file of the user's, as attrs.py, shadows a library.
+    # Ray would put the working directory of this command first on the path of its workers, where a
+    # user's file such as attrs.py would shadow a library.
     job: Any = JobConfig
     job._py_driver_sys_path = property(lambda _: [], lambda *_: None)  # noqa: SLF001
     if _UV_HOOK not in os.environ:
-        # It would have `uv run` build an environment for each worker. Nodes have their own, with
-        # the versions of this one.
+        # Ray would let `uv run` build an environment for each worker. Nodes have their own, with
+        # the same versions as this one.
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -87,7 +87,7 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
 def why_silent(address: str, *, timeout_s: float = ANSWER_S) -> str:
     """Return why nothing accepts a connection at ``address``; "" if something does.
 
-    Addresses such as "auto" are Ray's to understand: nothing is said of them.
+    Addresses such as "auto" are resolved by Ray and not checked here.
     """
     host, port = _parts(address.removeprefix("ray://"))
     if not port:
@@ -105,23 +105,23 @@ def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
     except OSError:
         if host not in _OWN_NAMES:
             raise
-        # A head may listen at its node's address only, which Ray uses for the machine's own names.
+        # A head may listen only at its node's address, which Ray uses for the machine's own names.
         own = ray.util.get_node_ip_address()
         return socket.create_connection((own, port), timeout=timeout_s)
 
 
 def _parts(address: str) -> tuple[str, int]:
-    """Return host and port; port 0 if the address is none of these."""
+    """Return host and port; port 0 if the address is not of this form."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port) if port.isdecimal() and "/" not in host else 0
 
 
 def _why_no_head(address: str) -> str:
-    """Return why what answers at HOST:PORT is no head of Ray; "" if it is one."""
+    """Return why the server at HOST:PORT is not a head of Ray; "" if it is one."""
     host, port = _parts(address)
     if not port:
         return ""
-    # Ray's own client logs for a minute what becomes of a server that does not speak gRPC.
+    # With a server that does not speak gRPC, Ray's own client would write logs for a minute.
     why = "" if os.environ.get("RAY_USE_TLS") else _why_no_grpc(host, port)
     if not why:
         _, why = _ask_head(address)
@@ -138,7 +138,7 @@ def _why_no_head(address: str) -> str:
 def is_another_head(address: str) -> bool:
     """Return whether the head at ``address`` has another cluster than this process joined.
 
-    A head that is started again without its old state has another id of the cluster.
+    A head that was restarted without its old state has a new cluster id.
     """
     there, _ = _ask_head(address)
     worker: Any = ray_worker.global_worker
@@ -153,19 +153,19 @@ def _ask_head(address: str) -> tuple[str, str]:
         raylet: Any = _raylet
         try:
             answers.append((raylet.GcsClient(address=address).cluster_id.hex(), ""))
-        except Exception as error:  # noqa: BLE001  of Ray's own kinds, which are not public
+        except Exception as error:  # noqa: BLE001  Ray's own classes of errors are not public
             answers.append(("", str(error)))
 
-    # It asks for 40 s, and no argument makes that less.
+    # Ray's call takes up to 40 s, and no argument shortens that.
     asking = threading.Thread(target=ask, name="asking", daemon=True)
     with _quiet_stderr():
         asking.start()
         asking.join(ANSWER_S)
-    return answers[0] if answers else ("", f"nothing that Ray says came in {ANSWER_S:g} s")
+    return answers[0] if answers else ("", f"no answer of Ray's came in {ANSWER_S:g} s")
 
 
 def _why_no_grpc(host: str, port: int) -> str:
-    """Return why what answers there is no gRPC server; "" if it is one."""
+    """Return why the server there is not a gRPC server; "" if it is one."""
     try:
         with _connected(host, port, ANSWER_S) as connection:
             connection.sendall(_HELLO)
@@ -179,7 +179,7 @@ def _why_no_grpc(host: str, port: int) -> str:
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Drop what is written to descriptor 2: Ray's library in C++ logs to it."""
+    """Drop output to descriptor 2, to which Ray's C++ library logs."""
     kept = os.dup(2)
     try:
         with tempfile.TemporaryFile() as dropped:
@@ -193,7 +193,7 @@ def _quiet_stderr() -> Iterator[None]:
 def head_returns(environment: Mapping[str, str]) -> bool:
     """Return whether a head with ``environment`` comes back as the same cluster.
 
-    It does if it keeps its knowledge elsewhere.
+    It does if it keeps its state outside the head.
     """
     kept = environment.get("RAY_gcs_storage", "memory")
     return bool(environment.get("RAY_REDIS_ADDRESS")) or kept != "memory"

@@ -1,8 +1,7 @@
 """The controller: one detached, restartable actor per run, around the pure machine.
 
-Its loop is the whole of it: take an event, journal it, fold it, perform the actions. A
-restarted controller folds the journal again, asks who lives, and is back in charge; the
-workers train on meanwhile.
+Its loop takes an event, journals it, folds it and performs the actions. A restarted controller
+folds the journal again and finds out which workers live; meanwhile they continue to train.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ OPTIONS = {
     "max_restarts": -1,
     "max_task_retries": -1,
     "max_concurrency": 64,
-    # A report is a call, and Ray's events of it would cost as much again.
+    # A report is a call, and Ray's task events for it would cost as much again.
     "enable_task_events": False,
 }
 
 #: A controller that cannot continue ends after this. Each start costs a second of a core, and while
-#: a disk is full there will be many.
+#: a disk is full there are many starts.
 GIVE_WAY_S = 2.0
 
 
 class Controller:
     """Ray's handle on a run.
 
-    The run lives on an event loop of its own thread that starts with the process: after a
-    restart it needs no call.
+    The run has an event loop in a thread that starts with the process, so after a restart it needs
+    no call.
 
     Args:
         config: The resolved ``RunConfig`` as JSON.
@@ -58,7 +57,8 @@ class Controller:
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15; decisions must not queue behind training.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        # Only now: among saturated trainers half a second of imports took two at that niceness.
+        # Import these only now: beside busy trainers half a second of imports took two seconds at
+        # that niceness.
         from orchestrator.shell.loop import Run
 
         self._loop = asyncio.new_event_loop()
@@ -68,13 +68,13 @@ class Controller:
                 run_id=run_id, config=config, claim=claim, token=token, controller=self._self
             )
         except StorageError as error:
-            # An actor whose constructor raised is not started again, and the run would be lost.
+            # Ray does not restart an actor whose constructor raised, so the run would be lost.
             if ray.get_runtime_context().was_current_actor_reconstructed:
-                _give_way("the controller ends, it cannot begin", error)
+                _give_way("the controller ends because it cannot start", error)
             raise
         threading.Thread(target=self._serve, name="run", daemon=True).start()
 
-    # An empty answer costs a tenth of the call, and no caller waits for it.
+    # Even an empty answer would take a tenth of the call's time, and no caller waits for it.
     @ray.method(num_returns=0)
     def observe(self, report: NodeReport) -> None:
         """Take in a keeper's report."""
@@ -85,7 +85,7 @@ class Controller:
         return asyncio.run_coroutine_threadsafe(self._run.status(), self._loop).result()
 
     def share(self) -> dict[str, Any]:
-        """Return what the run says of itself to the others on the cluster, as plain values."""
+        """Return what the run reports to the others on the cluster, as plain values."""
         return asyncio.run_coroutine_threadsafe(self._run.share(), self._loop).result()
 
     def note_fault(self, fault: str, target: str, token: str) -> None:
@@ -106,10 +106,10 @@ class Controller:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._run.serve())
-        except Exception as error:  # noqa: BLE001  whatever ended the loop
-            # As where the journal cannot be written. A process whose loop has ended would be taken
-            # for a controller for ever: it is ended, so that Ray starts the next one.
-            _give_way("the controller ends, its loop failed", error)
+        except Exception as error:  # noqa: BLE001  any error that ended the loop
+            # For example, the journal cannot be written. A process without its loop would look like
+            # a controller for ever, so end it: Ray then starts the next one.
+            _give_way("the controller ends because its loop failed", error)
         ray.kill(self._self, no_restart=True)
 
 

@@ -1,4 +1,4 @@
-"""Evidence of attempts that end: taken before anything dies, stored off the way of the recovery."""
+"""Evidence of attempts that end: collected before anything is killed, stored in the background."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from workers.protocol import WorkerReport
 
 log = logging.getLogger(__name__)
 
-#: The last reports of the members, in the folder of the incident.
+#: Name of the file with the members' last reports, in the folder of the incident.
 REPORTS: Final = "reports.json"
-#: The worker to blame for a hang is not left alive for longer, to take evidence of it.
+#: Longest time that a worker to blame for a hang is left alive to collect evidence of it.
 KILL_S: Final = 0.5
-#: So many incidents keep their evidence.
+#: How many incidents keep their evidence.
 NUM_KEPT: Final = 20
-#: The end of a run waits so long for what is being stored.
+#: How long the end of a run waits for evidence that is being stored.
 CLOSE_S: Final = 10.0
 
 
 class Evidence:
-    """Has keepers take evidence, and store it once the incident has its number.
+    """Lets keepers collect evidence, and store it once the incident has its number.
 
-    ``reports`` are the last ones on workers, by worker.
+    ``reports`` has the last report on each worker.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Evidence:
         self._nodes: dict[int, tuple[str, ...]] = {}
 
     def collect(self, action: CollectEvidence) -> None:
-        """Begin to take evidence; what is ordered next waits for it if that is wanted."""
+        """Begin to collect evidence; if it is awaited, later calls of ``then`` wait for it."""
         attempt = action.attempt
         rows = tuple(row for row in self._reports.values() if row.attempt == attempt)
         self._rows, self._nodes = {attempt: rows}, {attempt: action.nodes}
@@ -64,7 +64,7 @@ class Evidence:
         self._awaited = self._taking if action.is_awaited else None
 
     def then(self, within_s: float, act: Callable[[], None]) -> None:
-        """Call ``act`` once evidence that is awaited was taken, at most ``within_s`` from now."""
+        """Call ``act`` once awaited evidence is collected, after ``within_s`` at the latest."""
         if self._awaited is None or self._awaited.done():
             act()
         else:
@@ -78,7 +78,7 @@ class Evidence:
         self._num_seen = len(stats.incidents)
 
     async def close(self) -> None:
-        """Wait for what is being stored, for a while."""
+        """Wait, for a limited time, for evidence that is being stored."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
 
@@ -98,7 +98,7 @@ class Evidence:
         await asyncio.gather(*stored, in_thread(STORAGE, self._store_reports, number, reports))
 
     def _store_reports(self, number: int, reports: Sequence[WorkerReport]) -> None:
-        """Store the reports, and drop the evidence of an incident that is old."""
+        """Store the reports, and delete the evidence of an old incident."""
         try:
             path = join(self._path, incident_folder(number), REPORTS)
             document = json.dumps(_document(reports), indent=1).encode()
@@ -112,7 +112,7 @@ class Evidence:
 
 
 def _document(rows: Sequence[WorkerReport]) -> dict[str, Any]:
-    """Return the reports as JSON values; the members of a group are told once, not by each."""
+    """Return the reports as JSON values; list the members of a group once, not for each worker."""
     members = {group.group: list(group.ranks) for row in rows for group in row.groups}
     workers = [asdict(row) for row in sorted(rows, key=lambda row: row.rank)]
     for row in workers:

@@ -1,12 +1,12 @@
 """Kills the controller's process if a signal has stopped it.
 
-A stopped controller looks alive to Ray, which starts no other one: the next fault would not be
-handled, and a finished run would never end. Killing it does no harm: the workers train on, and the
-next controller is in charge about a second later.
+A stopped controller looks alive to Ray, which therefore starts no other one: the next fault would
+not be handled, and a finished run would never end. Killing it does no harm: the workers continue to
+train, and the next controller takes over about a second later.
 
-The guard is a process of its own, because all threads of a stopped process stand still. The kernel
-tells it a stopped process from a busy or waiting one. It runs as a file, without installed
-packages: it takes 10 MB of memory, and 30 us of processor time a look.
+The guard is a separate process, because all threads of a stopped process stand still. The kernel's
+state of a process distinguishes a stopped one from a busy or waiting one. The guard runs as a file,
+without installed packages: it takes 10 MB of memory, and 30 us of processor time per check.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-#: Looks in a row, equally far apart, that must find it stopped. A guard that was suspended together
-#: with it has looked once meanwhile, however long that was.
+#: How many checks in a row, equally far apart, must find it stopped. A guard that was suspended
+#: together with it has made only one check in that time.
 _NUM_LOOKS: Final = 10
 
 
@@ -34,12 +34,12 @@ def begin_guard(stopped_s: float) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,  # closed by the kernel when this process ends
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # what stops a group must not stop both
+        start_new_session=True,  # a signal to the group must not stop both
     )
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped ``pid``; a debugger's stop is another state."""
+    """Return whether a signal has stopped ``pid``; under a debugger the state is another one."""
     try:
         return b"\nState:\tT" in Path(f"/proc/{pid}/status").read_bytes()
     except OSError:

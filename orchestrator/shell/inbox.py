@@ -1,4 +1,4 @@
-"""The inbox of a run, which every part gets: it takes events, and knows the time."""
+"""The inbox of a run, which every part gets: it takes events and has the run's clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.core import Event
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """Takes events; both are called on the event loop."""
+    """Takes events. Call both functions on the event loop."""
 
     at_s: Callable[[], float]  #: Returns the run's age in seconds.
-    post: Callable[[Event], None]  #: Takes an event, to be folded after those that came before.
+    post: Callable[[Event], None]  #: Takes an event; events are folded in their order.

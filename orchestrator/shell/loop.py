@@ -1,7 +1,7 @@
-"""One run in the shell: the inbox, the loop and the performers of actions. It decides nothing.
+"""One run in the shell: the inbox, the loop and the performers of actions.
 
-``event -> journal -> machine.step -> actions -> effects -> events``. A worker's death becomes
-an event within 30 ms; from there to the next attempt there is no wait but for the answers.
+It decides nothing. ``event -> journal -> machine.step -> actions -> effects -> events``. A worker's
+death becomes an event within 30 ms. From there to the next attempt the only waits are for answers.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from workers.repeated import Repeated
 
 log = logging.getLogger(__name__)
 
-#: Where the page listens that is only for this machine.
+#: Address at which the page listens if it is only for this machine.
 LOOPBACK = "127.0.0.1"
-#: Deadlines in the state are met this exactly, and looked at no less often than the second.
+#: Precision of deadlines in the state, and the longest time between two checks of them.
 TICK_S = 0.1
 TICK_S_MAX = 1.0
-#: The autoscaler says every few seconds what it cannot have.
+#: How often to ask the autoscaler, which reports refusals every few seconds.
 REFUSALS_POLL_S = 2.0
 
 
 class Run:
-    """The effects of one run; ``Controller`` says the arguments."""
+    """The effects of one run; see ``Controller`` for the arguments."""
 
     def __init__(
         self, *, run_id: str, config: dict[str, Any], claim: int, token: str, controller: Any
@@ -93,7 +93,7 @@ class Run:
         self._actions = Actions(self._parts, stop=self.request_stop, spawn=self._spawn)
 
     async def serve(self) -> None:
-        """Be in charge until the run is over and everything is given back."""
+        """Lead the run until it is over and everything is released."""
         parts, config = self._parts, self._config
         live = Live(
             config=config,
@@ -121,7 +121,7 @@ class Run:
             asked = parts.state.fleet.reservations.items()
             await parts.capacity.adopt({n: (each.avoid, each.alternative) for n, each in asked})
         if parts.begun.is_resume:
-            # A controller that was ended for good has left its workers behind.
+            # A controller that was ended by force has left its workers behind.
             await parts.capacity.release_all()
             await parts.worker_pool.kill_strays()
         for background in (
@@ -143,7 +143,7 @@ class Run:
         await self._close(page)
 
     async def _hear_refusals(self) -> None:
-        """Report alternatives of capacity for which the autoscaler has no machine."""
+        """Report the alternatives of capacity that the autoscaler cannot provide."""
         watch = AutoscalerWatch()
         while True:
             await asyncio.sleep(REFUSALS_POLL_S)
@@ -156,7 +156,7 @@ class Run:
             }
             if not asked:
                 continue
-            with contextlib.suppress(RayError):  # Ray does not answer while the head is away
+            with contextlib.suppress(RayError):  # Ray does not answer while its head is down
                 for alternative, why in (await in_thread(RAY, watch.refused, asked)).items():
                     at_s = self._inbox.at_s()
                     self._inbox.post(
@@ -166,23 +166,23 @@ class Run:
     async def _watch_owner(self) -> None:
         """End when a later claim on the run's directory counts.
 
-        Its trainers and keepers look for themselves before they commit or delete anything.
+        Trainers and keepers check the claim themselves before they commit or delete anything.
         """
         while await self._owns():  # noqa: ASYNC110  storage does not notify
             await asyncio.sleep(RECENT_S)
         self._over.set()
 
     async def _owns(self) -> bool:
-        """Return whether nothing shows that another claim on the run directory counts."""
+        """Return whether this claim on the run directory counts, as far as known."""
         try:
             await in_thread(STORAGE, self._parts.owner.require)
             self._owner_failures.passed()
         except SupersededError as error:
-            log.critical("this controller ends, the run continues elsewhere: %s", error)
+            log.critical("this controller ends because the run continues elsewhere: %s", error)
             return False
         except StorageError as error:
             self._owner_failures.failed(
-                "whether this controller still has the run is not known", error
+                "it is not known whether this controller still has the run", error
             )
         return True
 
@@ -191,7 +191,7 @@ class Run:
         return {**document, "directory": self._config.run.directory}
 
     async def _furnish(self, page: StatusPage) -> None:
-        """Load what the run can do without until it is in charge, one after the other."""
+        """Load, one after the other, what the run does not need while it takes over."""
         parts, names = self._parts, self._parts.names
         if self._is_restart:
             await asyncio.sleep(SURVEY_S)
@@ -209,7 +209,7 @@ class Run:
         parts = self._parts
         parts.observer.on_report(report)
         parts.nodes.notices.on_keeper(report.node, report.notice)
-        # All evidence comes in reports, and a worker that stands still is reported often.
+        # All evidence comes in reports, and a worker that stands still sends them often.
         parts.observer.judge()
         parts.snapshots.on_report(report)
         if not parts.state.attempt.plan.is_final and parts.snapshots.holds_any:
@@ -219,19 +219,19 @@ class Run:
             self._inbox.post(core.MemoryProtected(at_s=at_s, attempt=parts.state.attempt.number))
 
     async def perform(self, name: str, token: str, what: Mapping[str, Any]) -> str:
-        """Perform an action that its page asks for. Raises ``TokenError`` and ``ActionError``."""
+        """Perform an action from the page. Raises ``TokenError`` and ``ActionError``."""
         self.require_token(token)
         return self._actions.perform(name, what)
 
     def require_token(self, token: str) -> None:
-        """Raise ``TokenError`` unless it is the run's. From any thread."""
+        """Raise ``TokenError`` unless the token is the run's. Call it from any thread."""
         if not hmac.compare_digest(token.encode(), self._parts.token.encode()):
             raise TokenError("that is not the token of the run")
 
     def request_stop(self, reason: str) -> None:
         """Stop at the next step boundary. On the loop.
 
-        Keepers store their snapshots at once: the user may not wait for the end of a step.
+        Keepers store their snapshots at once, because the user may not wait for the end of a step.
         """
         self._inbox.post(core.StopRequested(at_s=self._inbox.at_s(), reason=reason))
         if self._config.snapshot.every_steps:
@@ -257,9 +257,9 @@ class Run:
         self._reads.on_keeper(node)
 
     async def _next_event(self) -> core.Event:
-        """Return what is to be folded next: what tells the same of several members is one event."""
+        """Return the next event to fold; equal reports on several members are joined."""
         if self._heard:
-            await asyncio.sleep(0)  # the rest of the loop has its turn between two events
+            await asyncio.sleep(0)  # let the rest of the loop run between two events
         else:
             left_s = core.next_deadline_s(self._parts.state) - self._inbox.at_s()
             within_s = min(max(left_s, TICK_S), TICK_S_MAX)
@@ -285,7 +285,7 @@ class Run:
         if parts.store.appends:
             await in_thread(JOURNAL, parts.journal.append, records)
         else:
-            parts.journal.append(records)  # into memory, from where it is sent
+            parts.journal.append(records)  # to memory; it is sent from there
         parts.state = after
         for action in actions:
             self._performers[type(action)](action)
@@ -297,7 +297,7 @@ class Run:
             self._spawn(parts.compaction.write(self._compacted()))
 
     def _compacted(self) -> bytes:
-        """Return the compacted journal up to its end, as a document."""
+        """Return a document with the whole journal, compacted."""
         parts = self._parts
         return parts.compaction.prepare(parts.journal, parts.state, parts.outputs.stats)
 
@@ -326,7 +326,7 @@ class Run:
             act.OrderKeepers: parts.orders.give,
             act.SetCadence: lambda a: spawn(parts.cadence.tell(a)),
             act.SurveyWorkers: lambda _: spawn(reads.survey()),
-            act.ReportIncident: lambda _: None,  # its line in the journal is what it is for
+            act.ReportIncident: lambda _: None,  # its line in the journal is its only effect
             act.NoteRefused: lambda _: None,  # likewise
             act.FinishRun: self._finish,
         }
@@ -389,7 +389,7 @@ class Run:
 
     async def _close(self, page: StatusPage) -> None:
         parts = self._parts
-        # If the run was over when this incarnation began, it knows none of the processes yet.
+        # If the run was already over when this incarnation began, no process is known yet.
         await parts.nodes.met.wait()
         for task in list(self._background):
             task.remove_done_callback(_finished)
@@ -413,7 +413,7 @@ class Run:
 
 
 def _finished(task: asyncio.Task[Any]) -> None:
-    """A background task that fails is a bug of ours: say so and let Ray restart the process."""
+    """Report a background task that failed, which is a bug, and let Ray restart the process."""
     if not task.cancelled() and task.exception() is not None:
-        log.critical("this controller ends, a background task failed", exc_info=task.exception())
+        log.critical("this controller ends: a background task failed", exc_info=task.exception())
         os._exit(1)

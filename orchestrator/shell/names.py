@@ -7,14 +7,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-#: The Ray namespaces of all runs start with it.
+#: The Ray namespaces of all runs start with this.
 NAMESPACE_PREFIX = "everstep-"
 #: The controller's actor name, in the namespace of its run.
 CONTROLLER = "controller"
 
 
 def run_id(directory: str) -> str:
-    """Return the id of the run in ``directory``: readable, and equal for equal directories."""
+    """Return the id of the run in ``directory``: readable, and the same for the same directory."""
     where = directory if "://" in directory else str(Path(directory).resolve())
     name = re.sub(r"[^a-zA-Z0-9]+", "-", Path(directory).name).strip("-").lower()[:24]
     return f"{name}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
@@ -24,8 +24,7 @@ def run_id(directory: str) -> str:
 class RunNames:
     """The Ray names of one run.
 
-    Each run has a namespace of its own. Ray gives every job a random one, so each look-up must
-    name it.
+    Each run has its own namespace. Ray gives every job a random one, so each look-up must name it.
     """
 
     run_id: str
@@ -49,7 +48,7 @@ class RunNames:
 
     @property
     def reservation_prefix(self) -> str:
-        """Return what the names of all the run's placement groups start with."""
+        """Return the prefix of the names of all the run's placement groups."""
         return f"everstep/{self.run_id}/reservation-"
 
     def shared_directory(self, node: str) -> str:
@@ -65,9 +64,9 @@ class RunNames:
         return f"/dev/shm/{self.namespace}"  # noqa: S108  memory, not a temp file
 
     def spool(self, actor: str) -> str:
-        """Return where a controller keeps what it has not sent to storage yet.
+        """Return where a controller keeps what it has not yet sent to storage.
 
-        Keepers remove ``shared_root`` at the end of a run, and the journal goes on behind it.
-        Another controller of the run, by its Ray actor id, has nothing to do with it.
+        It is outside ``shared_root``, which keepers remove at the end of a run before the journal
+        is complete. Another controller of the run, with another Ray actor id, has its own.
         """
         return f"{self.shared_root}-journal-{actor}"

@@ -1,4 +1,4 @@
-"""Turns keepers' reports into events: members have formed, a step is done, a member hangs."""
+"""Turns keepers' reports into events: a member has formed, a step is complete, a member hangs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ucp_core.layout import ParallelLayout
 from workers.protocol import NOT_FORMED, NodeReport, StepCost, WorkerReport
 from workers.settings import ParallelSettings
 
-#: A lost node that was silent for so long is forgotten when the next attempt starts.
+#: A lost node that was silent for this long is forgotten when the next attempt starts.
 FORGET_S = 60.0
 
-#: How often processes that start are looked at: several times within the bound of a start.
+#: How often starting processes are checked: several times within the bound of a start.
 STARTS_S = 10.0
 
-#: Reports are judged this often at most: far more often than a keeper reports on a member that
-#: stands still, and less often in a large run, where a look at all members takes 5 us each.
+#: Shortest time between two judgements, plus a time per member. It is far shorter than the period
+#: of reports on a member that stands still. Judging takes 5 us per member.
 JUDGE_S = 0.02
 JUDGE_S_EACH = 1e-4
-#: Bytes of a step are counted after so many steps, and each time after twice as many.
+#: The bytes of a step are measured after this many steps, and then each time after twice as many.
 _NUM_STEPS_MEASURED = 10
 
 
@@ -39,11 +39,11 @@ class Observer:
     """Keeps the last report of every worker of a node and folds all of them into the detector.
 
     Args:
-        inbox: Takes what reports tell.
-        on_formed: Called once with (worker, attempt, when) for each that has formed.
-        node_silent: Called with (node, cause) when a node says nothing beyond its bound.
+        inbox: Takes the events.
+        on_formed: Called once with (worker, attempt, when) for each member that has formed.
+        node_silent: Called with (node, cause) when a node is silent beyond its bound.
         patience: A step may take this many times the observed p99.
-        parallel: Says when collectives fail by themselves.
+        parallel: Has the timeout of collectives.
     """
 
     def __init__(
@@ -71,26 +71,27 @@ class Observer:
         self._dead_links: tuple[diagnosis.Suspicion, ...] = ()
         self._formed: set[str] = set()
         self._step = 0
-        #: The newest that keepers saw committed by the attempt.
+        #: The newest step that keepers saw committed by the attempt.
         self._stored_step = 0
         self._ahead: dict[str, WorkerReport] = {}
-        #: Bytes that each member had sent at the last look, and the step of the next one.
+        #: Bytes that each member had sent at the last measurement, and the step of the next one.
         self._sent: dict[str, Sent] = {}
         self._num_measured = self._sent_step = 0
         self._told_sent: dict[str, float] = {}
         self._judged = False
         self._stalled_s = 0.0
         self._judged_at_s = float("-inf")
-        #: Members of a fenced attempt, when they are late, and those of them that still compute.
+        #: Members of a fenced attempt, the time from which they are late, and those that still
+        #: compute.
         self._fenced: tuple[str, ...] = ()
         self._late_at_s = 0.0
         self._at_work: tuple[str, ...] = ()
-        #: The processor time of the thread that loads, by worker, at the last look.
+        #: The processor time of the loading thread at the last check, by worker.
         self._loaded_s: dict[str, float] = {}
         self._starts_at_s = float("-inf")
         self.reports: dict[str, WorkerReport] = {}
         self.seen_at_s: dict[str, float] = {}
-        #: The last that each worker told of its own work.
+        #: The last cost of a step that each worker reported.
         self.costs: dict[str, StepCost] = {}
         self._listed: dict[str, frozenset[str]] = {}
 
@@ -101,7 +102,7 @@ class Observer:
         resume_step: int,
         layout: ParallelLayout | None = None,
     ) -> None:
-        """Watch ``attempt`` from now on; reports on older ones are only shown.
+        """Watch ``attempt`` from now on; only show reports on older ones.
 
         Without a ``layout`` all members do equal work.
         """
@@ -125,11 +126,11 @@ class Observer:
             self._forget(self._listed.pop(node))
 
     def end(self, inside: tuple[str, ...], late_s: float) -> None:
-        """The attempt is fenced: its silence means nothing.
+        """Stop judging the attempt, which is fenced: its silence means nothing.
 
         Args:
-            inside: Members that have to leave it.
-            late_s: Members that have not left after so long are looked at.
+            inside: Members that must leave it.
+            late_s: Time after which members that have not left are checked.
         """
         self._members, self._is_member = (), frozenset()
         self._fenced, self._late_at_s = inside, self._inbox.at_s() + late_s
@@ -157,7 +158,7 @@ class Observer:
 
     @property
     def limits(self) -> detection.Limits:
-        """Return the bounds on waiting, as they follow from the steps so far."""
+        """Return the bounds on waiting that follow from the steps so far."""
         return detection.limits_from(
             self._detector.step_s_p99,
             step_s_p50=self._detector.step_s_p50,
@@ -166,15 +167,16 @@ class Observer:
 
     @property
     def step_s(self) -> dict[str, float]:
-        """Return ``p50`` and ``p99`` of the last steps; nothing while none was observed."""
+        """Return ``p50`` and ``p99`` of the last steps; empty while none was observed."""
         ordered = sorted(self._detector.steps_s)
         shares = {"p50": 0.5, "p99": 0.99} if ordered else {}
         return {name: ordered[ceil(share * len(ordered)) - 1] for name, share in shares.items()}
 
     def judge(self) -> None:
-        """Post what the detector has come to, once per attempt; called after every report.
+        """Post the detector's verdict, once per attempt.
 
-        With many nodes reports come faster than they can tell anything new.
+        Call it after every report. With many nodes, most reports change nothing and are not judged
+        one by one.
         """
         at_s = self._inbox.at_s()
         self._look_who_leaves(at_s)
@@ -228,13 +230,13 @@ class Observer:
         times: float,
         is_confirmed: bool,
     ) -> None:
-        """Suspect the links and ends of links that keepers timed, and no others that are slow.
+        """Replace the suspected slow links and ends of links by those that keepers timed.
 
         Args:
-            since_s: Since when they have been slow.
-            times: How many times as long as it should a step takes.
-            is_confirmed: Whether keepers found the same some time before: only then a node may be
-                left for it.
+            since_s: When they became slow.
+            times: Step time divided by what it should be.
+            is_confirmed: Whether keepers found the same some time before: only then may the run
+                leave a node because of it.
         """
         if attempt != self._attempt or not self._members:
             return
@@ -248,7 +250,7 @@ class Observer:
                     since_s=since_s,
                     evidence=one.evidence,
                     alternatives=one.alternatives,
-                    # Without a worker there is nobody to do without: its link can be avoided.
+                    # Without a worker, no node is left; the link can be avoided.
                     worker=self._members[one.guilty.ranks[0]]
                     if one.guilty.ranks and is_confirmed
                     else "",
@@ -292,14 +294,14 @@ class Observer:
             self._inbox.post(MembersAtWork(at_s=at_s, attempt=self._attempt, workers=working))
 
     def _look_who_starts(self, at_s: float) -> None:
-        """Post which processes outside of the attempt have computed since the last look."""
+        """Post which processes outside of the attempt have computed since the last check."""
         if at_s - self._starts_at_s < STARTS_S:
             return
         self._starts_at_s, before = at_s, self._loaded_s
         self._loaded_s = {
             worker: row.trainer_s for worker, row in self.reports.items() if not row.attempt
         }
-        # Another thread has another time: that is an advance, too.
+        # If another thread is counted now, the time also differs: that is progress, too.
         advanced = tuple(
             worker for worker, s in self._loaded_s.items() if before.get(worker, s) != s
         )
@@ -317,7 +319,8 @@ class Observer:
             self._on_formed(row.worker, self._attempt, at_s)
 
     def _note_step(self, row: WorkerReport, at_s: float) -> None:
-        # Before its first step in the attempt a record still shows an older attempt's step.
+        # Before its first step in the attempt, a worker's record still shows an older attempt's
+        # step.
         if row.step <= self._step or not row.step_s:
             return
         self._ahead[row.worker] = row
@@ -337,7 +340,7 @@ class Observer:
             self._measure_traffic()
 
     def _measure_traffic(self) -> None:
-        """Post what a step sends: over some steps, then over the twice as many that follow."""
+        """Post what a step sends: measured over some steps, then over twice as many, and so on."""
         if self._step < self._sent_step:
             return
         rows = ((worker, self.reports[worker]) for worker in self._members)

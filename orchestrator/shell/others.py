@@ -1,4 +1,4 @@
-"""Ask the other runs on the cluster what they have and lack. Decides nothing."""
+"""Asks the other runs on the cluster what they hold and lack. It decides nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.names import CONTROLLER, NAMESPACE_PREFIX, RunNames
 from orchestrator.shell.threads import RAY, in_thread
 
-#: How often, and for how long an answer is waited for; a controller answered in 1 to 50 ms.
+#: How often to ask, and how long to wait for an answer; controllers answered in 1 to 50 ms.
 POLL_S = 2.0
 ANSWER_S = 1.0
-#: A controller's last answer counts for so long while it is silent: Ray starts it again.
+#: How long the last answer of a silent controller counts: Ray restarts it meanwhile.
 KEPT_S = 30.0
 
 log = logging.getLogger(__name__)
@@ -37,12 +37,12 @@ class Others:
         self._said: dict[str, tuple[float, Share]] = {}
 
     async def poll_forever(self) -> None:
-        """Report what they say, until cancelled."""
-        # A restarted controller may have left something to a run that is gone since.
+        """Report their answers until cancelled."""
+        # A restarted controller may have left workers to a run that is gone since.
         was_shared = True
         while True:
             await asyncio.sleep(POLL_S)
-            with contextlib.suppress(RayError):  # Ray does not answer while the head is away
+            with contextlib.suppress(RayError):  # Ray does not answer while its head is down
                 namespaces = await in_thread(RAY, self._find)
                 await asyncio.gather(*map(self._ask, namespaces))
                 self._forget(namespaces)
@@ -73,13 +73,13 @@ class Others:
             return
         said = await answer(controller.share.remote(), ANSWER_S)
         if said is None:
-            # The next run in its directory has another controller.
+            # The next run in the same directory has another controller.
             del self._controllers[namespace]
             return
         try:
             self._said[namespace] = (monotonic_s(), Share(**said))
-        except (AttributeError, TypeError) as error:  # of a version that says other things
-            log.warning("what run %s says of its needs is not understood: %s", namespace, error)
+        except (AttributeError, TypeError) as error:  # a version with another report
+            log.warning("the report of run %s is not understood: %s", namespace, error)
 
     def _forget(self, namespaces: list[str]) -> None:
         oldest_s = monotonic_s() - KEPT_S

@@ -1,4 +1,4 @@
-"""The parts of one run in the shell, and how they are wired."""
+"""The parts of one run in the shell and their wiring."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from workers.protocol import CHECKPOINTS
 
 
 class Parts:
-    """Builds the parts. ``state`` is the run's, as folded so far; ``Controller`` says the rest."""
+    """Builds the parts. ``state`` is the run as folded so far; see ``Controller`` for the rest."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Parts:
         self.rules = config.rules()
         self.store, self.path = open_store(config.run.directory)
         self.owner = Owner(self.store, self.path, claim)
-        # Where a script that runs alone has taken the run over, its claim says so.
+        # If a script that runs alone has taken the run over, its claim shows it.
         self.owner.require()
         self._held = ExitStack()
         self._held.enter_context(held(self.store, self.path, shared=True))
@@ -186,7 +186,7 @@ class Parts:
         )
 
     def _training(self) -> tuple[int, tuple[str, ...]]:
-        """Return the attempt that trains and the node of each rank; none while none does."""
+        """Return the attempt that trains and the node of each rank; (0, ()) while none trains."""
         attempt, nodes = self.state.attempt, self.state.fleet.nodes
         is_training = self.state.phase is Phase.TRAINING
         return attempt.number, tuple(nodes[n].name for n in attempt.nodes if is_training)

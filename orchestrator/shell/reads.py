@@ -1,4 +1,4 @@
-"""Reads of a run: where its version is, which workers live, and how much memory there is.
+"""Reads of a run: where its version is, which workers live, and how much memory keepers have.
 
 Members enter an attempt with the answers.
 """
@@ -15,15 +15,15 @@ from orchestrator.policies import bad_sources
 from orchestrator.shell.parts import Parts
 from workers.protocol import Assignment
 
-#: Keepers that come back together are asked, and told what to do, together.
+#: Keepers that come back within this time are asked, and get their orders, together.
 MEASURE_S = 0.05
-#: A survey of living workers waits this long for an answer; a living one took 1 to 50 ms, and
-#: nothing is lost by going on with one that answers later.
+#: How long a survey of workers waits for an answer; a live one took 1 to 50 ms. Continuing without
+#: a late answer costs nothing.
 SURVEY_S = 0.5
 
 
 class Reads:
-    """Asks keepers, workers and storage, and posts what they answer."""
+    """Asks keepers, workers and storage, and posts their answers."""
 
     def __init__(self, parts: Parts, spawn: Callable[[Coroutine[Any, Any, Any]], object]) -> None:
         self._parts = parts
@@ -32,7 +32,7 @@ class Reads:
         self._measured: tuple[tuple[tuple[str, int], ...], int] = ((), 0)
 
     async def find_and_enter(self, action: act.StartAttempt) -> None:
-        """Start the members when it is known where their version is and where they meet."""
+        """Start the members once the places of their version and their meeting point are known."""
         parts, snapshots = self._parts, self._parts.snapshots
         version, unreached = (action.resume_step, action.resume_attempt), action.unreached
         memory = snapshots.known_parts(*version, unreached=unreached)
@@ -40,7 +40,7 @@ class Reads:
             memory = await snapshots.find_parts(*version, bad=action.bad, unreached=unreached)
         host, port = await parts.rendezvous.open()
         if parts.state.attempt.number != action.attempt or parts.state.phase not in core.ACTIVE:
-            return  # a member fenced in the meantime has reported it and would refuse to enter
+            return  # a member that was fenced meanwhile has reported it and would refuse to enter
         plan = action.plan
         for rank, (worker, _, reservation) in enumerate(action.members):
             assignment = Assignment(
@@ -60,9 +60,10 @@ class Reads:
             parts.workers.enter(worker, assignment, parts.capacity.gpu_ids(reservation))
 
     async def read_committed(self, action: act.ReadCommitted) -> None:
-        """Post the newest version; nothing if it cannot be known now: the machine asks again."""
+        """Post the newest version; nothing if it cannot be known now: the core asks again."""
         parts, state = self._parts, self._parts.state
-        # Members that left had all completed every version; before that, all that reported.
+        # Once all have left, no commit is newer than the least step at which one left; before that,
+        # than the last step that all reported.
         newest_step = state.attempt.step if state.attempt.num_inside else state.attempt.left_step
         answer = await parts.snapshots.read(
             action.lineage,
@@ -100,12 +101,12 @@ class Reads:
         return bool(snapshot.every_steps) and lives
 
     def on_keeper(self, node: str) -> None:
-        """Note that a keeper is there, at first or again."""
+        """Note that a keeper is up, for the first time or again."""
         self._parts.snapshots.on_keeper(node)
         self.measure_soon()
 
     def measure_soon(self) -> None:
-        """Ask keepers for their memory and tell them again what to do."""
+        """Soon ask keepers for their memory and repeat their orders."""
         if self._measuring is None:
             self._measuring = asyncio.get_running_loop().call_later(
                 MEASURE_S, lambda: self._spawn(self._measure_all())
@@ -113,14 +114,14 @@ class Reads:
 
     async def _measure_all(self) -> None:
         self._measuring = None
-        # A controller that was restarted knows of no keeper what it holds.
+        # A restarted controller does not know what keepers hold.
         await self._parts.snapshots.inventories()
         self._measure()
         if self._parts.state.phase in core.ACTIVE:
             self._parts.orders.repeat()
 
     def _measure(self) -> None:
-        """Report the memory of keepers, if it has changed."""
+        """Report the memory of keepers if it has changed."""
         found = self._parts.snapshots.measured()
         if found != self._measured:
             self._measured = found
@@ -158,6 +159,6 @@ class Reads:
 
 
 def _stored_step(state: core.RunState) -> int:
-    """Return the newest step that is known to be committed in storage, and not to be bad."""
+    """Return the newest step that is known to be committed in storage and not known to be bad."""
     step = 0 if state.committed_in_memory else state.committed[0]
     return 0 if step in bad_sources.in_storage(state.bad) else step

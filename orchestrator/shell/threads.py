@@ -1,7 +1,8 @@
-"""Threads for the calls that block, and tasks: the run's loop itself waits for nothing but events.
+"""Threads for blocking calls, and tasks: the run's loop itself waits only for events.
 
-Ray, storage and the journal have threads of their own. A store that stalls holds up those that wait
-for storage, but not the polling of nodes and reservations, nor a journal on another file system.
+Ray, storage and the journal have separate threads. A store that stalls delays only calls that wait
+for storage. It does not delay the polling of nodes and reservations, or a journal on another file
+system.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from orchestrator.shell.clock import monotonic_s
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-#: Ray's head answers in milliseconds, or this process ends with it.
+#: For calls to Ray, whose head answers in milliseconds, or this process ends with it.
 RAY: Final = ThreadPoolExecutor(8, thread_name_prefix="ray")
-#: Reads are asked again every ten seconds, and a write waits for the one before.
+#: For storage: reads are repeated every ten seconds, and a write waits for the one before.
 STORAGE: Final = ThreadPoolExecutor(4, thread_name_prefix="storage")
-#: One: lines keep their order.
+#: For the journal: one thread, so that lines keep their order.
 JOURNAL: Final = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
-#: The loop looks at itself this often.
+#: How often the loop measures itself.
 _LOOK_S: Final = 0.05
 
 
 async def in_thread(
     threads: ThreadPoolExecutor, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
 ) -> _T:
-    """Have one of ``threads`` call ``call``; return what it returns, or raise what it raises."""
+    """Run ``call`` in one of ``threads``; return what it returns, or raise what it raises."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(threads, partial(call, *args, **kwargs))
 
 
 class Tasks(set[asyncio.Task[Any]]):
-    """The running tasks that no other task awaits: asyncio itself does not keep them alive."""
+    """Running tasks that no other task awaits: asyncio itself does not keep them alive."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run ``coroutine`` in the background."""
@@ -48,10 +49,10 @@ class Tasks(set[asyncio.Task[Any]]):
 
 
 class LoopWatch:
-    """Measures for how long the loop did nothing else than one thing, or did not get to run.
+    """Measures how long the loop was busy with one thing or could not run.
 
     Attributes:
-        longest_pause_s: The longest time that something due had to wait.
+        longest_pause_s: The longest time that a due callback had to wait.
     """
 
     def __init__(self) -> None:

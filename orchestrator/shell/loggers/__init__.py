@@ -1,4 +1,4 @@
-"""Where people look: TensorBoard, Weights & Biases, MLflow. One curve through all attempts."""
+"""Curves in TensorBoard, Weights & Biases and MLflow: one curve through all attempts."""
 
 from typing import TYPE_CHECKING
 

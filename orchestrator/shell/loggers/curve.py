@@ -1,4 +1,4 @@
-"""From lines of metrics to the points of one curve. Pure."""
+"""Turn lines of metrics into the points of one curve. Pure."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ _OF_STEP: Final = {
 class Point:
     """The values of one step."""
 
-    step: int  #: Optimizer step, from 1; 0 for what is known before the first.
+    step: int  #: Optimizer step, from 1; 0 for values from before the first.
     wall_time: float  #: When it was completed, in seconds since 1970.
-    values: Mapping[str, float]  #: By name; nan where a value was not a number.
+    values: Mapping[str, float]  #: By name; nan if a value was not a number.
 
 
 @dataclass(slots=True)
 class Curve:
-    """Each step once, as it was trained last before the step after it.
+    """A curve with each step once, as it was last trained before the next step.
 
-    A step is given out once: trained again it has the same samples, so the first values stay.
+    Each step is returned once: if it is redone later it has the same samples, so the first values
+    stay.
     """
 
-    #: That of the newest line. Older attempts are fenced: their lines of steps after its first
-    #: do not count.
+    #: The attempt of the newest line. Older attempts are fenced: their lines of steps from its
+    #: first one on do not count.
     attempt: int = 0
-    given: int = -1  #: The last step that was given out; -1 before any.
+    given: int = -1  #: The last step that was returned; -1 before any.
     pending: dict[int, Point] = field(default_factory=dict)  #: The points of later steps.
     newest: int = -1  #: The newest step; -1 before any.
     begun: dict[int, int] = field(default_factory=dict)  #: The first step of each attempt.
@@ -56,7 +57,8 @@ class Curve:
             if document is None:
                 continue
             attempt, step = int(document["attempt"]), int(document["step"])
-            # Another file may be read later: its lines before a new attempt are still to come.
+            # Files are read one after another, so older attempts' lines of another file may come
+            # later.
             if any(first <= step for later, first in self.begun.items() if later > attempt) or (
                 path == METRICS and attempt < self.attempt
             ):
@@ -64,7 +66,7 @@ class Curve:
             first = step if path == METRICS else step + 1
             self.begun[attempt] = min(self.begun.get(attempt, first), first)
             if attempt > self.attempt:
-                # It begins after a commit: later steps are lost.
+                # The attempt begins after a commit, so later steps are lost.
                 self.attempt = attempt
                 self.newest = min(self.newest, step)
                 self.pending = {at: one for at, one in self.pending.items() if at < first}
@@ -79,7 +81,7 @@ class Curve:
     def take(self, *, is_final: bool = False) -> list[Point]:
         """Return the points of steps that are complete, in order.
 
-        The newest step waits for the next one, or for the end of the run.
+        The newest step is returned once the next one, or the end of the run, has come.
         """
         steps = sorted(step for step in self.pending if is_final or step < self.newest)
         if steps:
@@ -87,12 +89,12 @@ class Curve:
         return [self.pending.pop(step) for step in steps]
 
     def to_json(self) -> dict[str, Any]:
-        """Return its state as plain values."""
+        """Return the curve's state as plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Curve:
-        """Return the curve that ``to_json`` was called on."""
+        """Return the curve from the result of ``to_json``."""
         return TypeAdapter(Curve).validate_python(document)
 
 
@@ -109,8 +111,8 @@ def _number(value: Any) -> float:
     return nan if value is None else float(value)
 
 
-#: The files of metrics, and how to read a line of each. Read in this order: whatever belongs to a
-#: step is written before the next step's line.
+#: The files of metrics, and how to read a line of each. They are read in this order. All that
+#: belongs to a step is written before the next step's line.
 FILES: Final[dict[str, Callable[[Mapping[str, Any]], dict[str, float]]]] = {
     METRICS: lambda line: {
         to: _number(line[name]) for name, to in _OF_STEP.items() if name in line

@@ -1,8 +1,8 @@
-"""Follows the metrics of a run in a thread of its own, and writes them to the services.
+"""Follows the metrics of a run in a separate thread and writes them to the services.
 
-The run never waits for a service: one that refuses gets the same points again later. The run
-directory notes how far each file was read and written, and each service's own name of the run. So
-a controller that is restarted, and a run that is resumed, continue the same curve.
+The run never waits for a service: one that refuses points gets them again later. The run directory
+records how far each file was read and written, and each service's own id of the run. So restarted
+controllers and resumed runs continue the same curve.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ucp_core.errors import StorageError, SupersededError
 from ucp_core.storage import RECENT_S, Owner, Store, join
 from workers.repeated import Repeated
 
-#: The files are looked at this often.
+#: How often the files are read.
 _LOOK_S: Final = 2.0
-#: Where a look is a request, this often.
+#: How often if each read is a request.
 _LOOK_REMOTE_S: Final = 10.0
-#: A service that refuses is asked again after so many of them.
+#: A service that refused is tried again after this many reads.
 _ROUNDS: Final = 10
-#: The end of a run waits so long for its services. They may be away for good.
+#: How long the end of a run waits for its services, which may be gone for good.
 CLOSE_S: Final = 60.0
-#: Points that a service has not taken are kept up to this number; the oldest are dropped.
+#: Most points to keep for a service that does not take them; the oldest are dropped.
 _BACKLOG_MAX: Final = 100_000
 
 log = logging.getLogger(__name__)
@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 class Loggers:
     """The services that ``config.logging`` names. Without any it does nothing.
 
-    ``owner`` says whether this claim on the directory still counts, which is ``path`` in
-    ``store``.
+    The run directory is ``path`` in ``store``; ``owner`` checks that this claim on it still counts.
     """
 
     def __init__(self, config: RunConfig, *, store: Store, path: str, owner: Owner) -> None:
@@ -58,7 +57,7 @@ class Loggers:
         self._thread = threading.Thread(target=self._follow, name="loggers", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Start to follow the metrics."""
         if self._channels:
             self._thread.start()
 
@@ -75,7 +74,7 @@ class Loggers:
                 log.warning("%s may lack the last steps", ", ".join(sorted(self._channels)))
 
     def document(self) -> dict[str, str]:
-        """Return for each service what is wrong with it, "" if nothing is."""
+        """Return the problem of each service; "" if it has none."""
         return {name: channel.problem for name, channel in self._channels.items()}
 
     def _follow(self) -> None:
@@ -90,15 +89,15 @@ class Loggers:
                 self._round(is_final=is_last and bool(self._outcome))
                 failures.passed()
             except SupersededError:
-                # Another claim on the directory counts, and writes the curve now.
+                # Another claim on the directory counts now, and its controller writes the curve.
                 break
             except StorageError as error:
-                failures.failed("metrics are not read for services of curves", error)
+                failures.failed("the metrics for services of curves cannot be read", error)
         for channel in self._channels.values():
             channel.close(self._outcome)
 
     def _load(self) -> None:
-        """Continue where an earlier process was, unless a service is new: it gets all."""
+        """Continue where an earlier process stopped; start from the beginning for a new service."""
         self._owner.require(within_s=RECENT_S)
         path = join(self._path, LOGGERS)
         noted = json.loads(self._store.read(path)) if self._store.exists(path) else {}
@@ -109,7 +108,8 @@ class Loggers:
             for name, at_bytes in noted["read"].items():
                 self._tails[name].at_bytes = at_bytes
         else:
-            # Before a service knows of it: a controller that dies now must not begin a second run.
+            # Record the ids before a service gets points: a controller that restarts now must not
+            # begin a second run there.
             self._note()
 
     def _round(self, *, is_final: bool) -> None:
@@ -138,7 +138,7 @@ class Loggers:
 
 
 class _Channel:
-    """The way to one service, which may be away."""
+    """The connection to one service, which may be unreachable."""
 
     def __init__(self, name: str, run_id: str, opened: Callable[[str, int], Service]) -> None:
         self._name, self._open = name, opened
@@ -149,7 +149,7 @@ class _Channel:
         self.problem = ""
 
     def resume(self, run_id: str, written: int) -> bool:
-        """Continue the service's run ``run_id``, if there is one; return whether there is."""
+        """Continue the service's run ``run_id`` if there is one; return whether there is."""
         is_moved = self._name == "tensorboard" and run_id != self.run_id
         if not run_id or is_moved:
             return False
@@ -157,7 +157,7 @@ class _Channel:
         return True
 
     def write(self, points: list[Point], *, is_last: bool) -> None:
-        """Write ``points`` behind what is left of earlier ones. Never fails."""
+        """Write what is left of earlier points, then ``points``. Never fails."""
         self.backlog.extend(points)
         self._rounds_left -= 1
         if not self.backlog or (self._rounds_left > 0 and not is_last):
@@ -188,6 +188,6 @@ class _Channel:
     def _failed(self, error: Exception) -> None:
         problem = f"{type(error).__name__}: {error}"
         if problem != self.problem:
-            log.warning("%s gets nothing now, tried again: %s", self._name, problem)
+            log.warning("%s cannot be written now, will try again: %s", self._name, problem)
         self.problem = problem
         self._rounds_left = _ROUNDS

@@ -1,4 +1,4 @@
-"""The services themselves. Their packages are optional, and imported only where one is used."""
+"""The services themselves. Their packages are optional and imported only when used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.shell.clock import wall_time
 from orchestrator.shell.loggers.curve import Point
 from ucp_core.storage import LocalStore, join, open_store
 
-#: MLflow takes so many metrics in one request, and so many characters of a parameter.
+#: MLflow's limits of metrics in a request and of characters in a parameter.
 _METRICS_MAX, _PARAMETER_CHARS = 1000, 500
 _PARAMETERS_MAX = 100
 
@@ -22,24 +22,24 @@ _PARAMETERS_MAX = 100
 class Service(Protocol):
     """One run of a service."""
 
-    run_id: str  #: The service's name of it, by which a later process continues it.
-    written: int  #: The last step that the service has, as far as it says so; -1 if unknown.
+    run_id: str  #: The service's id of the run, by which a later process continues it.
+    written: int  #: The last step that the service has; -1 if unknown.
 
     def write(self, points: Sequence[Point]) -> None:
         """Write points in the order of steps; raises whatever the service raises."""
 
     def close(self, outcome: str) -> None:
-        """Write what is buffered, and end the service's run as ``outcome`` says.
+        """Write what is buffered, and end the service's run with ``outcome``.
 
-        "" leaves it open: another process continues it.
+        With "" leave it open for another process to continue.
         """
 
 
 class TensorBoard:
     """Event files in the directory ``run_id``, a path or a URL that tensorboard opens itself.
 
-    Steps after ``written`` are written again: tensorboard's purge hides what an earlier process
-    left of them.
+    Steps after ``written`` are written again: tensorboard's purge hides an earlier process's points
+    of these.
     """
 
     def __init__(self, _config: RunConfig, run_id: str, written: int) -> None:
@@ -72,7 +72,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases; ``run_id`` is begun, or continued if the service knows it."""
+    """A run of Weights & Biases; ``run_id`` is continued if the service has it, otherwise new."""
 
     def __init__(self, config: RunConfig, run_id: str, _written: int) -> None:
         import wandb
@@ -84,7 +84,7 @@ class Wandb:
             path = join(tempfile.gettempdir(), f"everstep-wandb-{run_id}")
             Path(path).mkdir(exist_ok=True)
         self.run_id = run_id
-        # It takes over both, as if the process were its own: an end is told by ``close``.
+        # wandb would install its own handlers for both, but ``close`` reports the end.
         ends = {"exit": sys.exit, "excepthook": sys.excepthook}
         self._run = wandb.init(
             id=self.run_id,
@@ -105,11 +105,11 @@ class Wandb:
     def write(self, points: Sequence[Point]) -> None:
         """Write points; the service's own process sends them."""
         for point in points:
-            # Else it would hold each back until the next one.
+            # Otherwise wandb would hold each point back until the next one.
             self._run.log(dict(point.values), step=point.step, commit=True)
 
     def close(self, outcome: str) -> None:
-        """Wait until all is sent."""
+        """Wait until all points are sent."""
         self._run.finish(exit_code=0 if outcome in {"completed", "stopped", ""} else 1)
 
 
@@ -172,8 +172,8 @@ class Mlflow:
             self._client.log_batch(self.run_id, params=part)
 
 
-#: How each service is opened: with the run's configuration, the service's name of the run, and the
-#: last step that it is known to have.
+#: Opens each service, given the run's configuration, the service's id of the run, and the last step
+#: that it is known to have.
 SERVICES: dict[str, Callable[[RunConfig, str, int], Service]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
@@ -182,10 +182,10 @@ SERVICES: dict[str, Callable[[RunConfig, str, int], Service]] = {
 
 
 def first_ids(config: RunConfig) -> dict[str, str]:
-    """Return each service that a run asks for, and its name of a new run; "" if it chooses one."""
+    """Return each configured service and its id for a new run; "" if the service chooses it."""
     where = config.logging.tensorboard
     if where is True:
         where = join(config.run.directory, "tensorboard")
-    # Ids of wandb's own making have this form, too.
+    # Ids that wandb makes have the same form.
     ids = {"tensorboard": where or "", "wandb": secrets.token_hex(4), "mlflow": ""}
     return {name: each for name, each in ids.items() if getattr(config.logging, name)}

@@ -1,4 +1,7 @@
-"""Tells keepers, at the start of every attempt, how it is protected. They continue without it."""
+"""Tells keepers at the start of every attempt how it is protected.
+
+They work without a controller.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from orchestrator.policies import bad_sources
 from orchestrator.shell.capacity import Nodes, NodeView
 from workers.protocol import GroupPlace, KeeperOrder, ParityGroup, Peer
 
-#: A keeper that reaches none of so many other nodes is cut off.
+#: A keeper that reaches none of this many other nodes is cut off.
 NUM_OTHERS = 3
 
 
@@ -41,12 +44,12 @@ class Orders:
             view.keeper.order.remote(told)
 
     def repeat(self) -> None:
-        """Give the last order again: a keeper that came back forgot it."""
+        """Give the last order again: a keeper that restarted has forgotten it."""
         if self._last is not None:
             self.give(self._last)
 
     def _others(self, view: NodeView, members: Sequence[str]) -> tuple[tuple[str, int], ...]:
-        """Return a few other nodes with members, for a keeper on one: the next ones in a ring."""
+        """Return a few other nodes with members for a keeper to probe: the next ones in a ring."""
         nodes = list(dict.fromkeys(members))
         at = nodes.index(view.node) if view.node in nodes else len(nodes)
         ring = [self._nodes.views.get(node) for node in (*nodes[at + 1 :], *nodes[:at])]
@@ -55,7 +58,7 @@ class Orders:
 
 
 def _parity_group(order: OrderKeepers, node: str, peers: Mapping[str, Peer]) -> ParityGroup | None:
-    """Return the group that a keeper keeps parities with; None until all of it are met."""
+    """Return the parity group of a keeper; None until all keepers in it are connected."""
     plan = order.plan
     group = plan.group_of(node) if plan.is_parity else ()
     if not group or not peers.keys() >= set(group):

@@ -1,4 +1,4 @@
-"""How well the run is protected by snapshots: for the status page and for plans."""
+"""How well snapshots protect the run, for the status page and for plans."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from orchestrator.policies import ReducedTime, alert, bad_sources, noted, versio
 from orchestrator.shell.memory.snapshots import Snapshots
 from workers.protocol import Inventory
 
-#: The inventories are looked at this often: all of them, so not at every report of each.
+#: How often the inventories are judged: all together, so not at every report.
 LOOK_S = 1.0
 
 
 class ProtectionWatch:
-    """Keeps account of the time at reduced redundancy.
+    """Counts the time at reduced redundancy.
 
     Args:
         snapshots: The snapshots that keepers report.
-        tolerance: How many nodes may be lost while all is well: 0, 1 or 2.
+        tolerance: How many nodes the run should be able to lose: 0, 1 or 2.
     """
 
     def __init__(self, *, snapshots: Snapshots, tolerance: int) -> None:
@@ -33,8 +33,8 @@ class ProtectionWatch:
         """Judge the newest reports, at most once per ``LOOK_S``.
 
         Returns:
-            Whether there are keepers on nodes that the run has left, and what they hold is not
-            needed any more. It is said once.
+            Whether keepers on nodes that the run has left have become needless. True is returned
+            once.
         """
         if self._time.looked_s is not None and at_s - self._time.looked_s < LOOK_S:
             return False
@@ -55,17 +55,17 @@ class ProtectionWatch:
         return is_needless
 
     def redundancy(self, state: RunState) -> dict[str, Any]:
-        """Return what the status document says of redundancy."""
+        """Return the status document's section on redundancy."""
         plan, snapshots = state.attempt.plan, self._snapshots
         protection = snapshots.protection(state.lineage)
         survived = protection.node_losses_survived
-        # The newest step that is known to be in storage; it may be newer.
+        # The newest step that is known to be in storage; a newer one may be there.
         read_step = 0 if state.committed_in_memory else state.committed[0]
         stored_step = max(snapshots.stored_step(), read_step)
         kind = "storage" if stored_step else "none"
         if protection.step and protection.step >= stored_step:
             kind = "memory"
-        # By the same reports as the rest of the document: the last look may be a second old.
+        # Use the same reports as the rest of the document: the last check may be a second old.
         is_whole = survived >= self._tolerance
         alerts = () if is_whole else alert(self._time, survived=survived, tolerance=self._tolerance)
         return {
@@ -83,10 +83,10 @@ class ProtectionWatch:
 
 
 def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str, Any]:
-    """Return what ``everstep plan`` has to know of the run, by the names of ``LossFacts``.
+    """Return the facts for ``everstep plan``, by the names of ``LossFacts``.
 
-    The ``inventories`` of keepers must be of one moment: other keepers may have dropped by now a
-    version that one held a second ago.
+    The ``inventories`` of keepers must be of one moment: keepers may since have dropped a version
+    that another one held a second ago.
     """
     good = bad_sources.good(inventories, state.bad)
     members = [n for n in state.attempt.members if n in state.fleet.workers]

@@ -1,4 +1,4 @@
-"""Asks rank 0 what saves cost, reports it, and tells rank 0 the intervals to keep."""
+"""Asks rank 0 for the costs of saves, reports them, and tells rank 0 the intervals to use."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from workers.settings import CheckpointSettings, SnapshotSettings
 
 log = logging.getLogger(__name__)
 
-#: How often rank 0 is asked and told; a call costs about 2 ms of processor time.
+#: How often to call rank 0; a call costs about 2 ms of processor time.
 LOOK_S = 5.0
 
 
 class CadenceWatch:
-    """Measures what saves cost, and shows it beside the budget."""
+    """Measures the costs of saves and compares them with the budget."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class CadenceWatch:
         self._problem = ""
 
     def document(self, state: RunState) -> dict[str, Any]:
-        """Return what the status document says of it: measured, and beside the budget."""
+        """Return the status document's section on saves: costs, intervals and the budget."""
         costs = self._costs
         unmeasured = "not measured yet" if self._rules.chooses else "as configured"
         return {
@@ -80,7 +80,7 @@ class CadenceWatch:
         return taken_steps(costs.step_s, snapshot, every=self._steps[0])
 
     async def ask_forever(self, state: Callable[[], RunState]) -> None:
-        """Ask and tell rank 0 of whatever attempt trains."""
+        """Exchange costs and intervals with rank 0 of the attempt that trains."""
         while True:
             await asyncio.sleep(LOOK_S)
             now = state()
@@ -89,7 +89,7 @@ class CadenceWatch:
                 await self._ask(workers[members[0]].name, now.attempt.number, now.pace)
 
     async def tell(self, action: SetCadence) -> None:
-        """Tell rank 0 what was decided; one that does not hear it is told again."""
+        """Send rank 0 the new intervals; ``ask_forever`` repeats them."""
         log.info("cadence_changed", extra={"pace": repr(action.pace), "reason": action.reason})
         await self._workers.keep_pace(action.worker, action.attempt, action.pace)
 
@@ -101,7 +101,7 @@ class CadenceWatch:
             self._inbox.post(SavesMeasured(at_s=at_s, attempt=attempt, costs=costs))
 
     def show(self, costs: SaveCosts) -> None:
-        """Keep what was measured, and warn when it is over the budget."""
+        """Keep the measured costs, and warn when they exceed the budget."""
         self._costs, self._kept = costs, costs.pace
         share = self._share(costs)
         problem = over_budget(share, self._rules, steps=self._steps)

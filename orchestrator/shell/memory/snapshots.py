@@ -37,29 +37,30 @@ from workers.protocol import Inventory, NodeReport, PartRef, Source
 
 log = logging.getLogger(__name__)
 
-#: A living keeper answered in 1 to 20 ms; one that is silent this long is left out.
+#: Live keepers answered in 1 to 20 ms; one that is silent this long is left out.
 ASK_S = 0.5
-#: A starved keeper that alone holds a part is asked once more, for so long: to continue without
-#: that part would cost more.
+#: How long to ask a slow keeper once more if it alone holds a part: to continue without that part
+#: would cost more.
 LATE_S = 2.0
-#: If memory holds a version, storage is waited for no longer than this.
+#: If memory holds a version, wait for storage no longer than this.
 STORAGE_S = 5.0
-#: A second one may find storage mended while the first still waits for a lost answer.
+#: Two threads: the second one may find storage working while the first still waits for a lost
+#: answer.
 _LOOKS_AT_ONCE = 2
-#: At the end of a run its newest version is stored within this, or stays unstored.
+#: Longest time to store the newest version at the end of a run.
 FLUSH_S = 60.0
 
-#: The newest version in storage, a line on each that was passed over, and the steps that are lost.
+#: The newest version in storage, a line on each skipped one, and the steps that are lost.
 _Looked = tuple[Found | None, tuple[str, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The newest version of both tiers; the newest step in storage, and what was passed over.
+    """The newest version of both tiers, the newest step in storage, and the skipped versions.
 
     ``stored_step`` is -1 if storage was not read, and ``damaged`` are newer steps with damaged
-    bytes. Where there is none, ``lost`` are the steps that are committed in storage, newest first.
-    ``unheard`` are the nodes that are not known to be lost, and whose keepers did not answer.
+    bytes. Without a version, ``lost`` lists the steps that are committed in storage, newest first.
+    ``unheard`` has the nodes that are not known to be lost and whose keepers did not answer.
     """
 
     version: Version | None
@@ -80,14 +81,14 @@ class Snapshots:
         self._total_steps = total_steps
         self._version: Version | None = None
         self._reports: dict[str, NodeReport] = {}
-        # Keepers that did not answer and were not heard of since: one wait for them is enough.
+        # Keepers that did not answer and have not reported since: one wait for them is enough.
         self._silent: set[str] = set()
-        #: Those of them that were asked once more, or failed.
+        #: Those among them that were asked once more, or failed.
         self._hopeless: set[str] = set()
         #: The last inventory of each keeper, from a report or an answer.
         self._known: dict[str, Inventory] = {}
         self._looks = ThreadPoolExecutor(_LOOKS_AT_ONCE, "storage-look")
-        #: The newest look, which may have begun.
+        #: The newest read of storage, which may have begun.
         self._waiting: Future[Any] = Future()
 
     @property
@@ -103,7 +104,7 @@ class Snapshots:
             self._known[report.node] = report.inventory
 
     def on_keeper(self, node: str) -> None:
-        """Note that a keeper is there, so that it is asked again."""
+        """Note that a keeper is up, so that it is asked again."""
         self._silent.discard(node)
         self._hopeless.discard(node)
 
@@ -122,12 +123,12 @@ class Snapshots:
         Args:
             lineage: Says which versions count.
             enough_step: A version in memory of this step or later ends the search: nothing in
-                storage can be newer. -1 if that is not known.
-            stored_step: Known to be committed in storage: if that does not answer, no older
-                version is taken in its place.
+                storage can be newer. -1 if unknown.
+            stored_step: A step that is known to be committed in storage. If storage does not
+                answer, do not take an older version instead.
             has_stored: Whether anything was ever committed there.
-            bad: Sources that are not to be loaded from.
-            unreached: Nodes whose memory cannot be loaded from.
+            bad: Sources that must not be loaded.
+            unreached: Nodes whose memory cannot be loaded.
         """
 
         def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
@@ -143,9 +144,9 @@ class Snapshots:
     def _begin_look(
         self, lineage: Lineage, excluded: frozenset[str] = frozenset(), *, has_stored: bool = False
     ) -> asyncio.Future[_Looked]:
-        """Look into storage in a thread; a look that waits for one is cancelled by a newer one.
+        """Read storage in a thread; a newer read cancels one that still waits for a thread.
 
-        So storage that stalls, which is asked again and again, holds few threads and none that
+        So storage that stalls and is read again and again occupies few threads, and none that
         another part needs.
         """
         self._waiting.cancel()
@@ -182,7 +183,7 @@ class Snapshots:
         try:
             found, passed_over, lost = stored.result()
         except UcpError as error:
-            log.warning("which steps are in storage is not known: %s", error)
+            log.warning("the steps in storage are unknown: %s", error)
             return answer(held) if held is not None and not is_behind else None
         if found is None:
             told = () if held is not None else lost
@@ -193,9 +194,9 @@ class Snapshots:
     def known_parts(
         self, step: int, attempt: int, *, unreached: Collection[str] = ()
     ) -> tuple[PartRef, ...]:
-        """Return where a version is in memory, as the last answer said.
+        """Return the parts of a version in memory, by the last answer.
 
-        () if it said another one, or counted on a node in ``unreached``.
+        () if that was another version, or needs a node in ``unreached``.
         """
         version = self._version
         if version is None or (version.step, version.attempt) != (step, attempt):
@@ -212,10 +213,10 @@ class Snapshots:
         bad: Sequence[Source] = (),
         unreached: Collection[str] = (),
     ) -> tuple[PartRef, ...]:
-        """Ask where a version is in memory; () if it is not complete there."""
+        """Ask keepers for the parts of a version in memory; () if it is not complete there."""
 
         def found(inventories: Sequence[Inventory]) -> list[Version]:
-            # It is known to count, so no lineage is needed.
+            # The version is known to count, so no lineage is needed.
             every = versions.complete(bad_sources.good(inventories, bad, unreached), ())
             return [each for each in every if (each.step, each.attempt) == (step, attempt)]
 
@@ -231,7 +232,7 @@ class Snapshots:
         )
 
     async def inventories(self) -> list[Inventory]:
-        """Return what keepers hold, by their answers in time."""
+        """Return the inventories of keepers that answer in time."""
         await self._nodes.met.wait()
         views = [v for v in self._nodes.kept() if v.secret and v.node not in self._silent]
         return await self._ask(views, ASK_S)
@@ -239,11 +240,11 @@ class Snapshots:
     async def _patient_inventories(
         self, worth: Callable[[Sequence[Inventory]], int], *, expected: int = 0
     ) -> list[Inventory]:
-        """Return what keepers hold; ask late ones again if their answer could be worth more.
+        """Return the inventories of keepers; ask late ones again if they could add something.
 
         Args:
-            worth: Returns the value of inventories together, the last of late ones included.
-            expected: So much is there, if all answer.
+            worth: Returns the value of inventories together.
+            expected: The value if all answered.
         """
         found = await self.inventories()
         hopeful = self._silent - self._hopeless
@@ -264,7 +265,7 @@ class Snapshots:
         return found
 
     async def _ask_one(self, view: NodeView, timeout_s: float) -> Inventory | None:
-        """Return what a keeper holds; None if it is silent, or its node is lost meanwhile."""
+        """Return the inventory of a keeper; None if it is silent or its node is lost meanwhile."""
         asked = asyncio.ensure_future(view.keeper.held.remote())
         lost = asyncio.ensure_future(view.lost.wait())
         try:
@@ -285,13 +286,13 @@ class Snapshots:
         return tuple(sorted(each for each in budgets if each[1])), state_bytes(self._known.values())
 
     async def flush(self, lineage: Lineage) -> None:
-        """Have the newest version stored, if it is in memory only; gives up at its bound."""
+        """Store the newest version if it is only in memory; give up after ``FLUSH_S``."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._flush(lineage), FLUSH_S)
 
     async def _flush(self, lineage: Lineage) -> None:
-        # The last step counts too: it may be the only one of the run. Keepers store the parts that
-        # they hold, and compute nothing.
+        # The last step counts as well: it may be the only one of the run. Keepers store the parts
+        # that they hold and compute none.
         def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
             held = [replace(one, parities=()) for one in inventories]
             return versions.newest(held, other, lineage, total_steps=sys.maxsize)
@@ -316,7 +317,7 @@ class Snapshots:
     def protects(
         self, lineage: Lineage, *, attempt: int, nodes: Collection[str], tolerance: int
     ) -> bool:
-        """Return what ``policies.versions.protects`` says of the last reports."""
+        """Return ``policies.versions.protects`` for the last reports."""
         return versions.protects(
             self._reported(),
             lineage,
@@ -327,7 +328,7 @@ class Snapshots:
         )
 
     def memory(self) -> list[dict[str, Any]]:
-        """Return what versions and parities take of each keeper's memory, by the last reports."""
+        """Return the memory that versions and parities take at each keeper, by the last reports."""
         return [
             {"node": one.node, "held_bytes": one.held_bytes, "budget_bytes": one.budget_bytes}
             for one in self._reported()
@@ -338,18 +339,18 @@ class Snapshots:
         return max((report.stored_step for report in self._living_reports()), default=0)
 
     def problems(self, plan: RedundancyPlan) -> list[str]:
-        """Return what keeps protection below what was asked for, one line each."""
+        """Return what reduces protection below the configured one, one line each."""
         label = self._nodes.rack_label
         racks = [
-            f"the loss of rack {rack} may cost the snapshots in memory: nodes of it protect each "
-            "other; add nodes of other racks"
+            f"the loss of rack {rack} may cost the snapshots in memory, because its nodes protect "
+            "each other: add nodes of other racks"
             for rack in plan.shared_racks
         ]
         unnamed = [view.node[:8] for view in self._nodes.kept() if label and not view.rack]
         if unnamed:
             racks.append(
-                f"Ray knows no label {label!r} of node {', '.join(unnamed)}: each is taken to fail "
-                "alone; start it with that label, or correct cluster.rack_label"
+                f"Ray knows no label {label!r} of node {', '.join(unnamed)}: each counts as a rack "
+                "of its own; start it with that label, or correct cluster.rack_label"
             )
         return racks + [
             f"node {report.node[:8]}: {problem}"
@@ -363,7 +364,7 @@ class Snapshots:
 
     def _living_reports(self) -> list[NodeReport]:
         met = {view.node for view in self._nodes.kept() if view.secret}
-        # The report of a keeper that died does not tell what the next one holds.
+        # The report of a keeper that died does not describe the memory of the next one.
         self._reports = {node: one for node, one in self._reports.items() if node in met}
         return list(self._reports.values())
 
@@ -382,9 +383,10 @@ def _look(
     *,
     has_stored: bool,
 ) -> _Looked:
-    """Return the newest version in storage that counts, what was passed over, and what is lost.
+    """Return the newest version in storage that counts, the skipped ones, and the lost steps.
 
-    What was passed over is a line each; what is lost are steps, where no version can be loaded.
+    There is a line for each skipped version. Lost steps are returned only if no version can be
+    loaded.
     """
     found = find_committed(store, checkpoints, lineage=lineage, exclude=excluded)
     lost: tuple[tuple[int, str], ...] = ()
@@ -396,6 +398,6 @@ def _look(
         told = "does not count; if it is damaged, `ucp verify` says where"
         names = sorted(store.list(checkpoints), reverse=True)
         rows = tuple((name, damaged.get(name) or told) for name in names)
-    # Those that could not load from the excluded ones have said why.
+    # Workers that could not load the excluded versions have reported why.
     lines = tuple(f"{name}: {why}" for name, why in rows if name not in excluded)
     return found, lines, tuple(step for step, _ in lost)

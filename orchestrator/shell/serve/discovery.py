@@ -1,6 +1,6 @@
-"""Tell a Prometheus on this machine where the controllers of runs are, by its ``file_sd_configs``.
+"""Tells a Prometheus on this machine where the controllers of runs are (``file_sd_configs``).
 
-Ray's own discovery file has no place for further targets, and Prometheus takes a pattern only for
+Ray's own discovery file has no place for further targets, and Prometheus accepts a pattern only for
 the names of files in one folder. So all controllers of a machine use one folder.
 """
 
@@ -24,17 +24,17 @@ def targets_path(run_id: str) -> Path:
 
 
 def announce(run_id: str, *, run: str, url: str) -> None:
-    """Write where the run's metrics are; a run does without if that fails."""
+    """Write where the run's metrics are; a failure is only logged."""
     labels = {"job": "everstep", "run": run, "run_id": run_id}
     target = {"targets": [url.partition("://")[2]], "labels": labels}
     path = targets_path(run_id)
     try:
         LocalStore().write_atomic(str(path), json.dumps([target]).encode(), fsync=False)
     except UcpError as error:
-        log.warning("Prometheus does not learn of the run from %s: %s", path, error)
+        log.warning("Prometheus cannot find the run by %s: %s", path, error)
 
 
 def withdraw(run_id: str) -> None:
-    """Take that back: the run is over."""
+    """Remove the file, because the run is over."""
     with contextlib.suppress(OSError):
         targets_path(run_id).unlink()

@@ -22,20 +22,20 @@ from workers.repeated import Repeated
 
 log = logging.getLogger(__name__)
 
-#: A document serves all who ask within this.
+#: A document serves all requests within this time.
 _FRESH_S = 0.9
-#: New lines are looked for this often at most: a listing of an object store costs money.
+#: Shortest time between two reads of new lines: a listing of an object store costs money.
 _LOCAL_S, _REMOTE_S = 1.0, 10.0
-#: A stalled storage holds the page up for this long at most.
+#: Stalled storage delays the page at most this long.
 _WAIT_S = 0.3
-#: The first look reads this much of the end of a file: 8,000 steps or more, in 50 ms.
+#: The first read covers this much of the end of a file: 8,000 steps or more, in 50 ms.
 _FIRST_BYTES = 2 << 20
-#: The page shows so many nodes, those in trouble first, with the workers there: a document of
-#: 80,000 workers had 16 MB.
+#: How many nodes the page shows, those in trouble first, with their workers: a document of 80,000
+#: workers had 16 MB.
 NUM_NODES = 128
-#: With more workers than this, only those that are shown have a past.
+#: With more workers than this, only workers that are shown have a past.
 _NUM_NOTED = 2048
-#: The phases of each worker in the last seconds.
+#: For how many seconds the phases of each worker are kept.
 _SECONDS_KEPT = 60
 #: A letter for each phase, in their order.
 _LETTERS = dict(zip(WorkerPhase, "imlfbruscx", strict=True))
@@ -44,15 +44,15 @@ _LETTERS = dict(zip(WorkerPhase, "imlfbruscx", strict=True))
 class Live:
     """Makes the document of the page, at most once a second.
 
-    In a run of more than 8,000 steps its curves begin there when the page is first opened.
+    When the page is first opened, its curves cover the last 8,000 steps or more.
 
     Args:
         config: The settings of the run.
         store: Holds the run directory.
         path: The run directory in it.
-        told: Returns the run's document, of ``NUM_NODES`` nodes at most.
-        reports: The last report of every worker.
-        at_s: Returns the present on the run's clock.
+        told: Returns the run's document, with at most ``NUM_NODES`` nodes.
+        reports: The last report on every worker.
+        at_s: Returns the present time on the run's clock.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Live:
             await asyncio.sleep(1.0)
 
     def note(self) -> None:
-        """Note what each worker does now; of many, what those do that the page shows."""
+        """Note what each worker does now; with many workers, only of those that the page shows."""
         before, reports = self._seconds, self._reports
         noted: Iterable[str] = reports
         if len(reports) > _NUM_NOTED:
@@ -115,7 +115,7 @@ class Live:
         )
 
     async def report(self) -> str:
-        """Return the report of the run so far; one at a time, for it reads the whole journal."""
+        """Return the report of the run so far; one at a time, as it reads the whole journal."""
         async with self._reporting:
             return await in_thread(STORAGE, report_of, self._config.run.directory)
 
@@ -137,9 +137,9 @@ class Live:
         return json.dumps(document, separators=(",", ":")).encode()
 
     async def look(self) -> None:
-        """Read in a thread what is new of the curves, unless that was done a moment ago.
+        """Read the curves' new points in a thread, unless that was done a moment ago.
 
-        Waits for storage only for a moment: while it stalls, the page shows what is known.
+        Wait for storage only briefly: while it stalls, the page shows what is known.
         """
         period_s = _LOCAL_S if isinstance(self._store, LocalStore) else _REMOTE_S
         if not self._looking and monotonic_s() - self._looked_s >= period_s:
@@ -153,7 +153,7 @@ class Live:
             await in_thread(STORAGE, self.curves.read)
             self._failures.passed()
         except StorageError as error:
-            # The page shows what it knows; the next look finds the rest.
+            # The page shows what is known; the next read finds the rest.
             self._failures.failed("the page lacks the newest points of its curves", error)
 
 

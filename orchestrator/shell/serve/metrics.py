@@ -1,6 +1,6 @@
 """All Prometheus metrics of a run: a table of paths into its document, read at each scrape.
 
-So a restarted controller shows the same totals as before: they come from the journal.
+The totals come from the journal, so they continue after a restart of the controller.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from orchestrator.core import Incident, RunStats
 from orchestrator.report import RunDocument
 from orchestrator.shell.clock import wall_time
 
-#: So many incidents have series of their own, the newest ones.
+#: How many incidents, the newest ones, have their own series.
 _NUM_INCIDENTS = 20
-#: A label is no place for a report.
+#: Longest text in a label.
 _TEXT_MAX = 160
-#: As much of a node's id as boards show.
+#: How many characters of a node's id boards show.
 _NODE = 12
-#: Members, and nodes, with series of their own: a scrape of a large run takes no longer.
+#: How many members and nodes have their own series, so that a scrape of a large run is no slower.
 NUM_TOLD = 1000
 #: The values of ``RunStats.phase``.
 _PHASES = "waiting", "forming", "training", "yielding", "recovering", "over"
 #: A path leads to a number, to numbers by label, or to rows, whose key follows the colon.
 _TABLE = """\
-gauge run_info | pages:is | url directory | 1; says where its page is.
+gauge run_info | pages:is | url directory | 1; the labels locate its page.
 gauge phase | phases | phase | 1 for the phase that the run is in.
 counter phase_seconds | stats.phases_s | phase | Time spent in each phase.
 gauge attempt | stats.attempt | | Number of the newest attempt.
 gauge step | step | | Last completed step that need not be redone.
 gauge goal_steps | goal | | The last step of the run.
-counter steps | steps_done | | Steps that were completed, those that were redone included.
+counter steps | steps_done | | Completed steps, including those that were redone.
 counter lost_steps | stats.lost_steps | | Completed steps that were redone.
 gauge goodput_ratio | stats.goodput | | Share of the time spent in steps that counted.
-gauge goodput_since_start_ratio | stats.goodput_since_start | | The same of the time without \
-starts, and without stops by a person.
-gauge time_seconds | stats.parts_s | part | Where the time went; adds up to all.
+gauge goodput_since_start_ratio | stats.goodput_since_start | | The same share, of the \
+time without starts and stops by a person.
+gauge time_seconds | stats.parts_s | part | Where the time went; the parts add up to all of it.
 gauge workers | stats.num_workers | | Workers in the newest attempt.
 gauge layout_info | layouts | layout | 1 for the layout of the workers.
 gauge step_samples | scale.samples | | Samples of one step.
@@ -54,9 +54,9 @@ counter incidents | kinds | kind | Interruptions and planned changes.
 counter incidents_by_rule | rules | rule verdict | Incidents that detection found.
 counter incident_seconds | recovering_s | kind phase | Time of each phase of a recovery.
 counter loaded_bytes | sources | source | Bytes that recoveries loaded, by source.
-counter verdicts | verdicts | who | Failures in which somebody was named, or nobody.
-counter incident_cost_usd | spent_usd | kind | What waiting for recoveries, and steps done twice, \
-cost.
+counter verdicts | verdicts | who | Failures that named a worker, and those that did not.
+counter incident_cost_usd | spent_usd | kind | Cost of waiting for recoveries, and \
+of redone steps.
 gauge incident_detected_timestamp_seconds | newest:found_s | number kind who nodes why | When the \
 newest incidents were found.
 gauge incident_recovery_seconds | newest:recovery_s | number | Time to the first new step.
@@ -64,15 +64,15 @@ gauge incident_lost_steps | newest:lost_steps | number | Steps redone after it.
 gauge incident_spent_usd | newest:cost_usd | number | Cost of waiting for it, and of redone steps.
 gauge suspected_seconds | suspected:for_s | kind rank node worker | How long a rank or link has \
 been suspected.
-gauge suspected_times | suspected:times | kind rank node worker | How many times as long as it \
-should it takes.
+gauge suspected_times | suspected:times | kind rank node worker | How many times as long as \
+normal it takes.
 counter suspicions | stats.suspicions | kind | Suspicions so far.
 gauge worker_processes | processes | state | Processes of workers by state.
-gauge workers_without_series | num_untold | | Members without series of their own: those of the \
-last ranks of many.
+gauge workers_without_series | num_untold | | Members without their own series: the last \
+ranks of many.
 gauge nodes | states | state | Nodes by state.
-gauge node_noticed | noticed:is | node | 1 if somebody says that it goes.
-gauge reservations_pending | pending_capacity | | Places for workers that were asked for and not \
+gauge node_noticed | noticed:is | node | 1 if a notice says that it will go.
+gauge reservations_pending | pending_capacity | | Requested places for workers that are not \
 granted yet.
 gauge worker_step | workers:step | rank node worker | Last step that the worker completed.
 gauge worker_heartbeat_age_seconds | workers:last_heartbeat_s | rank node worker | Age of its \
@@ -84,32 +84,32 @@ step.
 gauge worker_device_bytes | workers:device_bytes | rank node worker | Memory in use on its device.
 gauge worker_device_bytes_max | workers:device_bytes_max | rank node worker | Memory of its device.
 gauge reservations_asked | capacity:asked | alternative | Places for workers that the run has or \
-asks for.
+has requested.
 gauge reservations_granted | capacity:granted | alternative | Those that it has.
-gauge reservations_refused | capacity:refused | alternative | Those that were not granted in time; \
-still asked for.
-gauge reservations_wait_seconds | capacity:waits_s | alternative | How long the open requests wait \
-for a grant.
-gauge reservations_refused_for_seconds | capacity:refused_for_s | alternative | How long they are \
-refused.
-gauge reservations_grant_seconds | capacity:grant_s | alternative | How long a machine took to come.
+gauge reservations_refused | capacity:refused | alternative | Requests that were not granted in \
+time; they stay open.
+gauge reservations_wait_seconds | capacity:waits_s | alternative | How long the open requests have \
+waited for a grant.
+gauge reservations_refused_for_seconds | capacity:refused_for_s | alternative | How long they have \
+been refused.
+gauge reservations_grant_seconds | capacity:grant_s | alternative | Time until a machine came.
 counter reservation_requests | requests | alternative | Requests for places for workers.
 counter reservation_grants | grants | alternative | Requests that were granted.
 counter reservation_refusals | refusals | alternative | Requests that were not granted in time.
-counter cost_usd | cost.usd | | What the places for workers cost.
-gauge cost_usd_per_hour | cost.usd_per_hour | | What they cost in an hour.
+counter cost_usd | cost.usd | | Cost of the places for workers.
+gauge cost_usd_per_hour | cost.usd_per_hour | | Their cost per hour.
 gauge snapshot_step | redundancy.step | | Newest step complete in memory.
 gauge stored_step | redundancy.stored_step | | Newest step known to be in storage.
 gauge node_losses_survived | redundancy.node_losses_survived | | Nodes that may be lost without \
 losing the snapshot.
-gauge redundancy_reduced_for_seconds | redundancy.reduced_for_s | | How long fewer nodes may be \
-lost than asked for; 0 if all is well.
-counter redundancy_reduced_seconds | redundancy.reduced_s | | Time in which fewer nodes might be \
-lost than asked for.
+gauge redundancy_reduced_for_seconds | redundancy.reduced_for_s | | How long fewer nodes may have \
+been lost than configured; 0 if all is well.
+counter redundancy_reduced_seconds | redundancy.reduced_s | | Time in which fewer nodes could be \
+lost than configured.
 gauge keeper_problems | num_problems | | Problems that reduce the protection by snapshots.
 gauge keeper_held_bytes | keepers:held_bytes | node | Memory that snapshots take on a node.
-gauge keeper_budget_bytes | keepers:budget_bytes | node | Memory that they may take there.
-gauge step_seconds | cadence.step_s | | Median step, without saves.
+gauge keeper_budget_bytes | keepers:budget_bytes | node | Memory that snapshots may take there.
+gauge step_seconds | cadence.step_s | | Median step time, without saves.
 gauge save_cost_ratio | cadence.cost_share | | Share of step time for which saves stall training.
 gauge save_cost_budget_ratio | cadence.cost_share_max | | The largest share allowed.
 gauge save_stall_seconds | stalls_s | what | Median stall of training.
@@ -118,12 +118,12 @@ gauge save_every_steps | every | what | Steps between two saves.
 
 
 class _Row(NamedTuple):
-    """A metric: its family and name, and where its samples are."""
+    """A metric: its family and name, and the path to its samples."""
 
     family: str
     name: str
-    path: str  #: Names, with dots between them.
-    key: str  #: In each of the rows at ``path``; "" if there are none.
+    path: str  #: Names, separated by dots.
+    key: str  #: Key of the value in each row at ``path``; "" if there are no rows.
     labels: tuple[str, ...]
     text: str
 
@@ -156,7 +156,7 @@ class _Row(NamedTuple):
 
 
 _ROWS: Final = tuple(map(_Row.of, _TABLE.splitlines()))
-#: Metrics of the run's own numbers, and metrics of rows that are made at each scrape.
+#: Metrics of the run's own numbers, and metrics of rows that exist only at a scrape.
 _OF_RUN = tuple(row for row in _ROWS if row.path != "workers")
 _OF_WORKERS = tuple(row for row in _ROWS if row.path == "workers")
 
@@ -165,19 +165,19 @@ class RunCollector(Collector):
     """Yields the metrics of one run. Every series has the labels ``run`` and ``run_id``.
 
     Args:
-        run: The name of the run, which others may have as well.
-        run_id: The run, and no other one.
-        told: Returns the run's document, with rows for ``NUM_TOLD`` members at most.
+        run: The name of the run, which other runs may share.
+        run_id: The unique id of the run.
+        told: Returns the run's document, with rows for at most ``NUM_TOLD`` members.
     """
 
     def __init__(self, *, run: str, run_id: str, told: Callable[[], RunDocument]) -> None:
         self._run = run, run_id
         self._told = told
-        #: The wall time at which the run's clock was 0; read once, or incidents would move.
+        #: The wall time at which the run's clock was 0; read once, so that incidents do not move.
         self._epoch_s: float | None = None
 
     def describe(self) -> list[Metric]:
-        """Return nothing: names are checked when they are scraped, not before the run is up."""
+        """Return nothing: names are checked at a scrape, not before the run is up."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -186,26 +186,26 @@ class RunCollector(Collector):
         return (row.metric(self._run, told) for row in _ROWS)
 
     def prepare(self) -> Callable[[], bytes]:
-        """Return what makes the text, in any thread, of how the run is now."""
+        """Return a function that makes the text of the present metrics, in any thread."""
         told = self._content()
         metrics = [row.metric(self._run, told) for row in _OF_RUN]
         return lambda: _text([*metrics, *(row.metric(self._run, told) for row in _OF_WORKERS)])
 
     def _content(self) -> dict[str, Any]:
-        """Return what the paths of the table lead through."""
+        """Return the document that the paths of the table refer to."""
         document = self._told()
         stats, scale, status = document.stats, document.scale, document.status
         if self._epoch_s is None:
             self._epoch_s = wall_time() - status["at_s"]
         redundancy, cadence = status["redundancy"], status["cadence"]
-        # Alternatives that were never asked for have no row.
+        # Alternatives that were never requested have no row.
         names = {str(n): row["alternative"] for n, row in enumerate(status["capacity"])}
         noticed = [
             {"node": row["node"], "is": row["state"] == "draining"}
             for row in status["nodes"]
             if row["state"] != "lost"
         ]
-        # Those that go come first: of many not all have series.
+        # Nodes that will go come first, because of many nodes not all have series.
         noticed.sort(key=lambda row: not row["is"])
         saves = "snapshot", "checkpoint"
         return {
@@ -233,7 +233,7 @@ class RunCollector(Collector):
 
 
 def _of_incidents(stats: RunStats, epoch_s: float, *, is_priced: bool) -> dict[str, Any]:
-    """Return incidents in numbers, and what a table of them says and marks on curves need."""
+    """Return the numbers of incidents, for a table and for marks on curves."""
     sources: Counter[str] = Counter()
     verdicts: Counter[str] = Counter()
     recovering_s: dict[tuple[str, str], float] = {}
@@ -271,13 +271,13 @@ def _of_incidents(stats: RunStats, epoch_s: float, *, is_priced: bool) -> dict[s
 
 
 class _Made(Collector):
-    """Metrics that are there."""
+    """Metrics that exist already."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """Return them."""
+        """Return the metrics."""
         return self._metrics
 
 

@@ -1,10 +1,10 @@
 """The controller's HTTP: a page for people, ``/status`` for tools, ``/metrics`` for Prometheus.
 
-``everstep plan`` asks for ``/losses``. Only ``/actions`` change anything, with the run's token.
-Beyond loopback reading needs it, too; only a Prometheus on this machine, which finds all of its
-runs, scrapes ``/metrics`` without. On loopback the name in the request must be one of this
-machine's: a page of another site could otherwise have its own name lead here and read the answers
-(DNS rebinding).
+``everstep plan`` requests ``/losses``. Only ``/actions`` change anything, and they need the run's
+token. Beyond loopback, reading needs it, too; only a Prometheus on this machine scrapes
+``/metrics`` without it. On loopback the host name in the request must be one of this machine's:
+otherwise a page of another site could map its own name to this address and read the answers (DNS
+rebinding).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The page loads nothing from elsewhere, and no other page may show it in a frame of its own.
+#: The page loads nothing from elsewhere, and no other page may show it in a frame.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; frame-ancestors 'none'"
@@ -37,7 +37,7 @@ _POLICY = (
 _SCHEME = "Bearer "
 _LOCAL_NAMES = frozenset(("127.0.0.1", "::1", "localhost"))
 
-#: Performs an action, by its name, the token and what it is about; returns a line for people.
+#: Performs an action, given its name, the token and its arguments; returns a line for people.
 Act = Callable[[str, str, Mapping[str, Any]], Awaitable[str]]
 
 
@@ -45,11 +45,11 @@ class StatusPage:
     """Serves documents about the run, and the page that shows them.
 
     Args:
-        port: Port to listen on; 0 takes a free one, and so does a port that is in use.
+        port: Port to listen on; a free one is taken if it is 0 or in use.
         status: Returns the JSON document of ``/status``.
-        losses: Returns that of ``/losses``; may wait for answers of keepers.
+        losses: Returns the document of ``/losses``; may wait for answers of keepers.
         live: The data of the page.
-        act: Performs what a person asks for there.
+        act: Performs an action that a person requests there.
         require: Raises ``TokenError`` unless it is called with the run's token.
     """
 
@@ -78,7 +78,7 @@ class StatusPage:
     async def start(self, last_port: int = 0) -> str:
         """Start to serve; return the page's URL.
 
-        Without a port of its own it takes ``last_port``, where an open tab looks for it.
+        Without a configured port it takes ``last_port``, where an open tab expects it.
         """
         # In a thread: the import takes 0.1 s or more, and the run's loop must not wait.
         await asyncio.to_thread(importlib.import_module, "aiohttp.web")
@@ -104,8 +104,8 @@ class StatusPage:
         try:
             await web.TCPSite(self._runner, self._host, wanted).start()
         except OSError as error:
-            # Two runs may share a machine; a run must not end for its metrics.
-            log.warning("port %s is not to be had, another one is taken: %s", wanted, error)
+            # Two runs may share a machine, and a missing port must not end a run.
+            log.warning("port %s cannot be used, so another one is taken: %s", wanted, error)
             await web.TCPSite(self._runner, self._host, 0).start()
         port = self._runner.addresses[0][1]
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -119,7 +119,7 @@ class StatusPage:
     def _refusal(self, request: web.Request) -> web.Response | None:
         if self._host in _LOCAL_NAMES:
             if urlsplit(f"//{request.host}").hostname not in _LOCAL_NAMES:
-                text = f"{request.host} is no name of this page: open http://127.0.0.1 or localhost"
+                text = f"{request.host} does not name this page: open http://127.0.0.1 or localhost"
                 return _json({"message": text}, status=403)
         elif not self._is_open(request):
             try:
@@ -129,7 +129,7 @@ class StatusPage:
         return None
 
     def _is_open(self, request: web.Request) -> bool:
-        """Return whether all may read that: the page itself holds nothing of the run."""
+        """Return whether the request needs no token: the page itself holds no data of the run."""
         is_own = request.remote == self._host
         return request.path == "/" or (request.path == "/metrics" and is_own)
 
@@ -145,11 +145,11 @@ class StatusPage:
             return web.Response(status=503, text=f"the run directory cannot be read now: {error}")
 
     async def _get_document(self, request: web.Request) -> web.Response:
-        """Return the page's document, or only that it is the one that the browser has."""
+        """Return the page's document, or only that the browser's copy is current."""
         from aiohttp import web
 
         document = await self._live.document()
-        # The clock is no part of the document: it alone would make every answer a new one.
+        # The clock is not in the document: otherwise every answer would be a new one.
         headers = {
             "ETag": self._live.tag,
             "Everstep-At": f"{self._live.at_s():.1f}",
@@ -166,7 +166,7 @@ class StatusPage:
             asked = [max(0, int(request.query.get(name, "0"))) for name in ("attempt", "rank")]
             text = await self._live.log(*asked)
         except ValueError as error:
-            return web.Response(status=400, text=f"attempt and rank are numbers: {error}")
+            return web.Response(status=400, text=f"attempt and rank must be numbers: {error}")
         except StorageError as error:
             return web.Response(status=503, text=f"the storage does not answer: {error}")
         return web.Response(text=text)
@@ -192,7 +192,7 @@ class StatusPage:
     async def _get_metrics(self, _request: web.Request) -> web.Response:
         from aiohttp import web
 
-        # Text for hundreds of workers takes longer than the run's loop may wait.
+        # Making the text for hundreds of workers takes longer than the run's loop may wait.
         body = await asyncio.to_thread(self._metrics.prepare())
         return web.Response(body=body, content_type="text/plain", charset="utf-8")
 

@@ -56,7 +56,7 @@ def read_journal(store: Store, run_path: str, rules: core.RunRules) -> Reading:
     try:
         return _from_compacted(store, run_path, rules)
     except (CompactionError, JournalCorruptError, StorageError) as error:
-        # If the journal itself is damaged, folding all of it reports that.
+        # If the journal itself is damaged, folding all of it reports this.
         num_bytes = sum(segment_sizes(store, run_path))
         if num_bytes >= SPACING_BYTES:
             told = "the compacted journal is not used, all %s bytes are read: %s"

@@ -68,7 +68,7 @@ def test_each_action_is_an_event() -> None:
     assert person.stopped == ["stopped from the page"]
     stop, save, workers, drain, _ = person.posted
     assert stop == ev.StopRequested(
-        at_s=7.0, reason="stopped from the page, behind step 50", step=50
+        at_s=7.0, reason="stopped from the page, after step 50", step=50
     )
     assert save == ev.SaveRequested(at_s=7.0)
     assert person.background == [("flush", ())]
@@ -94,10 +94,10 @@ def test_fewer_workers_than_protection_needs_have_their_price_said() -> None:
     [
         ("explode", {}, "there is no action 'explode'"),
         ("stop", {"step": 100}, "not between the present one, 0, and 100"),
-        ("stop", {"step": "ten"}, "step is a whole number, not 'ten'"),
+        ("stop", {"step": "ten"}, "step must be a whole number, not 'ten'"),
         ("workers", {"num": 1}, "not between workers.min, 2, and workers.max, 4"),
         ("workers", {"num": 9}, "not between workers.min, 2, and workers.max, 4"),
-        ("drain", {"node": "0" * 56}, "no node '00000000' that lives"),
+        ("drain", {"node": "0" * 56}, "no living node '00000000'"),
         ("undrain", {"node": NODE}, "is not drained from the page"),
         ("kill", {"node": NODE}, "the controller is on this node"),
         ("kill", {"worker": "w9"}, "there is no worker 'w9'"),
@@ -119,7 +119,7 @@ def test_without_snapshots_there_is_nothing_to_save() -> None:
     """The answer would be a promise that nobody keeps."""
     with pytest.raises(ActionError, match="every_steps is 0"):
         Person(snapshot=0)("save")
-    with pytest.raises(ActionError, match="no step is whole in memory"):
+    with pytest.raises(ActionError, match="no step is complete in memory"):
         Person(in_memory=0)("save")
 
 
@@ -128,7 +128,7 @@ def test_a_lost_node_is_left_alone() -> None:
     person = Person()
     person.view.lost.set()
 
-    with pytest.raises(ActionError, match="that lives"):
+    with pytest.raises(ActionError, match="no living node"):
         person("drain", node=NODE)
 
 
