@@ -1,12 +1,9 @@
 """Errors that the orchestrator raises on purpose.
 
-OrchestratorError
-+ ConfigError           every problem of a configuration at once
-+ CapacityError         the cluster cannot give what the run needs
-+ TokenError            who asks to change a run does not know its token
-+ RunNotFoundError      there is no run where one was looked for
-+ JournalCorruptError   a journal cannot be read back
-+ CompactionError       a compacted journal cannot be used
+OrchestratorError + ConfigError every problem of a configuration at once + CapacityError the cluster
+cannot give what the run needs + TokenError a request to change a run does not carry its token +
+RunNotFoundError there is no run in the directory + JournalCorruptError a journal cannot be read
+back + CompactionError a compacted journal cannot be used
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read a run directory: journal, metrics, incidents, summary.
 
-It may be read while the run is under way: a missing file counts as empty, and a last line that is
-half written is skipped. ``orchestrator.shell`` writes these files.
+It may be read during the run: a missing file counts as empty, and an incomplete last line is
+skipped. ``orchestrator.shell`` writes these files.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from ucp_core.storage import (
 )
 from workers.protocol import LOGS, METRICS, VALIDATION, VALUES
 
-#: The run's settings, as they were resolved when it was last started or resumed.
+#: The run's resolved settings of its last start or resume.
 CONFIG = "config.yaml"
-#: The same of each start and resume, under the number of the incarnation of the controller.
+#: The settings of each start and resume, under the number of the controller's incarnation.
 SETTINGS = "settings"
-#: A request that carries its content may change the run.
+#: A request must carry the content of this file to change the run.
 TOKEN = "token"  # noqa: S105  the name of its file
 #: Written by each incarnation of the controller: how to reach it.
 CONTACT = "controller.json"
-#: The journal up to some record, folded, so that a restarted controller reads only the rest.
+#: The folded journal up to some record, so that a restarted controller reads only the rest.
 COMPACTED = "compacted.json"
-#: A segment for each incarnation of the controller, a line of JSON for each record.
+#: The journal: a segment for each incarnation of the controller, a line of JSON for each record.
 JOURNAL = "journal"
-#: How far TensorBoard, Weights & Biases and MLflow are, and what they call the run.
+#: The last step in TensorBoard, Weights & Biases and MLflow, and their ids of the run.
 LOGGERS = "loggers.json"
-#: Written last: once it is there the run is over.
+#: Written last: if it exists, the run is over.
 SUMMARY = "summary.json"
-#: A log of rank 1, or the third piece of it where storage cannot append.
+#: A log of rank 1, or the third piece of it if storage cannot append.
 _LOG = "rank{rank}(?:-(\\d+))?\\.log"
-#: A file of metrics is read in parts of this size.
+#: Size of the parts in which a file of metrics is read.
 _PART_BYTES = 8 << 20
-#: More than about two points per pixel column cannot be seen.
+#: More than about two points per pixel column are not visible.
 POINTS_MAX = 800
-#: Further curves have so many, and a script's own are so many at most.
+#: Points of further curves, and the most curves of a script's own numbers.
 _FURTHER_MAX, _OWN_MAX = 300, 12
-#: The numbers of a step's line that a page draws, by key: the title of its own chart, and its unit.
+#: The numbers of a step's line that a page draws, by key: the title of the chart, and the unit.
 _OF_STEP = {
     "loss": ("", 1.0),
     "lr": ("Learning rate", 1.0),
@@ -72,24 +72,24 @@ class StepRecord:
     step: int  #: Optimizer step, from 1.
     attempt: int  #: The attempt that took it.
     loss: float  #: Mean over the tokens of the global batch; nan if it was not a number.
-    grad_norm: float  #: Before clipping; nan likewise.
+    grad_norm: float  #: Before clipping; nan if it was not a number.
     learning_rate: float
     tokens: int  #: Tokens that carry loss.
     samples: int
-    first_sample: int  #: Place of its first sample in the order of all samples.
+    first_sample: int  #: Index of its first sample in the order of all samples.
     step_s: float  #: Duration.
     num_workers: int  #: Workers that took it.
     layout: str  #: Their layout, for people.
 
 
 def thin(points: Iterable[Point], count_max: int = POINTS_MAX) -> list[Point]:
-    """Return at most about ``count_max`` points; a stretch of x keeps its lowest and its highest.
+    """Return at most about ``count_max`` points; each stretch of x keeps its extremes.
 
-    A stride would hide a spike of one step, which readers of a loss curve look for. Numbers that
-    are not finite are left out: JSON has none.
+    A stride would hide the spike of a single step, which readers of a loss curve look for. Numbers
+    that are not finite are left out, because JSON has none.
 
     Args:
-        points: By rising x.
+        points: In ascending order of x.
     """
     finite = [point for point in points if isfinite(point[1])]
     if len(finite) <= count_max:
@@ -106,7 +106,7 @@ def thin(points: Iterable[Point], count_max: int = POINTS_MAX) -> list[Point]:
 class Curve:
     """Numbers by step, from lines of metrics that are added as they are written.
 
-    A step that was redone counts as it was taken last. Many points are thinned to what can be seen.
+    Of a step that was redone, the last line counts. Points are thinned to as many as are visible.
 
     Attributes:
         last: The last line that was added.
@@ -145,7 +145,7 @@ class Curve:
 
 
 class Curves:
-    """Losses and further numbers of a run by step, from its files of lines, as they grow.
+    """Losses and further numbers of a run by step, from its growing files of lines.
 
     Args:
         store: Holds the run directory.
@@ -153,9 +153,9 @@ class Curves:
         begin: The byte of each file to begin at; a negative one counts from its end.
 
     Attributes:
-        loss: Training loss, with as many points as can be seen.
-        validation: Validation loss likewise.
-        further: What else the run recorded, and the script's own numbers, by title.
+        loss: Training loss, with as many points as are visible.
+        validation: Validation loss, the same.
+        further: The run's other numbers and the script's own ones, by title.
         last: The last line of a step.
     """
 
@@ -170,12 +170,12 @@ class Curves:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of the last step; 0 where the script counts samples alone."""
+        """Return the tokens of the last step; 0 if the script counts only samples."""
         tokens = int(self.last.get("tokens") or 0)
         return 0 if tokens == self.last.get("samples") else tokens
 
     def read(self) -> Self:
-        """Take in what is new. It may be in another thread: others see all of it, or nothing."""
+        """Read what is new, from any thread: other threads see all of it or none."""
         for tail, curve in self._curves.items():
             for lines in tail.new():
                 curve.add(lines)
@@ -193,7 +193,7 @@ class Curves:
 
 
 class Tail:
-    """The lines of a file that grows, each once.
+    """Reads each line of a growing file once.
 
     ``at_bytes`` is where the next line begins; a negative number counts from the end of the file.
     """
@@ -202,7 +202,7 @@ class Tail:
         self._store, self._path, self.at_bytes = store, path, at_bytes
 
     def new(self) -> Iterator[str]:
-        """Yield the whole lines that are new, as texts of some megabytes."""
+        """Yield the new complete lines, in texts of some megabytes."""
         if self.at_bytes < 0:
             folder, _, name = self._path.rpartition("/")
             size_bytes = appended_sizes(self._store, folder).get(name, 0)
@@ -223,12 +223,12 @@ class Tail:
 
 
 class RunRecord:
-    """The content of a run directory, of which each part is read when it is first asked for.
+    """The content of a run directory; each part is read at its first use.
 
     Args:
         url: A path or an fsspec URL.
-        stats: The folded journal, where the caller has it.
-        summary: The summary, where it is not written yet.
+        stats: The folded journal, if the caller has it.
+        summary: The summary, if it is not written yet.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class RunRecord:
 
     @cached_property
     def stats(self) -> RunStats:
-        """Return the folded journal, in little memory however long it is."""
+        """Return the folded journal; even a long one needs little memory."""
         stats = RunStats()
         for record in _journal(self._store, join(self._path, JOURNAL)):
             stats.add(record)
@@ -266,22 +266,22 @@ class RunRecord:
 
     @cached_property
     def steps(self) -> tuple[StepRecord, ...]:
-        """Return steps in order; one that was redone is there once, as it was taken last."""
+        """Return the steps in order; of a redone step, the last record."""
         return _steps(appended_text(self._store, join(self._path, METRICS)))
 
     @cached_property
     def curves(self) -> Curves:
-        """Return its numbers by step, thinned."""
+        """Return the run's numbers by step, thinned."""
         return Curves(self._store, self._path).read()
 
     @cached_property
     def incidents(self) -> tuple[Incident, ...]:
-        """Return what is final, by number."""
+        """Return the final incidents, by number."""
         return tuple(_incidents(self._store, join(self._path, "incidents")))
 
     @property
     def all_incidents(self) -> tuple[Incident, ...]:
-        """Return the same with those that are still open."""
+        """Return all incidents, including those that are still open."""
         found = {one.number: one for one in (*self.stats.incidents, *self.incidents)}
         return tuple(found[number] for number in sorted(found))
 
@@ -291,7 +291,7 @@ class RunRecord:
         return _object(_text(self._store, join(self._path, SUMMARY)))
 
     def is_run(self) -> bool:
-        """Return whether a controller has led it: a script alone has only steps."""
+        """Return whether a controller led the run: a script that ran alone has only steps."""
         folder = join(self._path, JOURNAL)
         return bool(self.config_text or self._store.sizes(folder))
 
@@ -310,7 +310,7 @@ def read_run(url: str) -> RunRecord:
 
 
 def no_run(url: str) -> RunNotFoundError:
-    """Return the error that says so, and how to find one."""
+    """Return the error for a directory without a run; it says how to find one."""
     return RunNotFoundError(
         f"{url} holds no run: neither config.yaml nor a journal is there; "
         "name the folder that `everstep run` printed as its run directory",
@@ -323,7 +323,7 @@ def _text(store: Store, path: str) -> str:
 
 
 def appended_text(store: Store, path: str) -> str:
-    """Return the text of a file of lines, "" if there is none."""
+    """Return the text of a file of lines; "" if there is none."""
     try:
         return read_appended(store, path).decode(errors="replace")
     except StorageError as error:
@@ -367,8 +367,8 @@ def log_tail(store: Store, path: str, *, attempt: int, rank: int, size_bytes: in
 
     Args:
         path: The run directory.
-        attempt: 0 is the newest one in which it printed something.
-        size_bytes: Length of the end; its first line may be cut.
+        attempt: Number of the attempt; 0 for the newest one in which the rank printed something.
+        size_bytes: Length of the end; its first line may be incomplete.
     """
     root = join(path, LOGS)
     names = [f"attempt-{attempt:04d}"] if attempt else sorted(store.list(root), reverse=True)
@@ -394,7 +394,7 @@ def _counted(text: str, attempt: int) -> Iterator[tuple[int, int, dict[str, Any]
     for line in text.splitlines():
         document = _document(line)
         own = int(document.get("attempt", 0)) if document else 0
-        # A process of a fenced attempt may wake up and write.
+        # A process of a fenced attempt may wake up and write late.
         if document is not None and "step" in document and own >= attempt:
             attempt = own
             yield attempt, int(document["step"]), document
@@ -405,7 +405,7 @@ def _steps(text: str) -> tuple[StepRecord, ...]:
     newest = 0
     for attempt, step, document in _counted(text, newest):
         if attempt > newest:
-            # It begins after the commit; the steps beyond it are lost.
+            # The attempt begins after the commit; later steps of older attempts are lost.
             newest, by_step = attempt, {at: found for at, found in by_step.items() if at < step}
         by_step[step] = _step(document)
     return tuple(by_step[step] for step in sorted(by_step))
@@ -437,6 +437,6 @@ def _incidents(store: Store, directory: str) -> list[Incident]:
 
 
 def _number(document: Mapping[str, Any], name: str) -> float:
-    """Return a number that is null if it was nan, which JSON does not have."""
+    """Return a number; null stands for nan, which JSON does not have."""
     value = document.get(name)
     return nan if value is None else float(value)

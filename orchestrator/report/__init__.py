@@ -1,4 +1,4 @@
-"""The document of a run, and its page: live while the run trains, a report afterwards."""
+"""The document of a run and its page: live while the run trains, a report afterwards."""
 
 from typing import TYPE_CHECKING
 

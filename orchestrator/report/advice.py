@@ -10,13 +10,14 @@ from orchestrator.core import Incident, RunStats
 from orchestrator.run_directory import Point
 from ucp_core.numerics import counted
 
-#: Less of the time than this is not worth a sentence.
+#: A smaller share of the time is not mentioned.
 _SHARE_MIN = 0.1
-#: A machine that was named less often may have been unlucky.
+#: A machine that was named less often may only have been unlucky.
 _NAMED_MIN = 3
-#: A loss that rises is above its least value in so many evaluations, and by so much at the end.
+#: A loss rises if it was above its least value in this many evaluations, and by this share at the
+#: end.
 _RISES_MIN, _RISES_SHARE = 3, 0.02
-#: Characters of a node's id that people see.
+#: Number of characters of a node's id to show.
 NODE_CHARACTERS = 8
 
 
@@ -51,8 +52,8 @@ def advice(
 
     Args:
         stats: The folded journal.
-        incidents: Those of the run.
-        goal: The last step; 0 if it is not known.
+        incidents: The incidents of the run.
+        goal: The last step; 0 if unknown.
         why_refused: Why the last request for capacity was refused.
         validation: Validation loss by step.
     """
@@ -61,7 +62,7 @@ def advice(
         *_open_places(stats, why_refused),
         *_failures(incidents),
         *_validation(validation),
-        # Start-up is nearly all of the time of a run that has just begun.
+        # In a run that has just begun, start-up takes nearly all of the time.
         *(_time(stats, incidents) if stats.outcome else ()),
     ]
 
@@ -80,7 +81,7 @@ def _open_places(stats: RunStats, why_refused: str) -> Iterator[str]:
     num_open = min(most - stats.num_workers, stats.num_pending)
     names = " and ".join(sorted(node[:NODE_CHARACTERS] for node in stats.lost_nodes))
     if num_open <= 0:
-        # Between the two, workers are on the way to places that have been granted.
+        # Between the two numbers, workers are on the way to granted places.
         if names and not stats.outcome and stats.num_workers >= most:
             yield f"Node {names} is gone; the run has as many workers as before."
         return
@@ -99,8 +100,8 @@ def _validation(points: Sequence[Point]) -> Iterator[str]:
     (step, least), (last_step, last) = points[best], points[-1]
     if last - least > _RISES_SHARE * abs(least):
         yield (
-            f"The validation loss rises since step {step:.0f}: from {least:.4g} to {last:.4g} at "
-            f"step {last_step:.0f}. The best weights are those of step {step:.0f}: checkpoint.best "
+            f"The validation loss has risen since step {step:.0f}: from {least:.4g} to {last:.4g} "
+            f"at step {last_step:.0f}. The best weights are those of step {step:.0f}: checkpoint.best "
             "keeps such a step, `everstep export --best` writes it."
         )
 
@@ -111,14 +112,14 @@ def _failures(incidents: Sequence[Incident]) -> Iterator[str]:
         if one.times >= _NAMED_MIN:
             yield (
                 f"Node {one.node[:NODE_CHARACTERS]} was named in {one.times} of "
-                f"{len(failures)} failures: have the machine looked at, or take it out."
+                f"{len(failures)} failures: have the machine checked, or remove it."
             )
     undecided = [one for one in failures if one.who == "undecided" and one.folder]
     if undecided:
         folders = ", ".join(one.folder for one in undecided[-3:])
         yield (
-            f"{counted(len(undecided), 'failure')} named nobody: "
-            f"`everstep diagnose` reads what was kept of them in {folders}."
+            f"{counted(len(undecided), 'failure')} named no worker:  "
+            f"`everstep diagnose` reads their evidence in {folders}."
         )
 
 
@@ -143,7 +144,7 @@ def _time(stats: RunStats, incidents: Sequence[Incident]) -> Iterator[str]:
         )
     if stats.lost_steps >= _SHARE_MIN * max(stats.step, 1):
         yield (
-            f"{counted(stats.lost_steps, 'step')} had to be done twice: "
+            f"{counted(stats.lost_steps, 'step')} had to be redone:  "
             "save more often (snapshot.every_steps, checkpoint.every_steps)."
         )
 

@@ -1,6 +1,6 @@
 """The document of a run. Everything that people and tools read about the run is a view of it.
 
-``tell`` makes it from the journal and from what a living controller sees. ``/status`` returns its
+``tell`` makes it from the journal and from a living controller's view. ``/status`` returns its
 ``status``, ``orchestrator.report.page`` draws the page and the report, and the terminal and the
 metrics are tables of labels and paths into it. A new fact is one key here, and one row in each
 table that shows it.
@@ -21,7 +21,7 @@ from workers.protocol import LEASE_S, StepCost, WorkerReport
 if TYPE_CHECKING:
     from orchestrator.config import RunConfig
 
-#: Incidents that a status names, the newest ones, and what it says of each.
+#: How many incidents, the newest ones, a status lists, and the keys of each.
 _INCIDENTS_SHOWN = 3
 _OF_INCIDENT = ("number", "kind", "who", "evidence", "lost_steps", "recovery_s")
 #: Keys that the status copies from the state of the run (``core.describe``).
@@ -30,19 +30,19 @@ _OF_STATE = (
     *("sent", "waits_for", "reason"),
 )
 _OF_OFFER = ("asked", "granted", "refused", "grant_s", "why")
-#: Keys of a worker's report about itself.
+#: Keys of a worker's own report.
 _OF_FACTS = ("data_s", "device_bytes", "device_bytes_max")
 _OF_REPORT = ("phase", "step", "last_heartbeat_s", "compute_s", *_OF_FACTS)
-#: The rate is that of the last steps within this.
+#: Period over which the rate is computed.
 _RATE_S = 60.0
 
 
 class Scale(NamedTuple):
     """The size of a run's steps."""
 
-    goal: int  #: The last step; 0 if it is not known.
-    samples: float  #: Samples of one step; 0 if they are not known.
-    tokens: float  #: Tokens likewise.
+    goal: int  #: The last step; 0 if unknown.
+    samples: float  #: Samples of one step; 0 if unknown.
+    tokens: float  #: Tokens of one step; 0 if unknown.
 
     @property
     def unit(self) -> str:
@@ -51,7 +51,7 @@ class Scale(NamedTuple):
 
     @property
     def per_step(self) -> float:
-        """Return how many of these a step has."""
+        """Return how many units a step has."""
         return self.tokens or self.samples or 1
 
 
@@ -59,14 +59,14 @@ class Scale(NamedTuple):
 class Seen:
     """A living controller's view of its workers and nodes; empty without a controller."""
 
-    at_s: float = math.nan  #: Now, on the run's clock.
-    reports: Mapping[str, WorkerReport] = field(default_factory=dict)  #: Last of every worker.
-    seen_at_s: Mapping[str, float] = field(default_factory=dict)  #: When each of those came.
+    at_s: float = math.nan  #: The present time on the run's clock.
+    reports: Mapping[str, WorkerReport] = field(default_factory=dict)  #: The last of each worker.
+    seen_at_s: Mapping[str, float] = field(default_factory=dict)  #: When each of these came.
     #: The newest cost of a step that each worker has reported.
     costs: Mapping[str, StepCost] = field(default_factory=dict)
     #: One row per node; if there are many, those in trouble first.
     nodes: Sequence[Mapping[str, Any]] = ()
-    node_states: Mapping[str, int] = field(default_factory=dict)  #: How many are in each state.
+    node_states: Mapping[str, int] = field(default_factory=dict)  #: Number of nodes in each state.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class RunDocument:
 
     stats: RunStats  #: Its folded journal.
     scale: Scale
-    #: ``usd``, ``usd_per_hour`` and ``usd_per_million_tokens``; null where not known.
+    #: ``usd``, ``usd_per_hour`` and ``usd_per_million_tokens``; null if unknown.
     cost: Mapping[str, float | None]
     #: The document of ``/status``: what the run does now. Empty in a report.
     status: dict[str, Any] = field(default_factory=dict)
@@ -91,16 +91,16 @@ def tell(
 ) -> RunDocument:
     """Return the document of a run.
 
-    In its status, what is not known is null. In ``capacity`` each alternative that was asked for
-    has a row: ``waits_s`` counts from the first request that is open, or from the last grant,
+    In its status, unknown values are null. In ``capacity`` each alternative that was requested has
+    a row: ``waits_s`` counts from the first request that is open, or from the last grant,
     ``grant_s`` is how long a machine takes to come, and times are 0 while no request is open.
-    ``incidents`` are the newest, the last one last. Their ``found_s`` are the seconds since.
+    ``incidents`` lists the newest ones in order; ``found_s`` is the seconds since each was found.
 
     Args:
-        described: ``core.describe``.
+        described: What ``core.describe`` returns.
         stats: The folded journal.
         config: The settings.
-        seen: What its controller sees.
+        seen: The controller's view.
         more: Further keys of the status.
     """
     at_s, is_seen = seen.at_s, math.isfinite(seen.at_s)
@@ -153,7 +153,7 @@ def tell(
 
 
 def _seen(described: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
-    """Return what workers and nodes reported."""
+    """Return the part of the status that workers and nodes reported."""
     rows = (seen.reports.get(row["worker"]) for row in described["members"])
     members = [row for row in rows if row is not None and row.attempt == described["attempt"]]
     tokens = [
@@ -166,7 +166,7 @@ def _seen(described: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
         "grad_norm": finite(each.facts.grad_norm for each in members),
         "lr": finite(each.facts.lr for each in members),
         "validation_loss": finite(each.facts.validation_loss for each in members),
-        # Those of some members would look like a slow run.
+        # The tokens of only some members would look like a slow run.
         "step_tokens": (finite([sum(tokens)]) or None) if has_all else None,
         "workers": [_worker(row, seen) for row in described["members"]],
         "standbys": [_worker(row, seen) for row in described["standbys"]],
@@ -176,7 +176,7 @@ def _seen(described: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
 
 
 def _worker(row: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
-    """Return a row of ``core.describe`` with what the worker itself reported last."""
+    """Return a row of ``core.describe``, extended by the worker's last report."""
     report, cost = seen.reports.get(row["worker"]), seen.costs.get(row["worker"])
     if report is None:
         return {**row, **dict.fromkeys(_OF_REPORT)}
@@ -192,12 +192,12 @@ def _worker(row: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
 
 
 def finite(values: Iterable[float]) -> float | None:
-    """Return the first of the values that JSON has, None if it has none of them."""
+    """Return the first finite value, which JSON can express; None without one."""
     return next((value for value in values if math.isfinite(value)), None)
 
 
 def rate(stats: RunStats) -> float:
-    """Return steps per second over the last minute, or over the whole if the run is over.
+    """Return steps per second over the last minute, or over the whole run if it is over.
 
     Pauses count; steps that are redone do not.
     """
@@ -222,8 +222,8 @@ def bounds_document(
     Args:
         config: Configuration of the run: the bounds of the controller, of its guard and of the
             collectives.
-        limits: The bounds that find hangs, as they follow from the steps so far.
-        lease_s: How long trainers go on without a controller.
+        limits: The bounds that find hangs, given the steps so far.
+        lease_s: How long trainers continue without a controller.
     """
     bounds_s = {
         **as_seconds(limits),

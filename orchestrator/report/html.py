@@ -1,7 +1,7 @@
-"""One page of HTML for a run, live or over; it needs nothing from outside.
+"""One page of HTML for a run, live or over; it loads nothing from elsewhere.
 
-``page.html`` draws the document of ``orchestrator.report.page``. The controller serves it as it
-is, and it asks for the document; a report has the document inside.
+``page.html`` draws the document of ``orchestrator.report.page``. The controller serves it
+unchanged, and the page requests the document; a report contains the document.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from workers.protocol import CHECKPOINTS
 
 REPORT_NAME = "report.html"
 _UNKNOWN = "\N{EN DASH}"
-#: Where a report has its document.
+#: The place of the document in a report.
 _PLACE = '<script type="application/json" id="data">'
-#: Logs of the dead in a report: of so many incidents, and so much of each.
+#: Logs of dead workers in a report: of how many incidents, and how many bytes of each.
 _LOGS_MAX, _LOG_BYTES = 20, 4096
 _PLACES_MAX = 4
-#: Checkpoints that are named.
+#: How many checkpoints are named.
 _NAMES_MAX = 4
-#: The numbers that a sceptic checks, and where a summary has them.
+#: The numbers that a sceptic checks, and their keys in a summary.
 _FACTS = {
     "steps": "steps",
     "samples in the committed history": "samples_seen",
@@ -45,7 +45,7 @@ _FACTS = {
     "start-up, s": "startup_s",
     "wall time, s": "wall_s",
 }
-#: The curve that ends with a number, for a run without a summary.
+#: The curve whose last value is a number, for a run without a summary.
 _CURVES = {"final_loss": "loss", "validation_loss": "validation"}
 _ROUNDED = frozenset({"goodput", "goodput_since_start", "startup_s", "wall_s"})
 
@@ -54,7 +54,7 @@ class Comparison(NamedTuple):
     """Whether the run ended like the undisturbed one."""
 
     verdict: str  #: "same", "close", "different" or "unknown"; a CSS class of the page.
-    headline: str  #: The same for people.
+    headline: str  #: The verdict for people.
     detail: str  #: The numbers behind it.
 
 
@@ -65,9 +65,9 @@ def write_report(
     summary: Mapping[str, Any] | None = None,
     stats: RunStats | None = None,
 ) -> str:
-    """Write ``report.html`` into the run directory and return where it is.
+    """Write ``report.html`` into the run directory and return its path.
 
-    Args and errors are those of ``report_of``.
+    Arguments and errors are those of ``report_of``.
     """
     text = report_of(run_dir_url, compare=compare, summary=summary, stats=stats)
     store, path = open_store(run_dir_url)
@@ -85,13 +85,13 @@ def report_of(
     """Return the report of a run as HTML.
 
     Args:
-        run_dir_url: Run directory, a path or an fsspec URL. The run may be under way.
+        run_dir_url: Run directory, a path or an fsspec URL. The run may still be training.
         compare: Run directory of the undisturbed run, to draw both curves and to compare ends.
-        summary: For a run whose summary is not there yet.
-        stats: Its folded journal, where the caller has it.
+        summary: The summary of a run that has not written it yet.
+        stats: Its folded journal, if the caller has it.
 
     Raises:
-        RunNotFoundError: There is no run at one of the two.
+        RunNotFoundError: There is no run in one of the two directories.
     """
     run = RunRecord(run_dir_url, stats=stats, summary=summary)
     other = None if compare is None else RunRecord(compare)
@@ -101,18 +101,18 @@ def report_of(
     store, path = open_store(run_dir_url)
     more = {"logs": _logs(store, path, run), "safe": _safe(store, path)}
     document = report_document(run, other, **more)
-    # Text of users may hold any markup, and "<" is nowhere else in JSON.
+    # Texts of users may contain any markup, and "<" occurs nowhere else in JSON.
     inside = json.dumps(document, allow_nan=False).replace("<", "\\u003c")
     return live_page().replace(_PLACE, _PLACE + inside)
 
 
 def live_page() -> str:
-    """Return the page without a run: it asks the server that it comes from."""
+    """Return the page without a run: it requests the document from its server."""
     return files("orchestrator.report").joinpath("page.html").read_text(encoding="utf-8")
 
 
 def report_document(run: RunRecord, other: RunRecord | None = None, **more: Any) -> dict[str, Any]:
-    """Return the document of the page for ``run``, compared with ``other`` where given."""
+    """Return the document of the page for ``run``, compared with ``other`` if given."""
     stats = run.stats
     runs = (run,) if other is None else (run, other)
     document = page_document(
@@ -147,7 +147,7 @@ def report_document(run: RunRecord, other: RunRecord | None = None, **more: Any)
 
 
 def compare_ends(run: RunRecord, other: RunRecord) -> Comparison:
-    """Return whether both runs ended with equal weights, else how near they came."""
+    """Return whether both runs ended with equal weights, or how far apart they ended."""
     both = (run, other)
     digests = [str(one.summary.get("weights_digest") or "") for one in both]
     waiting = [one.name for one, digest in zip(both, digests, strict=True) if not digest]
@@ -176,21 +176,21 @@ def _number(document: Mapping[str, Any], *names: str) -> float | None:
 
 
 def _goal(run: RunRecord) -> int:
-    """Return the last step; 0 if the settings are of a version with other keys."""
+    """Return the last step; 0 if the settings are from a version with other keys."""
     with contextlib.suppress(ConfigError):
         return load(run.config_text).train.steps
     return 0
 
 
 def _date(run: RunRecord) -> str:
-    """Return when the run began, in UTC; "" if the journal does not say."""
+    """Return when the run began, in UTC; "" if unknown."""
     if not run.stats.began_at:
         return ""
     return f"{dt.datetime.fromtimestamp(run.stats.began_at, dt.UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def _logs(store: Store, path: str, run: RunRecord) -> dict[str, str]:
-    """Return the last lines of rank 0, and of the dead by ``attempt/rank``."""
+    """Return the last lines of rank 0, and of dead workers by ``attempt/rank``."""
     wanted = [
         (incident.attempt, rank)
         for incident in run.all_incidents[-_LOGS_MAX:]
@@ -216,7 +216,7 @@ def _fact(run: RunRecord, name: str) -> str:
     """Return a number of a run's summary for people."""
     found = run.summary.get(name)
     if found is None and name in _CURVES:
-        # A run that was stopped has no result, but has lines of its last steps.
+        # A stopped run has no result, but it has lines of its last steps.
         points = getattr(run.curves, _CURVES[name])
         found = points[-1][1] if points else None
     if isinstance(found, float):

@@ -19,10 +19,11 @@ from orchestrator.report.document import RunDocument, Scale, rate
 from orchestrator.report.situation import what_it_does, what_survives
 from orchestrator.run_directory import Curves, Point, thin
 
-#: Incidents that have a row; the table of kinds counts all.
+#: How many incidents have a row; the table of kinds counts all.
 INCIDENTS_MAX = 100
 _RATES_MAX = 120
-#: Steps are reported once a second: a mean of less time than this counts one too many or too few.
+#: Shortest period of a mean: steps are reported once a second, so a shorter one would be off by
+#: one.
 _MEAN_S = 4.0
 #: Keys that the page copies: of a run, an incident, a worker, a node, a keeper, a suspicion.
 _OF_STATS = (
@@ -47,7 +48,7 @@ def page_document(
 
     Args:
         told: The document of the run.
-        curves: Its losses and further numbers by step.
+        curves: The losses and further numbers by step.
         incidents: Oldest first.
         more: Further keys; ``name`` and ``url`` are needed.
     """
@@ -76,11 +77,11 @@ def page_document(
 
 
 def live_part(told: RunDocument, seconds: Mapping[str, str], **more: Any) -> dict[str, Any]:
-    """Return the keys that only the page of a living run has.
+    """Return the keys that only a live page has.
 
     Args:
         told: The document of the run.
-        seconds: What each worker did in the last seconds, a letter for each.
+        seconds: What each worker did in the last seconds, a letter per second.
         more: Further keys of ``live``.
     """
     status = told.status
@@ -120,7 +121,7 @@ def live_part(told: RunDocument, seconds: Mapping[str, str], **more: Any) -> dic
 
 
 def numbers_of(stats: RunStats, scale: Scale) -> dict[str, Any]:
-    """Return how far a run is, how fast, and where its time went."""
+    """Return the progress and the rate of a run, and where its time went."""
     steps_per_s, left = rate(stats), scale.goal - stats.step
     is_far = steps_per_s > 0.0 and left > 0 and not stats.outcome
     return {
@@ -134,14 +135,14 @@ def numbers_of(stats: RunStats, scale: Scale) -> dict[str, Any]:
 
 
 def progress(stats: RunStats) -> list[Point]:
-    """Return completed steps over the time since the first record."""
+    """Return the completed steps over the time since the first record."""
     return [(_since(at_s, stats.began_s), step) for at_s, step in stats.progress]
 
 
 def throughput(stats: RunStats, per_step: float) -> list[Point]:
-    """Return what was done in a second over time: steps, or samples or tokens of them.
+    """Return steps, samples or tokens per second over time.
 
-    A point is the mean of the time since the point before.
+    A point is the mean over the time since the previous point.
     """
     done: list[tuple[float, int]] = [(stats.began_s + stats.startup_s, 0), *stats.progress]
     bucket_s = max(stats.wall_s / _RATES_MAX, _MEAN_S)
@@ -157,7 +158,7 @@ def throughput(stats: RunStats, per_step: float) -> list[Point]:
 
 
 def kinds(incidents: Sequence[Incident]) -> list[dict[str, Any]]:
-    """Return all incidents of each kind in numbers, the most frequent first.
+    """Return the numbers of each kind of incident, the most frequent kind first.
 
     Durations are None if none is known.
     """
@@ -194,7 +195,7 @@ def _incident(incident: Incident, stats: RunStats) -> dict[str, Any]:
 
 
 def _safe(redundancy: Mapping[str, Any]) -> list[list[str]]:
-    """Return what a fault now would leave: rows of name, text and level."""
+    """Return what would be left after a fault now: rows of name, text and level."""
     step, stored = redundancy["step"], redundancy["stored_step"]
     survives, is_well = what_survives(redundancy)
     memory = [f"step {step}: {survives}", "good" if is_well else "warn"] if step else ["nothing"]

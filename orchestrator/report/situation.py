@@ -38,23 +38,23 @@ def what_it_does(status: Mapping[str, Any]) -> str:
 
 
 def what_survives(redundancy: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return what the loss of a node would leave in memory, and whether that is well.
+    """Return what memory keeps after the loss of a node, and whether that is enough.
 
     Args:
-        redundancy: That key of the document of ``/status``.
+        redundancy: The key ``redundancy`` of the document of ``/status``.
     """
     losses, mechanism = redundancy["node_losses_survived"], redundancy["mechanism"]
     if not losses:
         return "would not survive a node loss", False
     nodes = counted(losses, "node")
     if mechanism == Mechanism.NONE:
-        # Other nodes still hold what workers copied there before they left them.
-        return f"survives the loss of {nodes} by older copies, and new steps get none", False
+        # Other nodes still hold copies that workers made there before they left.
+        return f"survives the loss of {nodes} by older copies, but new steps are not copied", False
     return f"survives the loss of {nodes}" + (f" ({mechanism})" if mechanism else ""), True
 
 
 def _states(status: Mapping[str, Any]) -> Counter[str]:
-    """Return how many processes are in each state; of a large run not all have rows."""
+    """Return the number of processes in each state; in a large run not all have rows."""
     rows = (*status["workers"], *status["standbys"])
     return Counter(status.get("processes") or (row["state"] for row in rows))
 
@@ -64,7 +64,7 @@ def _in_layout(status: Mapping[str, Any]) -> str:
 
 
 def _asks(status: Mapping[str, Any]) -> str:
-    """Return what of the capacity is missing, and why."""
+    """Return which capacity is missing, and why."""
     lacking = [row for row in status["capacity"] if row["asked"] > row["granted"]]
     if not lacking:
         return ""

@@ -1,9 +1,9 @@
 """The traffic of a run: over which links, for how long, and what a better plan would gain. Pure.
 
-``topology`` has the links, ``flows`` what a step and the copies of snapshots send, ``maxmin`` the
-rates that flows get, and ``plans`` compares orders of nodes, keepers of copies and equal-cost
-paths. The paths of NCCL's own flows are not planned: its environment sets no source port, so only a
-switch can do that (adaptive routing, or C4P's own allocation, arXiv 2406.04594).
+``topology`` has the links, ``flows`` the bytes of a step and of copied snapshots, ``maxmin`` the
+rates of flows. ``plans`` compares orders of nodes, keepers of copies and equal-cost paths. The
+paths of NCCL's own flows cannot be planned: its environment sets no source port, so only a switch
+can choose them (adaptive routing, or C4P's allocation, arXiv 2406.04594).
 """
 
 from orchestrator.traffic.flows import (

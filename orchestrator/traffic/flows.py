@@ -12,9 +12,10 @@ from workers.protocol import GroupState
 
 #: Axes along which ranks send. With expert parallelism, experts have shards of their own.
 FLOW_AXES: Final = (*AXES, "efsdp", "ep")
-#: Axes that cut the same tensors further, or the samples of the same weights: one group with them.
+#: Axes that form one group with another axis: they cut the same tensors further, or the samples of
+#: the same weights.
 _TOGETHER: Final = {"dp_shard": {"cp"}, "efsdp": {"cp", "tp"}}
-#: Digits of what was measured: less is no news.
+#: Significant digits of measured values: smaller changes are not reported.
 _DIGITS: Final = 2
 
 
@@ -32,7 +33,7 @@ class Flow(NamedTuple):
     target: str
     num_bytes: float
     rail: int = 0
-    spine: int | None = None  #: None if it is spread over all of them evenly.
+    spine: int | None = None  #: None if spread evenly over all.
 
 
 def step_flows(
@@ -40,13 +41,13 @@ def step_flows(
 ) -> dict[str, list[Flow]]:
     """Return what each axis sends between nodes in a step.
 
-    All-reduces go round rings in the order of ranks, as gloo's and NCCL's do. Stages send
-    activations forward and gradients back. Ranks with experts send tokens to one another. Traffic
-    through several ranks of a node uses the rails of all of them.
+    All-reduces use rings in the order of ranks, as in gloo and NCCL. Stages send activations
+    forward and gradients back. Ranks with experts send tokens to each other. Traffic through
+    several ranks of a node uses all of their rails.
 
     Args:
-        nodes: Of each rank.
-        sent: How much each rank sends in a step, by axis of ``FLOW_AXES``; for ``pp`` both ways
+        nodes: The node of each rank.
+        sent: Bytes that each rank sends in a step, by axis of ``FLOW_AXES``; for ``pp`` both ways
             together.
     """
     local, seen = list[int](), Counter[str]()
@@ -75,7 +76,7 @@ def step_flows(
 
 
 def _pairs(axis: str, group: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-    """Return who sends to whom in a group, and to how many others each rank sends."""
+    """Return the pairs (sender, receiver) in a group, and to how many others each rank sends."""
     if axis == "pp":
         return [*pairwise(group), *pairwise(reversed(group))], 2
     if axis == "ep":
@@ -84,11 +85,11 @@ def _pairs(axis: str, group: Sequence[int]) -> tuple[list[tuple[int, int]], int]
 
 
 def measured(ranks: Iterable[tuple[Sent, Sent]]) -> dict[str, float]:
-    """Return how much a rank sent in a step, by axis of ``FLOW_AXES``, as ``step_flows`` takes it.
+    """Return how many bytes a rank sent in a step, by axis, in the form for ``step_flows``.
 
     Args:
-        ranks: For each rank what its records said at two times. One that made no step between
-            them, or has left, nothing is known.
+        ranks: For each rank, its records at two times. Ranks that completed no step in between, or
+            left, are ignored.
     """
     sums, num_ranks = defaultdict[str, float](float), 0
     for before, after in ranks:
@@ -110,8 +111,8 @@ def copy_flows(
     """Return the copies of a version: from each node to those that keep its snapshots.
 
     Args:
-        keepers: By node.
-        num_bytes: Of the node's part of the version.
+        keepers: The nodes that keep copies, by node.
+        num_bytes: Size of a node's part of the version.
     """
     return [
         Flow(node, keeper, num_bytes[node], spine=spine)

@@ -1,7 +1,7 @@
-"""Max-min fair rates: what flows get that share links, as TCP and switches roughly divide them.
+"""Max-min fair rates of flows that share links, roughly as TCP and switches divide them.
 
-Progressive filling: all flows grow alike until a link is full; its flows stop there, the others
-grow on. Source: Bertsekas and Gallager, Data Networks, 6.5.2. Pure.
+Progressive filling: all flows grow equally until a link is full; its flows stop, the others
+continue to grow. Source: Bertsekas and Gallager, Data Networks, 6.5.2. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ L = TypeVar("L", bound=Hashable)
 def fill(paths: Sequence[Sequence[L]], capacities: Mapping[L, float]) -> list[float]:
     """Return the rate of the flow on each path, in the unit of ``capacities``.
 
-    A flow through a link without capacity gets 0; one that no link limits is infinite.
+    A flow through a link without capacity gets 0; a flow that no link limits gets infinity.
     """
     users: dict[L, set[int]] = {}
     for number, path in enumerate(paths):
@@ -26,7 +26,8 @@ def fill(paths: Sequence[Sequence[L]], capacities: Mapping[L, float]) -> list[fl
     rates = [inf] * len(paths)
     level = 0.0
     while users:
-        # ``left`` is what a link had at ``level``: all its flows that grow take alike.
+        # ``left`` is the capacity of a link that is free at ``level``: all its growing flows take
+        # equal parts.
         link = min(users, key=lambda each: left[each] / len(users[each]))
         level = left[link] / len(users[link])
         if level == inf:

@@ -1,6 +1,6 @@
-"""Compares plans by the links that they fill: orders of nodes, keepers, equal-cost paths. Pure.
+"""Compares orders of nodes, keepers and equal-cost paths by the links that they fill.
 
-The choice of paths is that of C4P (arXiv 2406.04594, 4.3): all uplinks of a rack loaded alike.
+Pure. Paths are chosen as in C4P (arXiv 2406.04594, 4.3): all uplinks of a rack get equal loads.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from orchestrator.traffic.topology import Link, Topology, by_rack
 class Load:
     """The load of flows on the links."""
 
-    took_s: float = 0.0  #: Until all have arrived; infinity if some never do.
-    #: How long each link is in use at its full speed.
+    took_s: float = 0.0  #: Time until all flows have arrived; infinity if some never do.
+    #: How long each link is busy at full speed.
     busy_s: Mapping[Link, float] = field(default_factory=dict)
 
     @property
     def busiest(self) -> Link | None:
-        """Return the link that is busy for longest."""
+        """Return the link that is busy longest."""
         return max(self.busy_s, key=lambda link: self.busy_s[link], default=None)
 
 
 def load_of(topology: Topology, phases: Iterable[Sequence[Flow]]) -> Load:
-    """Return what flows do, each phase after the one before; the flows of a phase together.
+    """Return the load of phases of flows; phases run one after the other.
 
-    A sum goes round its ring in lockstep, so a phase ends with its slowest flow. Overlap of phases
-    and computation is left out: this is the most that there is to hide.
+    A sum goes round its ring in lockstep, so a phase ends with its slowest flow. Overlap with other
+    phases and with computation is ignored, so this is an upper bound.
     """
     took_s, busy_s = 0.0, defaultdict[Link, float](float)
     for flows in phases:
@@ -63,20 +63,20 @@ def _parts(topology: Topology, flow: Flow) -> list[Flow]:
 
 
 def near_order(topology: Topology, nodes: Sequence[str]) -> list[str]:
-    """Return the nodes rack by rack and zone by zone: a ring leaves each of them once."""
+    """Return the nodes by zone and rack, so that a ring leaves each zone and rack once."""
     return [node for found in by_rack(topology, nodes).values() for node in found]
 
 
 def in_turn(topology: Topology, nodes: Sequence[str]) -> list[str]:
-    """Return the nodes with one of each rack in turn, as an order that knows no racks may be."""
+    """Return the nodes with one of each rack in turn, as an order that ignores racks may be."""
     turns = zip_longest(*by_rack(topology, nodes).values())
     return [node for turn in turns for node in turn if node is not None]
 
 
 def choose_spines(topology: Topology, flows: Sequence[Flow]) -> list[Flow]:
-    """Return the flows, each by the spine whose links have least to carry so far.
+    """Return the flows, each over the spine whose links have the least load so far.
 
-    A flow for which no spine is left keeps the one that it has.
+    A flow without a live spine keeps the one that it has.
     """
     busy_s = defaultdict[Link, float](float)
     found: list[Flow] = []
@@ -98,10 +98,10 @@ def choose_spines(topology: Topology, flows: Sequence[Flow]) -> list[Flow]:
 def way_cost(
     topology: Topology, busy_s: Mapping[Link, float], num_bytes: float
 ) -> Callable[[str, str], float]:
-    """Return a function that says what a copy of ``num_bytes`` from one node to another costs.
+    """Return a function for the cost of a copy of ``num_bytes`` from one node to another.
 
-    On the busiest link of the way what training sends counts, by its least busy spine, and how long
-    the copy takes on the slowest one; of equals the shorter way does.
+    The cost is the load of training on the busiest link of the way, over the least busy spine, and
+    the time of the copy on the slowest link. Among equals the shorter way is cheaper.
     """
 
     def cost(source: str, target: str) -> float:

@@ -16,16 +16,16 @@ from typing import NamedTuple
 class Link(NamedTuple):
     """One direction of a link."""
 
-    #: ``node``, ``rack`` or ``zone``; ``pair`` is the way between two nodes where only that is
-    #: known to be slow.
+    #: ``node``, ``rack`` or ``zone``; ``pair`` is the way between two nodes if only that is known
+    #: to be slow.
     kind: str
     name: str  #: The node, rack or zone, or both nodes.
-    is_out: bool  #: Whether it leads out of it.
+    is_out: bool  #: Whether it leads out of that place.
     rail: int = 0  #: Of a node or rack.
     spine: int = 0  #: Of a rack.
 
     def __str__(self) -> str:
-        """Return it for people."""
+        """Return the link as text for people."""
         place = {"node": f", rail {self.rail}", "rack": f", rail {self.rail}, spine {self.spine}"}
         way = "out of" if self.is_out else "into"
         return f"{way} {self.kind} {self.name}{place.get(self.kind, '')}"
@@ -35,15 +35,15 @@ class Link(NamedTuple):
 class Topology:
     """Where nodes are, and how much each link carries one way, in bytes a second."""
 
-    racks: Mapping[str, str]  #: By node. One that is not named here is alone in a rack of its name.
-    node_bytes_s: float  #: Of a node's card on each rail.
-    #: By rack. Racks that are not named here are in one zone.
+    racks: Mapping[str, str]  #: Rack by node. A node that is not listed is alone in a rack.
+    node_bytes_s: float  #: Capacity of a node's card on each rail.
+    #: Zone by rack. Racks that are not listed are in one zone.
     zones: Mapping[str, str] = field(default_factory=dict)
     rails: int = 1  #: Cards of a node. Rank i of a node uses rail i.
-    uplink_bytes_s: float = inf  #: From a rack to each spine, for each rail.
+    uplink_bytes_s: float = inf  #: Capacity from a rack to each spine, for each rail.
     spines: int = 1  #: Equal-cost paths between two racks.
-    zone_bytes_s: float = inf  #: Between a zone and all others.
-    #: Links that carry something else; 0 for one that is gone.
+    zone_bytes_s: float = inf  #: Capacity between a zone and all others.
+    #: Links with another capacity; 0 for a link that is gone.
     slow: Mapping[Link, float] = field(default_factory=dict)
 
     def rack(self, node: str) -> str:
@@ -51,11 +51,11 @@ class Topology:
         return self.racks.get(node, node)
 
     def zone(self, node: str) -> str:
-        """Return the zone of a node; "" if none is known."""
+        """Return the zone of a node; "" if unknown."""
         return self.zones.get(self.rack(node), "")
 
     def path(self, source: str, target: str, rail: int = 0, spine: int = 0) -> tuple[Link, ...]:
-        """Return the links from one node to another in order, on a rail and by a spine."""
+        """Return the links from one node to another in order, on a rail and over a spine."""
         if source == target:
             return ()
         ends = Link("node", source, True, rail), Link("node", target, False, rail)
@@ -75,7 +75,7 @@ class Topology:
         return (ends[0], *way, ends[1])
 
     def capacity(self, link: Link) -> float:
-        """Return how many bytes a second a link carries."""
+        """Return the capacity of a link in bytes a second."""
         usual = {
             "node": self.node_bytes_s,
             "rack": self.uplink_bytes_s,
@@ -85,7 +85,7 @@ class Topology:
         return self.slow.get(link, usual[link.kind])
 
     def live_spines(self, source: str, target: str, rail: int = 0) -> list[int]:
-        """Return the spines by which something arrives."""
+        """Return the spines over which data can arrive."""
         return [
             spine
             for spine in range(self.spines)
@@ -94,7 +94,7 @@ class Topology:
 
 
 def by_rack(topology: Topology, nodes: Sequence[str]) -> dict[str, list[str]]:
-    """Return nodes by rack, racks of a zone together, else in the order they come in."""
+    """Return nodes by rack, the racks of a zone together, otherwise in the given order."""
     zones = {zone: at for at, zone in enumerate(dict.fromkeys(map(topology.zone, nodes)))}
     found: dict[str, list[str]] = {}
     for node in sorted(nodes, key=lambda each: zones[topology.zone(each)]):

@@ -46,13 +46,13 @@ def test_a_run_that_went_well_gets_no_advice() -> None:
         ({"spans": [("waiting", 0.0, 27.0), ("training", 27.0, 100.0)]}, (), "27 % of the time"),
         ({}, [_failure("a"), _failure("b"), _failure("a"), _failure("a")], "a was named in 3 of 4"),
         ({}, [_failure("a"), _failure("b")], ""),
-        ({}, [_failure("a", guilty=(), places=())], "1 failure named nobody"),
+        ({}, [_failure("a", guilty=(), places=())], "1 failure named no worker"),
         (
             {},
             [_failure("a", t_detect_s=10.0, t_fence_s=11.0, t_decide_s=21.0, t_first_step_s=24.0)],
             "14.0 s, 14 % of the time since start-up; the longest phase is 'decide' with 10.0 s.",
         ),
-        ({"lost_steps": 40}, (), "40 steps had to be done twice"),
+        ({"lost_steps": 40}, (), "40 steps had to be redone"),
         (
             {"outcome": "stopped", "reason": "everstep stop", "step": 90},
             (),
@@ -84,7 +84,7 @@ def test_a_validation_loss_that_rises_names_the_step_to_keep() -> None:
 
     (said,) = advice(_stats(), [], goal=400, validation=rising)
     assert said.startswith(
-        "The validation loss rises since step 320: from 1.424 to 1.83 at step 1899."
+        "The validation loss has risen since step 320: from 1.424 to 1.83 at step 1899."
     )
     assert "`everstep export --best`" in said
     for quiet in (noisy, rising[:4], rising[:3], []):

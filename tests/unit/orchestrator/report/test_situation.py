@@ -24,7 +24,7 @@ def _worker(state: str) -> dict[str, Any]:
         (
             1,
             "no redundancy",
-            "survives the loss of 1 node by older copies, and new steps get none",
+            "survives the loss of 1 node by older copies, but new steps are not copied",
             False,
         ),
     ],
