@@ -106,7 +106,7 @@ def thin(points: Iterable[Point], count_max: int = POINTS_MAX) -> list[Point]:
 class Curve:
     """Numbers by step, from lines of metrics that are added as they are written.
 
-    Of a step that was redone, the last line counts. Points are thinned to as many as are visible.
+    If a step was redone, its last line counts. Points are thinned to as many as are visible.
 
     Attributes:
         last: The last line that was added.

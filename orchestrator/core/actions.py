@@ -1,4 +1,4 @@
-"""What the shell must do, in the imperative. The shell reports back by an event."""
+"""Orders to the shell, in the imperative. The shell reports back by an event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each event and consequence does in each phase: ``TABLE[type][phase]`` is its handler.
+"""The table of events and consequences by phase: ``TABLE[type][phase]`` is the handler.
 
 ``machine.step`` looks an event up here and ``Transition.follow`` a consequence.
 ``orchestrator/DESIGN.md`` shows the table, and a test keeps it true.

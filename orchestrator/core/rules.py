@@ -1,4 +1,4 @@
-"""What a run may do: sizes, bounds of waits, limits of policies. Fixed when the run starts."""
+"""The rules of a run: sizes, bounds of waits, limits of policies. Fixed when the run starts."""
 
 from __future__ import annotations
 

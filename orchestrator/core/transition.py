@@ -20,11 +20,11 @@ _NAMED = 8
 
 
 class Transition:
-    """What the handlers pass along while they fold one event.
+    """The context that handlers pass along while they fold one event.
 
     Attributes:
         now_s: ``at_s`` of the event.
-        actions: What the shell is to do, in order.
+        actions: The actions for the shell, in order.
     """
 
     __slots__ = ("_table", "actions", "now_s", "rules", "run")

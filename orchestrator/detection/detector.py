@@ -1,4 +1,4 @@
-"""What the detector remembers of keepers' reports: which workers stand still, and for how long.
+"""The detector's memory of keepers' reports: which workers stand still, and for how long.
 
 Stillness is counted in *watched* time: the time between reports that follow each other closely.
 While a machine was suspended or the controller was busy, the run was not watched, and silence in

@@ -22,7 +22,7 @@ _EQUAL: Final = frozenset({"all_reduce", "broadcast", "reduce", "transfer"})
 _EQUAL_IF_STUCK: Final = _EQUAL | {"all_gather", "reduce_scatter"}
 _SHIFTS: Final = (1, -1, 2, -2, 3, -3, 4, -4)
 
-#: What must be equal: operation, payload size for the operations above, and type.
+#: The parts that must be equal: operation, payload size for the operations above, and type.
 Call: TypeAlias = tuple[str, int, str]
 _Calls: TypeAlias = tuple[Call, ...]
 _BySeq: TypeAlias = dict[int, dict[int, list[Operation]]]

@@ -100,7 +100,7 @@ def _asked(script: str, arguments: list[Any]) -> dict[str, Any]:
             return found
     said = done.stdout.decode(errors="replace")[-_SHOWN:].strip()
     raise ConfigError(
-        f"run.script: {script} was asked for what the configuration leaves out "
+        f"run.script: {script} was asked for the settings that the configuration leaves out "
         f"({', '.join(DECIDED)}), and failed before its call of everstep.run; set these keys "
         f"if it cannot run on this machine. Its last output:\n{said}",
         problems=[said],

@@ -427,7 +427,7 @@ def _details(status: Mapping[str, Any], *, verbose: bool) -> Iterator[str]:
 
 
 def _suspected(status: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is suspected now, by what it is."""
+    """Return the evidence of current suspicions, by kind and culprit."""
     shown = suspects_shown(status.get("suspects", ()), status.get("busy", ""))
     return {f"{one['kind']} {one['guilty']}": one["evidence"] for one in shown}
 
@@ -524,8 +524,9 @@ def _known(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
-#: The lines of a status beside its tables: a label, a path into the status, and what makes the text
-#: for people, or several, of what is there; of each where there is a list. No text, no line.
+#: The lines of a status beside its tables: a label, a path into the status, and a function that
+#: turns the value there into a text, or several, for people. In a list it applies to each item. An
+#: empty text makes no line.
 _DETAILS: Final[tuple[tuple[str, str, Callable[[Any], str | Iterable[str]]], ...]] = (
     ("", "", lambda status: map(_incident_line, reversed(status["incidents"]))),
     ("", "capacity", _capacity),
@@ -546,7 +547,7 @@ _DETAILS: Final[tuple[tuple[str, str, Callable[[Any], str | Iterable[str]]], ...
     ("last change: ", "", _last_change),
     ("waits for: ", "", _waits_for),
     ("ended: ", "reason", str),
-    ("bounds of waits: ", "bounds_s", _bounds_text),  # the last one: only if asked for
+    ("bounds of waits: ", "bounds_s", _bounds_text),  # the last one: shown only with --verbose
 )
 _WORKER: Final[_Columns] = {
     "rank": lambda row: str(row.get("rank", "standby")),

@@ -33,7 +33,7 @@ from ucp_core.torch_files import pickle_tree, read_pickle
 from workers.records import DTYPES, FINISHED, Record, Ring, is_ring, read_ring
 
 _INCIDENT: Final = "incident.json"
-#: What keepers last saw of the members, in a file beside the records.
+#: Name of the file, beside the records, with keepers' last reports on the members.
 _REPORTS: Final = "reports.json"
 #: The kernel's letters for the states of a process, and their meaning.
 _STATES: Final = {

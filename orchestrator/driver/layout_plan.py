@@ -148,7 +148,7 @@ def plan_layouts(
 def _loaded(
     target: str, overrides: Sequence[str], model: str | None, num_workers: int
 ) -> tuple[RunConfig, frozenset[str], Job]:
-    """Return the configuration on the machines, the keys that it names, and what it trains."""
+    """Return the configuration on the machines, the keys that it names, and the job."""
     preset = (model or "").removeprefix("llama-")
     mixture = MIXTURES.get(preset)
     sizes: dict[str, Any] | None = None

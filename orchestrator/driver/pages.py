@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 _LOOPBACKS = (LOOPBACK, "::1")
 #: How many finished runs the list shows, and how many points of each curve.
 _OVER_MAX, _POINTS_MAX = 40, 200
-#: What its card has of a run.
+#: Keys of a run that its card shows.
 _SHOWN = ("goal", "step", "outcome", "num_workers", "lost_steps", "eta_s")
 
 

@@ -52,7 +52,7 @@ class NumberDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What a run was like in the first step that differs; ``incident`` is the last one before."""
+    """The facts of a run at the first step that differs; ``incident`` is the last one before."""
 
     attempt: int
     layout: str
@@ -69,7 +69,7 @@ class RunDiff:
     steps: tuple[int, int]  #: The first and the last step that both have.
     gaps: tuple[int, ...]  #: Steps in between that only one of them has.
     numbers: tuple[NumberDiff, ...]  #: The numbers of steps that differ.
-    #: Of both runs in the first step that differs; empty if there is none.
+    #: The facts of both runs at the first step that differs; empty if there is none.
     situations: tuple[Situation, ...]
     #: By step, what differs in the tensors of a version that both have. Versions behind the
     #: first that differs are not compared.

@@ -14,7 +14,7 @@ from orchestrator.policies import CadenceRules, bad_sources
 from orchestrator.report import Seen, tell
 from orchestrator.shell import config_of, read_segments
 
-#: What a run that is over has none of.
+#: Keys that are empty for a run that is over.
 _GONE = ("members", "standbys", "nodes", "capacity", "pending_reservations")
 _NO_PIDS = {"raylet_pid": None, "keeper_pid": None}
 

@@ -10,7 +10,7 @@ from orchestrator.policies.budgets import FaultClass
 
 
 class Loss(StrEnum):
-    """What a fault takes from the run, as the choice of save intervals counts it."""
+    """The loss that a fault means for the run, as the choice of save intervals counts it."""
 
     NOTHING = "nothing"
     PROCESS = "process"
@@ -25,7 +25,7 @@ class FaultKind(StrEnum):
     weight: int
     #: The budget to which an attempt that it ended is charged; None for no budget.
     budget: FaultClass | None
-    loss: Loss  #: What it takes from the run.
+    loss: Loss  #: The loss that it means for the run.
     is_planned: bool  #: Whether it was intended; then it is no failure.
     names: bool  #: Whether a worker can be proven to have caused it.
 

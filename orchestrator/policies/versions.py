@@ -113,7 +113,7 @@ def newest(
     """Return the version to resume from; None if the run must start from the beginning.
 
     Args:
-        inventories: What the living keepers hold.
+        inventories: The inventories of the living keepers.
         stored: ``(step, attempt)`` of the newest version in storage that counts, (0, 0) if none.
         lineage: Says which versions count.
         total_steps: Length of the run. The last step is only done once it is in storage, so the run
@@ -244,7 +244,7 @@ def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str
     """Return how many nodes may be lost while one of several versions is left, at most two.
 
     Args:
-        fatal: Of every version, what ``_Dependency.fatal`` returns.
+        fatal: The results of ``_Dependency.fatal`` for every version.
     """
     alone = [{node for lost in each if len(lost) == 1 for node in lost} for each in fatal]
     if set.intersection(*alone):

@@ -63,7 +63,7 @@ class LossFacts:
     stored: StoredVersion
     min_workers: int
     max_workers: int
-    layout: LayoutRules  #: What a layout must satisfy.
+    layout: LayoutRules  #: The rules that a layout must satisfy.
     refused: tuple[Refused, ...] = ()  #: Layouts that cannot train.
     #: Layouts that trained, each with its seconds per step.
     steps: tuple[tuple[ParallelLayout, float], ...] = ()
@@ -91,7 +91,7 @@ class PartSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan:
-    """What would happen."""
+    """The recovery that would follow."""
 
     lost_nodes: tuple[str, ...]  #: Nodes that are assumed lost, whole ids.
     lost_workers: tuple[str, ...]  #: Workers that are gone, those of the lost nodes included.

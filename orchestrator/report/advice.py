@@ -101,8 +101,8 @@ def _validation(points: Sequence[Point]) -> Iterator[str]:
     if last - least > _RISES_SHARE * abs(least):
         yield (
             f"The validation loss has risen since step {step:.0f}: from {least:.4g} to {last:.4g} "
-            f"at step {last_step:.0f}. The best weights are those of step {step:.0f}: checkpoint.best "
-            "keeps such a step, `everstep export --best` writes it."
+            f"at step {last_step:.0f}. The best weights are those of step {step:.0f}: "
+            "checkpoint.best keeps such a step, `everstep export --best` writes it."
         )
 
 

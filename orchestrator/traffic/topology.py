@@ -21,8 +21,8 @@ class Link(NamedTuple):
     kind: str
     name: str  #: The node, rack or zone, or both nodes.
     is_out: bool  #: Whether it leads out of that place.
-    rail: int = 0  #: Of a node or rack.
-    spine: int = 0  #: Of a rack.
+    rail: int = 0  #: The rail, for a node or rack.
+    spine: int = 0  #: The spine, for a rack.
 
     def __str__(self) -> str:
         """Return the link as text for people."""

@@ -1,4 +1,4 @@
-"""What each event changes. Pure."""
+"""The changes that each event makes. Pure."""
 
 from orchestrator.core.handlers import (
     deadlines,

@@ -1,4 +1,4 @@
-"""What happens when a wait reaches its bound, and when the user asks to stop."""
+"""Handlers for waits that reach their bound, and for requests of the user."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def fold_on(
 
     Args:
         folded: Fold of the records before; its ``stats`` object is reused and changed.
-        segments: What follows, oldest first.
+        segments: The segments that follow, oldest first.
         rules: Rules of the run since it was last opened.
         first: Number of the first of ``segments``, for messages.
 

@@ -1,4 +1,4 @@
-"""What is known of the network between the nodes."""
+"""The known state of the network between the nodes."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class MutableRunState(Part):
     #: Reads of keepers and storage since it started.
     reads: Reads = field(default_factory=Reads)
     fleet: Fleet = field(default_factory=Fleet)
-    #: What the run leaves to other runs on the cluster.
+    #: The workers that the run leaves to other runs on the cluster.
     sharing: Sharing = field(default_factory=Sharing)
     #: Which of the nodes do not reach each other.
     network: Network = field(default_factory=Network)

@@ -62,7 +62,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What all layouts to compare must have, and what may be chosen for each."""
+    """The fixed properties of all layouts to compare, and those that may be chosen for each."""
 
     degrees: Mapping[str, int] = field(default_factory=dict)  #: By axis; the other axes are chosen.
     reshards: bool = False  #: Whether that may be chosen; otherwise it is as in the job.

@@ -59,7 +59,7 @@ class CadenceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRules:
-    """What the user left open, the limits, and the prior before any observation."""
+    """The choices that the user left open, the limits, and the prior before any observation."""
 
     has_snapshots: bool = True  #: Whether snapshots are taken at all.
     chooses_snapshots: bool = False  #: Whether to choose their interval.
@@ -281,7 +281,7 @@ def next_pace(
     Args:
         costs: Costs of steps and saves that rank 0 measured, and the intervals that it uses.
         told: The intervals that it was last told; 0 for none.
-        rules: What to choose, and the limits.
+        rules: The choices to make, and the limits.
     """
     # A cost that is not measured is unknown, not zero.
     is_known = costs.checkpoint_busy_s > 0 or not rules.chooses_checkpoints

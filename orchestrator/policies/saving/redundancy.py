@@ -82,10 +82,10 @@ class RedundancyFacts:
     layout: ParallelLayout | None = None
     #: Rack or zone that a node fails together with, by node, if known.
     racks: Mapping[str, str] = field(default_factory=dict)
-    #: Returns how much of training's traffic a copy from one node to another would meet. Of keepers
-    #: that protect equally well, the one with the least is chosen. None if unknown.
+    #: Returns how much of training's traffic a copy from one node to another would meet. The keeper
+    #: with the least is chosen among those that protect equally well. None if unknown.
     met: Callable[[str, str], float] | None = None
-    #: What the workers were told to save for each other: a copy, a parity, or nothing (``NONE``);
+    #: The orders to the workers to save for each other: a copy, a parity, or nothing (``NONE``);
     #: None if not told yet.
     told: Mechanism | None = None
     #: Whether a copy that they were told to save may be replaced by keepers that protect each other
@@ -135,7 +135,7 @@ class RedundancyPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundancyRules:
-    """What the user wants, and limits."""
+    """The user's wishes, and limits."""
 
     #: How many lost nodes of a group to survive: 1 or 2; 0 for none. Fewer are survived if there
     #: are too few nodes or too little memory.
