@@ -59,7 +59,7 @@ class Worker:
     Args:
         worker: Worker id, as ``w0007``.
         directory: Shared-memory directory for this node's progress records and rings.
-        settings: What the run is configured to do.
+        settings: The settings of the run.
         on_cpu: Whether it never gets a GPU.
     """
 
@@ -81,7 +81,7 @@ class Worker:
         from workers.records import ProgressRecord
 
         Path(directory).mkdir(parents=True, exist_ok=True)
-        # First: it shows from outside that a long start makes progress.
+        # This comes first: it shows from outside that a long start makes progress.
         progress = ProgressRecord.create(progress_path(Path(directory), worker), worker=worker)
         progress.trains_here()
         from workers.process.runner import AttemptRunner
@@ -108,8 +108,8 @@ class Worker:
         gc.enable()
         termination.explain_handlers()
         termination.on_termination(self._runner.terminate)
-        # After that an attempt waits for it: a process that is not ready for too long would be
-        # killed.
+        # After that an attempt waits for the script: a process that is not ready for too long would
+        # be killed.
         self._has_read.wait(_SCRIPT_S)
 
     async def hello(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class Worker:
             self._future(assignment.attempt).set_result(outcome)
             if isinstance(outcome, Superseded):
                 # No controller takes this process over, and others need its device.
-                log.critical("this worker ends, the run continues elsewhere: %s", outcome.why)
+                log.critical("this worker ends; the run continues elsewhere: %s", outcome.why)
                 time.sleep(_ANSWER_S)
                 os._exit(1)
             if isinstance(outcome, Yielded) and outcome.why:

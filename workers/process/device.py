@@ -30,5 +30,5 @@ def has_failed() -> bool:
 
 
 def is_of_script(outcome: Outcome) -> bool:
-    """Return whether the script made the device fail, as it would on any other one."""
+    """Return whether the script made the device fail, as it would any other device."""
     return isinstance(outcome, Raised) and _ASSERTION in outcome.error

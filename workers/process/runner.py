@@ -85,7 +85,7 @@ class AttemptRunner:
 
     Args:
         directory: Shared-memory directory for the progress record and the ring.
-        settings: What the run is configured to do.
+        settings: The settings of the run.
         node: Ray node id, hex.
         progress: The record of its process; None makes one.
     """
@@ -163,7 +163,7 @@ class AttemptRunner:
         with log_of(self._held):
             came_there = run_top_level(self._context.settings)
         if not came_there:
-            # It prints that again too.
+            # The script prints its output again, too.
             self._held = HeldOutput()
 
     def run(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> Outcome:

@@ -20,7 +20,8 @@ from workers.train.executor import ShardedModel, checksums, described
 
 log = logging.getLogger(__name__)
 
-#: Bytes in which a worker says where and what it is; characters of a node, and nodes named.
+#: Bytes in which a worker names its node and its kernels; characters of a node's name, and nodes to
+#: name.
 _TEXT_BYTES: Final = 128
 _NODE_CHARS: Final = 8
 _NUM_NODES: Final = 4
@@ -40,8 +41,8 @@ def agree_on_data(
     """Return what a checkpoint records about the data; also compare how the workers compute.
 
     Args:
-        data: The number of samples, or what reads them.
-        digest: Identifies them; "" for that of the loader.
+        data: The number of samples, or their loader.
+        digest: Identifies the samples; "" for the loader's digest.
         restored: The small named values of the version of ``step``.
         step: The step that the attempt resumes from.
         node: This worker's machine.
@@ -105,7 +106,7 @@ def _tell_kernels(
     deterministic: bool,
     node: str,
 ) -> None:
-    """Say which machines compute otherwise; every worker calls it. ``odd`` kernels differ."""
+    """Report which machines compute differently; every worker calls it. ``odd`` kernels differ."""
     kind = zlib.crc32(repr(kernels).encode())
     mine = f"{kind:08x} {node[:_NODE_CHARS]} {described(sharded.device)}".encode()[:_TEXT_BYTES]
     device, num_ranks = sharded.device, sharded.mesh.layout.world_size
@@ -149,7 +150,7 @@ def agree_on_registered(sharded: ShardedModel, saved: Mapping[str, Any], *, step
     if values and not is_everywhere(json.dumps(values, sort_keys=True), sharded.device):
         raise TaskError(
             f"the registered state ({', '.join(values)}) differs between workers; register "
-            "what is the same on all of them"
+            "only state that is the same on all of them"
         )
 
 
@@ -159,7 +160,7 @@ def is_everywhere(text: str, device: torch.device) -> bool:
 
 
 def are_everywhere(texts: Sequence[str], device: torch.device) -> list[bool]:
-    """Return of each text whether all workers have the same; every worker calls it."""
+    """Return for each text whether all workers have the same one; every worker calls it."""
     keys = (hashlib.sha256(text.encode()).digest() for text in texts)
     numbers = [int.from_bytes(key[:8], "little") >> 2 for key in keys]
     ends = torch.tensor([*numbers, *(-number for number in numbers)], device=device)

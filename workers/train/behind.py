@@ -1,7 +1,7 @@
 """Run a script's code after ``everstep.run`` on rank 0, once all ranks have left the attempt.
 
-The others wait, so that the attempt lasts as long as that code. ``BEHIND`` in the run directory
-says that it has ended.
+The others wait, so that the attempt lasts as long as that code. The file ``BEHIND`` in the run
+directory records its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.train.context import WorkerContext
 from workers.train.finished import FinishedRun
 from workers.train.script import finish_script
 
-#: Shortest and longest pause between two looks for the end of rank 0.
+#: Shortest and longest pause between two checks for the end of rank 0.
 _LOOK_S: Final = 0.1
 _LOOK_S_MAX: Final = 2.0
 
@@ -29,7 +29,7 @@ _LOOK_S_MAX: Final = 2.0
 def run_behind(
     completed: Completed, assignment: Assignment, context: WorkerContext
 ) -> Completed | Fenced:
-    """Return when rank 0 has run the code; raise what the code raises."""
+    """Return when rank 0 has run the code; raise the code's exception."""
     run = context.settings.run
     path = join(context.directory, BEHIND)
     mark = json.dumps({"attempt": assignment.attempt, "step": completed.step}).encode()
@@ -53,7 +53,7 @@ def _read(context: WorkerContext, path: str) -> bytes:
     try:
         return context.store.read(path)
     except StorageError:
-        # It does not exist yet, or storage is unavailable: then rank 0 waits for it too.
+        # It does not exist yet, or storage is unavailable; then rank 0 waits for storage, too.
         return b""
 
 

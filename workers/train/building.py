@@ -95,7 +95,7 @@ def build_model(
     if settings.train.deterministic:
         reserve(shards)
     for shard in shards:
-        # Sharding makes new parameters, without what the script has noted on them.
+        # Sharding makes new parameters, without the attributes that the script has set on them.
         vars(shard.parameter).update(vars(parameters[shard.fqn]))
     shapes = {name: tuple(one.shape) for name, one in parameters.items()}
     used = Used(shards, shapes)
@@ -249,7 +249,7 @@ def assemble(
 
 
 def as_optimizers(made: Any) -> list[torch.optim.Optimizer]:
-    """Return what a script's function made; raise ``TaskError`` if there is something else."""
+    """Return the result of a script's function; raise ``TaskError`` if it has another type."""
     every = list(made) if isinstance(made, list | tuple) else [made]
     other = next((one for one in every if not isinstance(one, torch.optim.Optimizer)), None)
     if other is not None or not every:

@@ -1,4 +1,4 @@
-"""The worker that an attempt runs in: what ``run_attempt`` needs besides its assignment."""
+"""The worker that runs an attempt: all that ``run_attempt`` needs besides its assignment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WorkerContext:
     """The worker that attempts run in; one per process."""
 
     worker: str  #: Worker id, as ``w0007``.
-    settings: Settings  #: What to train.
+    settings: Settings  #: The settings of the training.
     store: Store  #: The store of the run directory.
     directory: str  #: Its path in the store.
     progress: ProgressRecord
@@ -38,5 +38,5 @@ class WorkerContext:
     #: Called at the start of an attempt with a function that returns the costs of its steps and
     #: saves so far; any thread may call that.
     on_costs: Callable[[int, Callable[[], SaveCosts]], None] = lambda _attempt, _costs: None
-    #: Called by rank 0 with what is to be put on record.
+    #: Called by rank 0 with an event to record.
     on_note: Callable[[Noted], None] = lambda _noted: None

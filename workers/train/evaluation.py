@@ -36,17 +36,18 @@ def mean_over_samples(
     Beside it the samples whose loss is not finite, for people; "" if there are none.
 
     Each micro-batch has its own element in the all-reduce, so the sum has one order for any number
-    of workers. Its random numbers are keyed by its number, and the script's go on as if it drew
+    of workers. Its random numbers are keyed by its number, and the script's continue as if it drew
     none.
 
     Args:
         loss_of: Returns the mean loss over samples, and its number of tokens if they differ.
         num_samples: At least 1.
-        micro_batch: Samples of a micro-batch; the last one has what is left.
+        micro_batch: Samples of a micro-batch; the last one has the rest.
         sharded: The model; it is in evaluation mode meanwhile.
         done: Called before each pass with the number of passes that this rank has begun.
         of_means: Whether to return the mean over samples of the means of their micro-batches.
-        outputs: Gets by micro-batch, in their order, what ``loss_of`` returned behind the tokens.
+        outputs: Called for each micro-batch, in order, with the values that ``loss_of`` returned
+            after the tokens.
     """
     starts = range(0, num_samples, micro_batch)
     batches = [np.arange(start, min(start + micro_batch, num_samples)) for start in starts]
@@ -102,7 +103,7 @@ def _gathered(
 
 
 def _read(returned: Any, num_samples: int) -> tuple[Any, ...]:
-    """Return the mean loss of a micro-batch, its weight, and what was returned behind them."""
+    """Return the mean loss of a micro-batch, its weight, and the values returned after them."""
     match returned:
         case Tensor():
             return returned, num_samples
@@ -119,7 +120,7 @@ class _Passes:
 
     Attributes:
         sums: Summed losses, and tokens, of this rank's micro-batches, by number.
-        outputs: What it returned behind them, likewise.
+        outputs: The values that it returned after the tokens.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The ranks of a training without a controller: this process, or those that a launcher started.
+"""The ranks of a training without a controller: this process, or all that a launcher started.
 
 Under torchrun, rank 0 decides what the controller of ``everstep run`` would: the attempt and the
-version from which it resumes. The ranks say what they have to in the launcher's store. If one
-ends, the collectives of the others fail, and they end too: the launcher starts the job again.
+version from which it resumes. The ranks exchange messages in the launcher's store. If one ends, the
+collectives of the others fail, and they end too: the launcher starts the job again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Ranks:
             torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return what every rank says, on rank 0; [] on others, which do not wait."""
+        """Return the messages of all ranks on rank 0; [] on others, which do not wait."""
         self._num_said += 1
         self._said.set(f"said/{self._num_said}/{self.rank}", json.dumps(mine))
         if self.rank:
@@ -93,7 +93,7 @@ class Ranks:
         except (RuntimeError, dist.DistError) as error:
             raise TaskError(
                 f"rank {self.rank} of {self.num_ranks}: another rank has ended or does not answer; "
-                f"its own output says why ({error})"
+                f"see its own output for the reason ({error})"
             ) from error
 
 

@@ -89,7 +89,7 @@ def _decoder(session: Session) -> tuple[Any, int, _Loss]:
 
 
 def _from_folder(session: Session) -> tuple[Any, int, _Loss]:
-    """Return the Hugging Face model of ``model.preset``, likewise."""
+    """Return the Hugging Face model in ``model.folder``, its number of token ids, and its loss."""
     folder, seed = session.settings.model.folder, session.settings.train.seed
     with torch.device("meta"):
         plain = causal_lm(folder)

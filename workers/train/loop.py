@@ -65,7 +65,7 @@ _BUILT_IN: Final = str(Path(__file__).with_name("lm.py"))
 #: How long an attempt waits for memory of the previous one, if that ran out of it.
 _LEFTOVERS_S: Final = 5.0
 
-#: What a node can run out of: memory, space in shared memory, descriptors.
+#: Resources that a node can run out of: memory, space in shared memory, descriptors.
 _SHORT: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE})
 
 
@@ -88,7 +88,7 @@ def run_attempt(
 
     Args:
         assignment: The attempt, and this worker's rank in it.
-        task: What to train; None for the settings' script, or the built-in training.
+        task: The task to train; None for the settings' script, or the built-in training.
     """
     context.progress.enter(WorkerPhase.FORMING)
     is_of_script = task is None and bool(context.settings.run.script)
@@ -238,8 +238,8 @@ class _Attempt:
             _Process.buffer = HostBuffer()
             if _Process.memory is not None:
                 _Process.memory = _Process.memory.successor()
-        # Keepers are next asked what they hold. A restarted keeper must learn of this memory, and a
-        # restarting one is worth the wait.
+        # Next the controller asks keepers for their versions. A restarted keeper must learn of this
+        # memory, and a restarting one is worth the wait.
         if _Process.memory is not None and not _Process.memory.tell():
             _Process.hand_over = HandOver(_Process.memory)
 
@@ -248,7 +248,7 @@ def _prepare_device(context: WorkerContext) -> None:
     """Set this process's limits on its GPU, before it uses it."""
     share = context.settings.gpu_share
     if share < 1:
-        # A rank that needs more than its part fails, but none beside it.
+        # A rank that needs more than its part fails, but no other rank does.
         torch.cuda.set_per_process_memory_fraction(share)
         collectives.share_device(context.worker, share)
     if context.settings.train.deterministic:
@@ -288,7 +288,7 @@ _load_once = functools.lru_cache(maxsize=1)(load_task)
 
 
 def task_of(settings: Settings) -> Task:
-    """Return what to train; a script runs up to its call of ``run``, once per process.
+    """Return the task to train; a script runs up to its call of ``run``, once per process.
 
     Raises:
         TaskError: The script cannot be read, exits, or ends before that.
@@ -305,7 +305,7 @@ def _is_of_groups(error: BaseException) -> bool:
 
 
 def _refuses(error: BaseException) -> str:
-    """Return what the layout cannot have, in the form of ``Raised``.
+    """Return why the layout cannot train, in the form of ``Raised``.
 
     "" if the layout is not the cause.
     """

@@ -55,7 +55,7 @@ class SameSamples:
     Args:
         size: How many indices the loss function gets; 0 if a ``DataLoader`` reads samples.
         step: The step from which the attempt resumes.
-        kept: What its version records about samples; None if they are not compared with earlier
+        kept: The record about samples in its version; None if they are not compared with earlier
             ones.
     """
 
@@ -84,7 +84,7 @@ class SameSamples:
         self._spread = [] if is_of_parts else _cut(spread, each)
 
     def values(self) -> dict[str, Content] | None:
-        """Return what a version records about samples; None if they change with the steps."""
+        """Return the record about samples for a version; None if they change with the steps."""
         return self._kept
 
     def compare(self, number: int, read: Read) -> None:
@@ -159,7 +159,7 @@ class SameSamples:
     def _differing(
         self, found: Sequence[Content], names: Sequence[str], *, is_changed: bool
     ) -> tuple[list[str], bool]:
-        """Return, in words, what differs between ranks that read the same parts.
+        """Return, in words, the differences between ranks that read the same parts.
 
         Also return whether ``is_changed`` on any rank.
         """

@@ -128,7 +128,7 @@ class Session:
             plan: How tensor, pipeline and context parallelism cut it; not needed without.
             average_buffers: Names, with ``*``, of persistent buffers that depend on the samples,
                 such as BatchNorm's ``*.running_mean`` and ``*.running_var``: after a step they are
-                the mean of what its micro-batches make of them. Others must not depend on samples.
+                the mean over the results of its micro-batches. Others must not depend on samples.
 
         Raises:
             TaskError: The model cannot be sharded, or a buffer would depend on the workers.
@@ -306,7 +306,7 @@ class Session:
         Every worker calls it, before ``session.steps``. The configuration overrides it.
 
         Raises:
-            TaskError: The configuration says another value or mode.
+            TaskError: The configuration has another value or mode.
         """
         self._boundary.best.choose(value, mode, keep)
 
@@ -487,8 +487,9 @@ class Session:
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Write the script's own numbers to the run's metrics, and so to its loggers.
 
-        They belong to the step whose body is running, or otherwise to the last one. Those of rank 0
-        count: reduce what differs between workers. A tensor makes the device wait for the host.
+        They belong to the step whose body is running, or otherwise to the last one. Rank 0's values
+        count: reduce values that differ between workers. A tensor makes the device wait for the
+        host.
 
         Args:
             values: Single numbers by name, such as ``{"accuracy": 0.9}``. A later value of the same
@@ -551,7 +552,7 @@ class Session:
         return self._steps
 
     def _load(self, sharded: ShardedModel) -> Restored:
-        """Load what ``StateLoader.fill_new`` did not fill; return what was loaded."""
+        """Load all that ``StateLoader.fill_new`` did not fill; return what was loaded."""
         loader = self._state
         restored = loader.restore(sharded)
         for path, line in restored.extra.pop(UNWRITTEN, ()):

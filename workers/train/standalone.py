@@ -116,7 +116,7 @@ def run(
             outcome = _train(train, settings, store, path, ranks)
     _raise_unless_completed(outcome, directory)
     if ranks.rank:
-        # What follows the call is for one process.
+        # The code after the call is for one process.
         raise SystemExit(0)
 
 
@@ -173,7 +173,7 @@ def _follow(train: Task, settings: Settings, store: Store, path: str, ranks: Ran
 
 
 def _merged(reports: Iterable[Mapping[str, Any]]) -> FoundBad:
-    """Return what any rank has found bad, from the outcomes of all."""
+    """Return the sources that any rank has found bad, from the outcomes of all."""
     every = [report["found"] for report in reports]
     return FoundBad(
         damaged=tuple(tuple(source) for found in every for source in found["damaged"]),
@@ -287,7 +287,7 @@ def attempt_alone(
 
     Args:
         resume: Step and attempt of the checkpoint to load; (0, 0) to start from step 0.
-        task: What to train; None for the settings' script, or the built-in training.
+        task: The task to train; None for the settings' script, or the built-in training.
         claimed: The claim on the directory; 0 for an unshared one.
     """
     ranks = Ranks(None, timeout_s=settings.parallel.patient_timeout_s)

@@ -1,4 +1,4 @@
-"""What a script takes for whole weights, and is this worker's part of them.
+"""Objects that a script takes for whole weights but that are this worker's part of them.
 
 FSDP gives each worker its part. ``state_dict`` called on some workers only, as by ``if rank == 0``,
 also drops gathered weights there, and the next pass of the others waits for ever.
@@ -24,7 +24,7 @@ _ADVICE: Final = (
     'session.save("best") on all workers writes the whole weights to one file (`everstep export` '
     "the newest step); every step is saved by itself"
 )
-#: What a script for a fixed number of processes puts around its model, and how it is made.
+#: Wrappers that a script for a fixed number of processes puts around its model, and their makers.
 _WRAPPERS: Final[Mapping[Any, Any]] = {
     one: one.__init__ for one in (DistributedDataParallel, FullyShardedDataParallel)
 }
@@ -58,14 +58,14 @@ def guard_parts(model: nn.Module) -> None:
 
 def _refuse_copy(_memo: Any) -> NoReturn:
     raise TaskError(
-        "a copy of the model would be of this worker's parts, beside what the session saves. For "
+        "a copy of the model would have only this worker's parts, besides the saved ones. For "
         "an average of the weights (torch's AveragedModel) call session.average(decay=0.999) after "
         "session.optimizer; for a second model have build return an nn.ModuleDict of both"
     )
 
 
 def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Have parts of an optimizer's state raise likewise; its tensors are plain ones."""
+    """Let parts of an optimizer's state raise the same way; its tensors are plain ones."""
     if collectives.places().are_several:
         optimizer.register_state_dict_pre_hook(_require_all_optimizers)
         optimizer.register_state_dict_post_hook(_refuse_state)

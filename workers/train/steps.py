@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 #: A version keeps here the state that a script registered.
 _REGISTERED: Final = "registered"
-#: A version keeps here what a few samples hold.
+#: The key of a version for its record of a few samples.
 _SAMPLES: Final = "samples"
 #: A version keeps here the place in a stream.
 _STREAM: Final = "stream"
@@ -76,7 +76,7 @@ class Steps:
         self._stream: DataLoader | None = None
         self._batches: Generator[Any] | None = None
         self._begun_s = self._step_s = 0.0
-        #: A step whose body has not ended, so that what is registered may still change.
+        #: A step whose body has not ended, so that registered state may still change.
         self._open: Step | None = None
         self._is_left = False
         self._locals = ScriptLocals()
@@ -100,7 +100,7 @@ class Steps:
             TaskError: The name is taken, or the state cannot be saved or loaded.
         """
         saved = self._restored.get(_REGISTERED, {}).get(name)
-        # What was trained elsewhere has no version.
+        # A step that was trained elsewhere has no version.
         if saved is None and self._restored and self.sharded.mesh.rank == 0:
             log.warning("step %s was saved without the state of %s", self.step, name)
         self.sharded.registered.add(name, stateful, saved)
@@ -226,7 +226,7 @@ class Steps:
             self._batches.close()
 
     def finish(self) -> None:
-        """End the run where the script left its loop; every worker calls it behind the script.
+        """End the run where the script left its loop; every worker calls it after the script.
 
         Raises:
             TaskError: The script has not begun the loop, or other workers are still in it.
@@ -283,7 +283,7 @@ class Steps:
             self._begun_s += time.perf_counter() - waits_s
 
     def _ends(self, step: Step) -> bool:
-        """Do what is due once the body of the loop has ended; return whether the run ends here."""
+        """Do the work that is due after the body of the loop; return whether the run ends here."""
         if not step.is_applied:
             raise TaskError(f"step {step.number} was left without step.apply(); call it once")
         if self._open is not None:
@@ -292,7 +292,7 @@ class Steps:
             self._progress.enter(WorkerPhase.SCRIPT)
         elif self.sharded.trained.has_changed():
             text = (
-                f"parameters were frozen behind step.apply() of step {step.number}, which was "
+                f"parameters were frozen after step.apply() of step {step.number}, which was "
                 "saved before: a run that resumes from it trains them. Freeze them before "
                 f"session.train_step, under `if step.number > {step.number}:`"
             )

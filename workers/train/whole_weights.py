@@ -92,7 +92,7 @@ def write_weights(
     for _ in wholes:
         pass
     if not all_agree(error is None, sharded.device):
-        raise error or StorageError("rank 0 could not write the weights, and says why")
+        raise error or StorageError("rank 0 could not write the weights; see its error")
 
 
 class _Tensor(NamedTuple):
@@ -106,7 +106,7 @@ class _Tensor(NamedTuple):
 
 
 def _described(sharded: ShardedModel) -> list[_Tensor]:
-    """Return every tensor of the model, those of other pipeline stages included."""
+    """Return every tensor of the model, including those of other pipeline stages."""
     owners = {id(shard.parameter): shard.fqn for shard in sharded.shards}
     named = own_names(sharded.model.named_parameters(remove_duplicate=False))
     rank = sharded.mesh.rank if sharded.pipeline is not None else 0
@@ -165,7 +165,7 @@ def _whole_parameter(
 
 
 def summed(whole: Tensor) -> Tensor:
-    """Return what one rank has of each element; the others have zeros."""
+    """Return one rank's part of each element; the other ranks have zeros."""
     # As bytes: a sum of one rank's bits and zeros changes none, whatever they stand for.
     dist.all_reduce(whole.reshape(-1).view(torch.uint8))
     return collectives.settled(whole)

@@ -1,9 +1,10 @@
-"""What a training script imports. The same script runs alone and under everstep.
+"""The interface for training scripts.
 
-A torch script becomes elastic by handing over three things: how to build the model, how to build
-the optimizer, and the loss of the samples it is given. Run it alone with ``python train.py``, or
-under everstep with ``run.script: train.py`` in the configuration. ``torchrun train.py`` trains on
-all its ranks without Ray, and resumes on any number of them when it is started again::
+The same script runs alone and under everstep. A torch script becomes elastic by passing three
+functions: one builds the model, one builds the optimizer, and one computes the loss of given
+samples. Run it alone with ``python train.py``, or under everstep with ``run.script: train.py`` in
+the configuration. ``torchrun train.py`` trains on all its ranks without Ray, and resumes on any
+number of them when it is started again::
 
     import torch
     from torch.nn import functional
@@ -28,7 +29,7 @@ The contract:
 
 - Under everstep the configuration decides. If it leaves out ``train.steps``, ``train.global_batch``
   or ``train.micro_batch``, ``everstep run`` asks the script first, and the arguments of ``run``
-  decide on all that the configuration does not say.
+  decide all that the configuration leaves out.
 - Every attempt calls ``train`` again, in the same process. When a worker dies or joins, an
   exception ends the loop and passes through ``train``. Do not catch ``BaseException``. Keep what
   must outlive an attempt outside ``train``.
@@ -41,10 +42,10 @@ The contract:
 - The open loop is the same step: iterate ``step.micro_batches()``, call ``step.backward(loss,
   tokens)`` in each, then ``step.apply()``.
 - The settings decide the learning rate (warm-up and decay), not the optimizer's argument. An
-  optimizer group may set ``lr_scale``, a factor on the learning rate. A scheduler of torch's takes
-  over once it is registered: ``scheduler = session.register("lr", StepLR(optimizer, 100))``. Call
+  optimizer group may set ``lr_scale``, a factor on the learning rate. A torch scheduler takes over
+  once it is registered: ``scheduler = session.register("lr", StepLR(optimizer, 100))``. Call
   ``scheduler.step()`` after the step, as usual.
-- ``session.register(name, stateful)`` saves and loads anything small with ``state_dict`` and
+- ``session.register(name, stateful)`` saves and loads any small object with ``state_dict`` and
   ``load_state_dict``. A step is then saved when the body of the loop has ended.
 - Every worker updates a part of each parameter, so an optimizer must treat every element alike. An
   optimizer class of your own must say so: ``session.optimizer(make, elementwise=True)``.
@@ -54,7 +55,7 @@ The contract:
   sets ``depends_on_ranks = False``.
 - Within a micro-batch, random numbers of torch, NumPy and Python are the same for any number of
   workers. NumPy's and Python's are your own between the steps.
-- Checkpoints hold parameters, persistent buffers, optimizer state and what is registered. A buffer
+- Checkpoints hold parameters, persistent buffers, optimizer state and registered objects. A buffer
   changes once in a step, as one micro-batch changes it. One that depends on the samples (running
   statistics) is refused by name, or averaged if ``session.model(build, average_buffers=[...])``
   names it. Buffers registered with ``persistent=False`` are for caches: they may change freely.
@@ -63,11 +64,11 @@ The contract:
   update (to clamp them, for example), use ``optimizer.register_step_post_hook``. Writes through
   ``.data`` are not noticed.
 - ``DataLoader(dataset, num_workers=2)`` reads ahead: ``session.steps(loader)`` then gives batches
-  instead of indices, in an order that does not depend on the number of workers. Make it outside of
-  ``train``, and its processes live from attempt to attempt.
+  instead of indices, in an order that does not depend on the number of workers. If you make it
+  outside of ``train``, its processes survive from attempt to attempt.
 - ``JsonLines(paths)`` and ``ParquetRows(paths)`` are datasets of files, local or behind URLs;
-  ``pack(dataset, length)`` fills rows with documents. What can only be iterated is a stream: every
-  worker reads it and keeps its part.
+  ``pack(dataset, length)`` fills rows with documents. A dataset that can only be iterated is a
+  stream: every worker reads it and keeps its part.
 - A new run may start from a checkpoint that exists, in any format that ``ucp`` opens:
   ``run(train, init_from=PATH)``, or ``run.init_from`` in the configuration.
 - With ``parallel.tp`` or ``parallel.pp`` above 1, a model of your own needs a plan:
@@ -76,17 +77,18 @@ The contract:
   call the model once.
 - With ``parallel.cp`` above 1 workers have parts of the same sequences: ``loss_of`` begins with
   ``batch = session.part(batch)``, and returns ``(loss, tokens)`` of that. A model of your own names
-  what is cut, ``ModelPlan(sequence=("input_ids", "labels"))``, and calls ``causal_attention``
+  the inputs to cut, ``ModelPlan(sequence=("input_ids", "labels"))``, and calls ``causal_attention``
   or ``bidirectional_attention``.
 - ``session.save("best")``, on every worker, writes the whole weights to one file.
-  ``model.state_dict()`` has a worker's part of each weight, and raises on some workers alone.
+  ``model.state_dict()`` has a worker's part of each weight, and raises if only some workers call
+  it.
 - ``session.stop(reason)``, on any worker, ends the run with this step or the next one; so does
   ``break`` on every worker.
-- An update that is not finite is left out on all workers (``not_finite``); the third in a row ends
-  the run. ``step.is_skipped`` says so.
-- Code after the loop runs once on each worker, when the last step is committed. Code behind ``run``
-  runs once, when the run is complete: on rank 0, which runs the script for that from its top again,
-  and ``run`` returns at once.
+- An update that is not finite is skipped on all workers (``not_finite``); the third in a row ends
+  the run. ``step.is_skipped`` shows it.
+- Code after the loop runs once on each worker, when the last step is committed. Code after ``run``
+  runs once, when the run is complete: rank 0 runs the script again from its top, and ``run``
+  returns at once.
 - ``step.loss`` is the mean over the global batch; a loss that you compute is of one micro-batch.
   A worker may repeat a micro-batch to keep pace with the others; such a loss does not count.
 - ``print`` works as usual. Under everstep the output of every rank goes to

@@ -9,23 +9,24 @@
         if step % 100 == 0:
             checkpoint.async_save("ckpt", step, model=model, optimizer=optimizer)
 
-It takes a model and optimizers as torch has them: FSDP2 and every other DTensor, tensor and
-pipeline parallelism, DDP, or one process. Every rank calls it, and none waits for another: each
-writes its part, and the last one commits all of them at once. A job that is killed in a save leaves
-the version before it. Any number of ranks under any layout loads it, and so do ``ucp`` and
-``run.init_from``.
+It accepts plain torch models and optimizers: FSDP2 and every other DTensor, tensor and pipeline
+parallelism, DDP, or one process. Every rank calls it, and none waits for another: each writes its
+part, and the last one commits all of them at once. A job that is killed during a save leaves the
+version before it. Any number of ranks under any layout can load a checkpoint, and so can ``ucp``
+and ``run.init_from``.
 
-- Names are those of ``torch.distributed.checkpoint.state_dict``.
-- Ranks that hold the same elements of a DTensor, or the same model in
-  ``DistributedDataParallel``, each save a share of it. A plain tensor is written by each rank that
-  has it; the commit keeps that of the lowest rank, and refuses weights that differ. So pass the
-  model that DDP returned, not what is in it.
+- Names are the ones of ``torch.distributed.checkpoint.state_dict``.
+- Ranks that hold the same elements of a DTensor, or the same model in ``DistributedDataParallel``,
+  each save a share of it. Each rank that has a plain tensor writes it; the commit keeps the lowest
+  rank's copy, and refuses weights that differ. So pass the model that DDP returned, not the module
+  inside it.
 - ``extra`` has small values by name: numbers, texts, tensors, collections of these, and objects
-  with ``state_dict`` and ``load_state_dict``. If ranks have other values under one name, also in a
-  dictionary, that of the lowest rank counts. So give what differs names that differ.
-- A later job that saves to the same folder takes it over: an earlier one that still runs cannot
-  commit any more, and what it committed behind the step that the later one loaded, with its
-  optimizer, no longer counts.
+  with ``state_dict`` and ``load_state_dict``. If ranks have different values under one name, also
+  within a dictionary, the lowest rank's value counts. So use different names for values that differ
+  between ranks.
+- A later job that saves to the same folder takes it over. An earlier one that still runs can no
+  longer commit. If the later job loaded a step with its optimizer, checkpoints after that step no
+  longer count.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointError", "Loaded", "async_save", "load", "newest", "save", "wait"]
 
-#: Under which name ``extra`` of a checkpoint has the values of the script.
+#: The name in ``extra`` of a checkpoint under which the script's values are stored.
 _OWN: Final = "script"
 #: Limit for these values: each rank writes them, as text.
 _OWN_BYTES_MAX: Final = 16 << 20
@@ -92,9 +93,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What ``load`` found beside model and optimizer."""
+    """The result of ``load``, besides model and optimizer."""
 
-    step: int  #: The step after which it was saved; 0 if the checkpoint does not say.
+    step: int  #: The step after which it was saved; 0 if the checkpoint does not name one.
     path: str  #: The checkpoint.
     extra: dict[str, Any]  #: The script's own values.
 
@@ -105,19 +106,19 @@ class _Folder:
 
     store: Store
     path: str
-    owner: Owner  #: Its claim, whose number is that of the attempt.
+    owner: Owner  #: Its claim; the claim's number is the attempt.
     lineage: Lineage
     saved: set[int] = field(default_factory=set)  #: Steps that this process saved.
 
 
 class _Process:
-    """What this process saves; one save at a time."""
+    """The saves of this process, one at a time."""
 
     buffer = HostBuffer()
     writer = ThreadPoolExecutor(1, "everstep-checkpoint")
     under_way: Future[None] | None = None
     folders: dict[str, _Folder] = {}  # noqa: RUF012  one for the process
-    #: By folder: the step from which training continues, and how often it was claimed and loaded.
+    #: By folder: the step from which training continues.
     resumed: dict[str, int] = {}  # noqa: RUF012
     claimed, loaded = Counter[str](), Counter[str]()
 
@@ -138,10 +139,10 @@ def save(
     step again does nothing, unless the first save failed, it was deleted, or ``load`` went back.
 
     Args:
-        path: Gets one folder for each step.
+        path: The folder or URL; each step gets a folder in it.
         step: Names the version; the newest has the highest.
         model: The model, or the parts of it on this rank, such as pipeline stages.
-        optimizer: What updates it, or several; with several parts one for each.
+        optimizer: The optimizer, or several; with several parts, one for each.
         extra: Small values by name; see above.
         keep: Number of checkpoints to keep; 0 keeps all.
         alone: Save from this process only, which holds the whole state.
@@ -195,11 +196,11 @@ def wait() -> None:
 def newest(path: Path) -> str | None:
     """Return the newest checkpoint in a folder or URL; None if none is committed there.
 
-    One that is damaged is skipped with a warning. ``load(path)`` opens the same one on all ranks.
+    A damaged one is skipped with a warning. ``load(path)`` opens the same checkpoint on all ranks.
 
     Raises:
         CheckpointError: The last ``async_save`` failed.
-        StorageError: The storage refused to show the checkpoints.
+        StorageError: The storage could not list the checkpoints.
     """
     wait()
     found = _find(*open_store(os.fspath(path)))
@@ -219,19 +220,19 @@ def load(
     """Fill model and optimizer in place; every rank calls it, and reads its part.
 
     Args:
-        path: A folder that ``save`` filled, for its newest checkpoint, or one checkpoint: of
-            everstep, DeepSpeed, Megatron, torch DCP or Hugging Face.
+        path: A folder of ``save``, for its newest checkpoint, or one checkpoint of everstep,
+            DeepSpeed, Megatron, torch DCP or Hugging Face.
         model: As in ``save``, under any layout. Weights may be narrower floats in the checkpoint.
-        optimizer: As in ``save``. It makes its state if it has none yet, and gradients are dropped.
-            None loads weights only.
+        optimizer: As in ``save``. Its state is created if it has none yet, and gradients are
+            dropped. None to load weights only.
         extra: Objects with ``load_state_dict`` get the state that was saved under their names.
-        rename: The model's names by the checkpoint's: ``{"transformer.*": "model.*"}``.
+        rename: The model's names by the checkpoint's names: ``{"transformer.*": "model.*"}``.
         missing: Names, with ``*``, of parameters that may keep their values.
         rows: Names, with ``*``, of parameters that may have another number of rows.
 
     Raises:
-        CheckpointError: It cannot be opened, does not fit, or bytes of it are damaged. The model
-            may be filled in part then.
+        CheckpointError: It cannot be opened, does not fit, or is damaged. The model may then be
+            partly filled.
     """
     from workers.train import Start
 
@@ -258,7 +259,7 @@ def load(
                     raise CheckpointError(f"{checkpoint.directory} has no {name} in its extra")
                 stateful.load_state_dict(values[name])
     if optimizer is not None:
-        # Training continues from there: versions behind it are of the past.
+        # Training continues from there: later versions belong to the past.
         _Process.resumed[folder] = checkpoint.step
         if _Process.folders.pop(folder, None) is not None:
             _Process.claimed[folder] += 1
@@ -275,7 +276,7 @@ def _captured(
     keep: int,
     on_host: Callable[..., Sequence[LocalTensor]],
 ) -> Callable[[], None]:
-    """Return what writes this rank's part of the state that is there now."""
+    """Return a function that writes this rank's part of the present state."""
     folder = _claimed(os.fspath(path))
     where = join(folder.path, checkpoint_name(step))
     if step in folder.saved and folder.store.exists(where):
@@ -328,8 +329,8 @@ def _in_background(said: str, write: Callable[[], None]) -> None:
         with _said(said):
             write()
     except CheckpointError as error:
-        # The process may end before its next call.
-        log.error("%s", error)  # noqa: TRY400  the message says all
+        # The process may end before it calls this module again.
+        log.error("%s", error)  # noqa: TRY400  the message is complete
         raise
 
 
@@ -355,7 +356,7 @@ def _small_values(states: Sequence[PlainState], own: Mapping[str, Any]) -> dict[
 
 
 def _claimed(path: str) -> _Folder:
-    """Return the folder, which this job takes over with its first save there."""
+    """Return the folder; this job takes it over with its first save there."""
     store, folder = open_store(path)
     if folder in _Process.folders:
         return _Process.folders[folder]
@@ -363,7 +364,7 @@ def _claimed(path: str) -> _Folder:
     def propose() -> str:
         number = next_claim(store, folder)
         if number == 1:
-            # Checkpoints may be there without claims: those of a run, or copies.
+            # Checkpoints without claims may be there: those of a run, or copies.
             number += last_attempt(store, folder, store.list(folder))
         return f"{number} {_Process.resumed.get(folder, 0)} {secrets.token_hex(8)}"
 
@@ -394,7 +395,7 @@ def _lineage(store: Store, folder: str) -> Lineage:
 
 
 def _find(store: Store, folder: str) -> Found | None:
-    """Return the newest checkpoint in a folder; warn of those that are damaged."""
+    """Return the newest checkpoint in a folder; warn of damaged ones."""
     found = find_committed(store, folder, lineage=_lineage(store, folder))
     reasons = dict(found.skipped) if found is not None else {}
     for name in map(checkpoint_name, found.damaged if found is not None else ()):
@@ -403,7 +404,7 @@ def _find(store: Store, folder: str) -> Found | None:
 
 
 def _opened(path: str) -> tuple[Checkpoint, str]:
-    """Return the checkpoint that a path means, the same on all ranks, and the folder it is in."""
+    """Return the checkpoint for a path, the same on all ranks, and its folder."""
     store, folder = open_store(path)
     found = _find(store, folder)
     if found is None:
@@ -411,12 +412,12 @@ def _opened(path: str) -> tuple[Checkpoint, str]:
             raise CheckpointNotFoundError(f"nothing is committed in {path}", path=path)
         return ucp_core.open(path), folder.rpartition("/")[0]
     name = f"{checkpoint_name(found.step)} {found.attempt}"
-    # An earlier job may commit between the looks of two ranks.
+    # An earlier job may commit between the reads of two ranks.
     _Process.loaded[folder] += 1
     agreed = _agreed(f"load {_Process.loaded[folder]} {folder}", lambda: name)
     if agreed == name:
         return found.checkpoint, folder
-    log.warning("%s: this rank found %s and loads %s, as another one", path, name, agreed)
+    log.warning("%s: this rank found %s and loads %s, as another rank does", path, name, agreed)
     checkpoint = ucp_core.open(join(path, agreed.split()[0]))
     if f"{checkpoint_name(checkpoint.step)} {checkpoint.attempt}" != agreed:
         raise CheckpointError(f"{checkpoint.directory} was replaced while ranks loaded it")
@@ -424,7 +425,7 @@ def _opened(path: str) -> tuple[Checkpoint, str]:
 
 
 def _agreed(what: str, propose: Callable[[], str]) -> str:
-    """Return what the first rank that asks proposes; no rank waits for another."""
+    """Return the proposal of the first rank that calls this; no rank waits for another."""
     if _place(is_alone=not dist.is_initialized())[1] == 1:
         return propose()
     store, key = default_store(), f"everstep.checkpoint {what}"
@@ -443,7 +444,7 @@ def _fill(
     slots = {key.slot for key in checkpoint.state_map.entries} - {"weight"}
     if isinstance(own, dict) and checkpoint.manifest.kind is not Kind.FOREIGN:
         slots |= own.keys()
-    # An optimizer that keeps nothing, or has done no step, has groups only.
+    # An optimizer that keeps no state, or has done no step, has only groups.
     is_all = bool(optimizers) and (bool(slots) or not checkpoint.param_groups)
     if is_all:
         make_optimizer_state(model, optimizers)
@@ -522,7 +523,7 @@ def _place(*, is_alone: bool) -> tuple[int, int]:
 
 @contextmanager
 def _said(what: str) -> Iterator[None]:
-    """Say in errors which rank could not do what."""
+    """Name the rank and the action in errors."""
     try:
         yield
     except (UcpError, WorkerError) as error:

@@ -1,4 +1,4 @@
-"""torch's names that this package uses and torch does not promise. Checked on 2.11, 2.13, 2.15."""
+"""Names of torch that this package uses although they are private. Checked on 2.11, 2.13, 2.15."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __all__ = ["default_store"]
 
 
 def default_store() -> dist.Store:
-    """Return the store by which the processes of this job found each other."""
+    """Return the store through which the processes of this job found each other."""
     return distributed_c10d._get_default_store()  # noqa: SLF001

@@ -38,7 +38,7 @@ class Best:
         device: The device for tensors of collectives.
 
     Attributes:
-        settings: What to measure; ``value`` is "" for nothing.
+        settings: The value to compare; "" for none.
         is_new: Whether the last step is among the best.
     """
 
@@ -84,7 +84,7 @@ class Best:
             self._value = value
 
     def take(self, step: int) -> dict[str, Any]:
-        """Decide about a step whose body has ended; return what its version should keep of this.
+        """Decide about a step whose body has ended; return the values to keep in its version.
 
         Every rank calls it.
         """

@@ -138,20 +138,20 @@ class Boundary:
             self._writer.prepare(capture(step, sharded, extra))
 
     def loaded(self, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
-        """Note the weights at the start of the attempt, and what their version says of them."""
+        """Note the weights at the start of the attempt, and the values that their version keeps."""
         self._loaded = Marks(sharded.shards)
         self.finiteness.load(extra)
         self.best.load(extra)
 
     def tell(self, step: int, text: str, ranks: tuple[int, ...] = ()) -> None:
-        """Report in the terminal, and record, what the attempt survives."""
+        """Report in the terminal, and record, an event that the attempt survives."""
         if self._assignment.rank == 0:
             log.warning(text)
             attempt = self._assignment.attempt
             self._context.on_note(Noted(attempt=attempt, step=step, text=text, ranks=ranks))
 
     def reads(self, stream: DataLoader | None) -> None:
-        """Make ``signals`` report what a stream gave from now on."""
+        """Make ``signals`` report the samples of a stream from now on."""
         self._stream = stream
 
     def signals(self) -> Signals:
@@ -240,7 +240,7 @@ class Boundary:
         if step:
             raise TaskError(
                 f"parameter {fqn} was written to after step {step} was loaded and before the next "
-                "update. What was learned would be lost each time the run resumes: write to "
+                "update. The learned values would be lost each time the run resumes: write to "
                 "weights `if session.step == 0:`, or give them by build, initialise or init_from",
                 fqn=fqn,
                 step=step,

@@ -94,7 +94,7 @@ class Ending:
         except StorageError as error:
             if not error.facts.get("missing") and not assignment.memory:
                 raise
-            # An outage of storage must not keep a run from what memory holds.
+            # An outage of storage must not keep a run from a version in memory.
             return False
         version = (told["step"], told["attempt"])
         if version != (assignment.resume_step, assignment.resume_attempt):

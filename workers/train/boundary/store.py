@@ -417,7 +417,7 @@ def _end_line(store: Store, path: str) -> None:
         store.append(path, b"\n")
 
 
-class _WriteRefused(Exception):  # noqa: N818  not an error: the fence did what it is for
+class _WriteRefused(Exception):  # noqa: N818  not an error: the fence has worked
     """The attempt was fenced before a write."""
 
 

@@ -91,7 +91,7 @@ class Average:
 
 
 class AverageOfWeights:
-    """What ``Session.average`` returns."""
+    """The result of ``Session.average``."""
 
     def __init__(self, lend: Callable[[], AbstractContextManager[None]]) -> None:
         self._lend = lend

@@ -32,9 +32,9 @@ _GRADIENT_BYTES: Final = 4
 class GradientSums:
     """The passes of a rank's steps, and after which of them gradients are reduced.
 
-    Where nothing is configured and whole gradients are large, the first step of an attempt reduces
-    after every pass, and each rank measures what the step needs. If whole gradients fit beside that
-    on all ranks, later steps reduce once.
+    If nothing is configured and whole gradients are large, the first step of an attempt reduces
+    after every pass, and each rank measures the memory that the step needs. If whole gradients fit
+    beside that on all ranks, later steps reduce once.
 
     Args:
         model: The sharded model.
@@ -92,7 +92,7 @@ class GradientSums:
         return most + _GRADIENT_BYTES * num_foreign(self._model) > there_is
 
     def agree(self, *, lacks_room: bool) -> None:
-        """Take what any rank has said of the step; every rank calls it with the same."""
+        """Choose when to reduce, given whether a rank lacks room; all ranks pass the same value."""
         if self._is_open and not lacks_room:
             self.quota = self._once
         elif self._is_open:

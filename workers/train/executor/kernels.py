@@ -1,4 +1,4 @@
-"""Whether machines compute alike: checksums of what a few kernels make of the same numbers.
+"""Whether machines compute alike: checksums of the results of a few kernels on the same numbers.
 
 Other instruction sets, libraries, types of GPUs and numbers of threads add in another order. Two
 machines whose checksums are equal may still differ in a kernel that is not tried here.
@@ -20,7 +20,7 @@ _ROWS, _COLUMNS, _HEADS = 96, 320, 4
 
 @functools.cache
 def checksums(device: torch.device, dtype: torch.dtype) -> dict[str, int]:
-    """Return a checksum of the result of each kernel, by what it is called in messages.
+    """Return a checksum of the result of each kernel, by its name in messages.
 
     Computed once in a process; other random numbers stay as they are.
     """
@@ -33,7 +33,7 @@ def checksums(device: torch.device, dtype: torch.dtype) -> dict[str, int]:
 
 
 def described(device: torch.device) -> str:
-    """Return what of this machine may differ from others, for people."""
+    """Return, for people, the properties of this machine that may differ from others."""
     if device.type == "cuda":
         name, library = torch.cuda.get_device_name(device), f", CUDA {torch.version.cuda}"
     else:
@@ -53,7 +53,7 @@ def _attention(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _update(one: Tensor, other: Tensor) -> Tensor:
-    """Return what an optimizer like Adam computes of each element."""
+    """Return the computation of an optimizer like Adam for each element."""
     return one.lerp(other, 0.1).addcdiv(other, (one * one).sqrt().add(1e-8), value=-0.01)
 
 

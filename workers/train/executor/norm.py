@@ -17,7 +17,7 @@ _NORM_EPS: Final = 1e-6
 def sum_of_squares(shards: Sequence[LocalShard], rank: int, device: torch.device) -> Tensor:
     """Return the sum of squares of this rank's gradients, a float64 scalar.
 
-    Only the first of several replicas counts. Those of ``WholeGradients`` do not.
+    Only the first of several replicas counts. Gradients of ``WholeGradients`` do not count.
     """
     counted = gradients(
         [one for one in shards if one.replicas[0] == rank and not is_whole(one.shape)]
@@ -37,12 +37,12 @@ def row_squares(
 ) -> Tensor:
     """Return the sums of squares of all rows of the whole gradient, float64, for ``ordered_sum``.
 
-    A vector's elements are rows. ``shapes`` are those of all parameters of the model, by name.
+    A vector's elements are rows. ``shapes`` has the shape of every parameter of the model, by name.
     ``column`` is this rank's place on the axis that may cut rows, and its degree, which is fixed
     for a run: the result has an element for each row and place.
 
-    Rows of other ranks are zero, and so are those of a replica but the first. So a sum over ranks
-    changes no bit.
+    Rows of other ranks are zero, and so are the rows of all replicas but the first. So a sum over
+    ranks changes no bit.
     """
     first: dict[str, int] = {}
     num_rows = 0

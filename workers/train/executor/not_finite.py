@@ -1,4 +1,4 @@
-"""Updates whose loss or gradient norm is not finite: left out, counted, and told.
+"""Updates whose loss or gradient norm is not finite: skipped, counted and reported.
 
 Every rank decides from the sums of the step's own reduction, so all decide alike. Only when one is
 not finite they ask each other where it comes from.
@@ -17,7 +17,8 @@ from workers.train.executor.origin import Origin, Parts, find_origin
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import all_agree
 
-#: So many rows of updates are told in an attempt, and then those whose number is a power of two.
+#: How many such updates an attempt reports one by one; after that, each whose number is a power of
+#: two.
 _ROWS_TOLD: Final = 8
 #: With a larger scale a gradient may overflow because of the scale.
 _SMALLEST_SCALE: Final = 1.0
@@ -37,7 +38,7 @@ class Finiteness:
     """Decides about updates that are not finite, in one attempt.
 
     Args:
-        settings: What to do with them.
+        settings: The action to take for them.
         num_micro_batches: Micro-batches of a step over all workers.
         tell: Called with the step, a line for people, and the ranks that it is about, equal on all
             ranks.
@@ -57,7 +58,7 @@ class Finiteness:
         self._num_micro_batches = num_micro_batches
         self._tell_all, self._num_rows = tell, 0
         self.in_a_row = 0
-        #: The newest step behind which the weights are finite, if they are not now.
+        #: The newest step after which the weights are finite, if they are not now.
         self._sound_step: int | None = None
         self._is_watched = False
 
@@ -68,13 +69,13 @@ class Finiteness:
         self._sound_step = held.get("sound_step")
 
     def values(self) -> dict[str, Any]:
-        """Return what a version keeps of this; {} as long as there is nothing to keep."""
+        """Return the values that a version keeps of this; {} if there are none."""
         kept = {"in_a_row": self.in_a_row or None, "sound_step": self._sound_step}
         told = {key: value for key, value in kept.items() if value is not None}
         return {NOT_FINITE: told} if told else {}
 
     def leaves_out(self, step: Reduced, parts: Parts, sharded: ShardedModel) -> bool:
-        """Return whether the update is left out. Every rank calls it with its own part.
+        """Return whether to skip the update. Every rank calls it with its own part.
 
         Raises:
             NotFiniteError: The run is to end before this update.
@@ -161,7 +162,7 @@ def _row(in_a_row: int) -> str:
 def _advice(*, broken: bool) -> str:
     if broken:
         return (
-            "The weights behind that are not finite: lower the learning rate or mend the data, and "
+            "Later weights are not finite: lower the learning rate or mend the data, and "
             "run it again with run.resume_from=finite; a script that runs alone resumes from "
             "the step before once the newer folders in checkpoints/ are deleted"
         )

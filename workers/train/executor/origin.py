@@ -38,7 +38,7 @@ class Ordered(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where it comes from."""
+    """The origin of a number that is not finite."""
 
     text: str  #: For people.
     #: The ranks that computed it first, in order; empty if that is not known, or if it is no
@@ -125,9 +125,9 @@ def _ranks(
     """Return the ranks that had it first: the others of a pipeline got it from another stage.
 
     Args:
-        found: Those with losses, or gradients, that are not finite.
-        sent: Those with such outputs.
-        first_stage: Whether it goes on to later stages, as in a forward pass, or to earlier ones.
+        found: Micro-batches with losses or gradients that are not finite.
+        sent: Micro-batches with such outputs.
+        first_stage: Whether outputs go to later stages, as in a forward pass, or to earlier ones.
     """
     data_ranks = {layout.data_rank(rank) for rank in found}
     by_data: dict[int, list[int]] = {}

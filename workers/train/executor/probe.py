@@ -1,4 +1,4 @@
-"""Whether what a rank computes by itself is finite, before it is summed with what others compute.
+"""Whether a rank's own results are finite, before they are summed with those of others.
 
 A sum over ranks does not say whose part was not finite. So each rank looks at its own: at the
 gradients that it gives to a reduction, and at the outputs that it sends to the next stage. Nothing
@@ -30,11 +30,11 @@ class Probe:
         self._number = number
 
     def see_gradient(self, gradient: Tensor) -> None:
-        """Look at what this rank gives to a reduction."""
+        """Check the values that this rank gives to a reduction."""
         _note(self._gradients, self._number, gradient)
 
     def see_output(self, number: int, outputs: Tensor | tuple[Tensor, ...]) -> None:
-        """Look at what a stage sends on in pass ``number``."""
+        """Check the values that a stage sends on in pass ``number``."""
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             if output.is_floating_point():
                 _note(self._outputs, number, output.detach())
@@ -56,7 +56,7 @@ class Probe:
 
 
 def _note(flags: dict[int, Tensor], number: int, values: Tensor) -> None:
-    """Add 0 to a flag if ``values`` are finite, and what is no number otherwise."""
+    """Add 0 to a flag if ``values`` are finite, and nan otherwise."""
     flat = values.reshape(-1)
     flag = torch.mul(flat[:: max(1, flat.numel() // _LOOKED_AT)], 0.0).sum()
     flags[number] = flags[number] + flag if number in flags else flag

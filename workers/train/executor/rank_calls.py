@@ -1,4 +1,4 @@
-"""Record what a model asks about ranks in the first step of an attempt.
+"""Record a model's questions about ranks in the first step of an attempt.
 
 A forward pass that uses the number of ranks, or what other ranks hold, gives other results when
 their number changes. It would also wait for ranks that have fewer micro-batches.

@@ -61,7 +61,7 @@ class ShardedModel(BuiltModel):
     state: TrainingState  #: The tensors of the training state.
     registered: Registered  #: Registered state of the script.
     whole: WholeGradients  #: Gradients of the parameters that are not sharded.
-    rank_calls: RankCalls  #: Records what the model asks about ranks.
+    rank_calls: RankCalls  #: Records the model's questions about ranks.
     tensor_replicas: TensorReplicas  #: Compares gradients that must be equal.
     trained: Trained  #: Knows which parameters train.
     average: Average  #: Average of the weights, if the script has one.
@@ -77,7 +77,7 @@ class ShardedModel(BuiltModel):
                 refuse_unsavable(optimizer, self.shards, self.parameters)
 
     def all_relations(self) -> dict[str, Any]:
-        """Return what is frozen, a buffer or tied, in the form of a version."""
+        """Return the names that are frozen, buffers or tied, in the form of a version."""
         averages = [f"{AVERAGE}{name}" for name in self.average.names]
         beside = {**self.relations, "extra": averages}
         beside = {name: one for name, one in beside.items() if one}

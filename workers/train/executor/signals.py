@@ -15,7 +15,7 @@ from workers.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """Signals of one rank in a step; after the step's all-reduce, those of any rank."""
+    """Signals of one rank in a step; after the step's all-reduce, of all ranks together."""
 
     buffers: bool = False  #: A pass changed a persistent buffer.
     freezes: bool = False  #: Its script froze or unfroze a parameter.
@@ -28,9 +28,9 @@ class Signals:
     storage_busy: bool = False  #: One of its snapshots waits to be stored.
     #: New number of steps between two snapshots, set by one rank; 0 for no change.
     snapshot_steps: int = 0
-    storage_steps: int = 0  #: New number of steps between two versions in storage, likewise.
-    read: int = 0  #: Digest of what it has read of a stream, below 2 ** 20; the sum over ranks.
-    read_squared: int = 0  #: Its square, likewise.
+    storage_steps: int = 0  #: New number of steps between two stored versions, or 0.
+    read: int = 0  #: Digest of its samples of a stream, below 2 ** 20; the sum over ranks.
+    read_squared: int = 0  #: The square of ``read``; the sum over ranks.
     #: Memory in use on the device of each rank; empty without devices. A rank knows its own, and
     #: 0.0 for the others.
     device_bytes: tuple[float, ...] = ()
@@ -42,7 +42,7 @@ class Signals:
 
     @classmethod
     def from_sums(cls, sums: Any) -> Signals:
-        """Return what any rank signalled."""
+        """Return the signals of all ranks."""
         *each, _ = fields(cls)
         values: dict[str, Any] = {
             field.name: value > 0 if field.default is False else int(value)

@@ -219,7 +219,7 @@ class Step:
         self._sharded.units[stage].begin_forward(number)
 
     def _begin_backward(self, model: nn.Module, number: int) -> None:
-        """Set what FSDP2 does with a model's gradients of a pass, and with gathered parameters."""
+        """Set whether FSDP2 reduces gradients in a pass and keeps gathered parameters."""
         sharded, passes = self._sharded, self._quota.passes
         modules = list(fsdp_modules(model))
         syncs = passes[number].syncs

@@ -31,7 +31,7 @@ class Trained:
 
     Attributes:
         frozen: Names of the frozen ones of the whole model, as last agreed by all workers.
-        updated: Names of those that an optimizer has.
+        updated: Names of the parameters that an optimizer has.
         may_grow: Whether an optimizer has a frozen one, which may train later.
     """
 
@@ -54,12 +54,12 @@ class Trained:
         self._noted: list[bool] = []
 
     def values(self) -> dict[str, Any]:
-        """Return what a version keeps for ``begin``, beside the names of the frozen ones."""
+        """Return the values that a version keeps for ``begin``, besides the frozen names."""
         is_changed = self._at_first != self.frozen
         return {FROZEN_AT_FIRST: list(self._at_first)} if is_changed else {}
 
     def begin(self, frozen: Collection[str] | None, values: Mapping[str, Any]) -> None:
-        """Agree on what a script freezes, and freeze what a version records; every worker calls it.
+        """Agree on frozen parameters, and freeze those of a version; every worker calls it.
 
         In each attempt a script again freezes its initial choice. If that equals its choice before
         the version, the version counts; if not, the script was changed, and its choice counts.

@@ -87,7 +87,7 @@ def fill(
     is_new: bool,
     initial: Initial | None,
 ) -> None:
-    """Fill what no checkpoint holds: buffers, and at step 0 the weights.
+    """Fill the tensors that no checkpoint holds: buffers, and at step 0 the weights.
 
     Args:
         build: Makes the whole model.
@@ -138,7 +138,7 @@ def set_optimizer(
     *,
     unstarted: bool,
 ) -> None:
-    """Set the optimizer's values from a version, beside its tensors.
+    """Set the optimizer's values from a version, in addition to its tensors.
 
     ``unstarted`` means that the optimizer had done no step.
     """

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What to load from where, and how messages name that; see ``RunSettings``."""
+    """The source of a start and how messages name it; see ``RunSettings``."""
 
     init_from: str
     init_state: str = "weights"
@@ -98,7 +98,7 @@ def load_initial(
     """Fill the state in place from ``run.init_from``. Every rank calls it.
 
     Args:
-        run: What to load, and from where.
+        run: The source to load from.
         needed: The model's parameters and persistent buffers, by name.
         entries: Returns the tensors to fill: weights, and the optimizer's slots if
             ``run.init_state`` is "all". Called once the checkpoint is known to fit.
@@ -108,7 +108,7 @@ def load_initial(
         tell: Whether to log tensors that the checkpoint has and the model lacks.
 
     Raises:
-        TaskError: The checkpoint cannot be opened, or lacks what the model needs.
+        TaskError: The checkpoint cannot be opened, or lacks tensors that the model needs.
     """
     aliases = _aliases(model)
     checkpoint = _opened(run, needed, model, aliases)
@@ -208,7 +208,7 @@ def _refuse_not_finite(run: Start, loaded: Sequence[StateEntry]) -> None:
 
 
 def _common_rows(entry: StateEntry, rows: Mapping[str, int]) -> StateEntry | None:
-    """Return what this rank needs of the checkpoint's rows, in its shape."""
+    """Return the part of the checkpoint's rows that this rank needs, in its shape."""
     if entry.fqn not in rows:
         return entry
     shape = (rows[entry.fqn], *entry.shape[1:])
@@ -222,7 +222,7 @@ def _are_equal(
     doubles: Mapping[str, str],
     load: Load,
 ) -> bool:
-    """Return whether the tensors ``doubles`` equal those that this rank has loaded.
+    """Return whether the tensors ``doubles`` equal the ones that this rank has loaded.
 
     Args:
         doubles: Another name of a parameter in the checkpoint, and the one that was loaded.

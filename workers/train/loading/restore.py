@@ -203,7 +203,7 @@ def _opened(store: Store, checkpoints: str, assignment: Assignment) -> Checkpoin
 
 
 def _found(assignment: Assignment, error: UcpError) -> FoundBad:
-    """Return what an error means for the version in storage. Missing data counts as damaged."""
+    """Return the meaning of an error for the version in storage. Missing data counts as damaged."""
     source = (stored_source(assignment.resume_step, assignment.resume_attempt),)
     reasons = (f"{checkpoint_name(assignment.resume_step)}: {_said(error)}",)
     if "peer" in error.facts:
@@ -241,7 +241,7 @@ def without_optimizer_state(
 ) -> frozenset[str]:
     """Return the parameters of a version that have a weight but no optimizer state.
 
-    An optimizer keeps no state for parameters without gradients: frozen ones, and those in no loss.
+    An optimizer keeps no state for parameters without gradients: frozen ones and ones in no loss.
     If no parameter has optimizer state, and the optimizer is not ``unstarted``, another optimizer
     made the version. Then return none, so that the missing state is reported.
     """

@@ -168,7 +168,7 @@ class StateLoader:
         )
 
     def fill_rest(self, sharded: ShardedModel, restored: Restored) -> Restored:
-        """Fill what neither ``fill_new`` nor ``restore`` filled; return all that was loaded."""
+        """Fill the rest, after ``fill_new`` and ``restore``; return all that was loaded."""
         if restored.step:
             self._fill(sharded)
             return restored

@@ -1,4 +1,4 @@
-"""How Trainer cuts its data into epochs, batches and steps, and what ``session.steps`` reads so."""
+"""Trainer's epochs, batches and steps, and the matching dataset for ``session.steps``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from everstep import TaskError
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """A pass over the data, as Trainer cuts it.
+    """A pass over the data in Trainer's batches and steps.
 
     Attributes:
-        taken: Samples of it.
-        num_batches: Their batches; the last one may be short.
+        taken: Number of samples in it.
+        num_batches: Number of batches; the last one may be short.
         num_micro_batches: Batches of a step; the last step of an epoch may have fewer.
-        micro_batch: Samples of a batch.
+        micro_batch: Number of samples in a batch.
     """
 
     taken: int
@@ -28,17 +28,17 @@ class Epoch:
 
     @classmethod
     def of(cls, trainer: Any, micro_batch: int, num_micro_batches: int) -> Epoch:
-        """Return the epochs of a trainer, in steps of so many batches of so many samples.
+        """Return the epochs of a trainer with ``num_micro_batches`` batches a step.
 
         Raises:
-            TaskError: There is no whole batch, and others are dropped.
+            TaskError: There is no whole batch, and incomplete ones are dropped.
         """
         number = len(trainer.train_dataset)
         drops = trainer.args.dataloader_drop_last
         num_batches = number // micro_batch if drops else math.ceil(number / micro_batch)
         if not num_batches:
             raise TaskError(
-                f"ElasticTrainer: args.dataloader_drop_last leaves nothing of {number} samples in "
+                f"ElasticTrainer: args.dataloader_drop_last leaves none of {number} samples in "
                 f"batches of {micro_batch}"
             )
         taken = min(number, num_batches * micro_batch)
@@ -51,11 +51,11 @@ class Epoch:
 
     @property
     def num_positions(self) -> int:
-        """Return the positions of the data order that an epoch has; see ``DataOrder``."""
+        """Return the number of positions of the data order in an epoch; see ``DataOrder``."""
         return self.num_steps * self.num_micro_batches * self.micro_batch
 
     def at(self, step: int) -> float:
-        """Return how many epochs are done behind a step."""
+        """Return how many epochs are done after a step."""
         epochs, steps = divmod(step - 1, self.num_steps)
         return epochs + min((steps + 1) * self.num_micro_batches, self.num_batches) / (
             self.num_batches
@@ -63,13 +63,13 @@ class Epoch:
 
 
 class Batch(list[Any]):
-    """The samples of a batch; ``num_samples`` is 0 for one that only stands in for a batch."""
+    """The samples of a batch; ``num_samples`` is 0 for a placeholder."""
 
     num_samples: int
 
 
 class Samples:
-    """A dataset that is read by many indices at once; -1 is no sample."""
+    """A dataset that is read by many indices at once; -1 stands for no sample."""
 
     def __init__(self, dataset: Any, read: Callable[[Sequence[int]], list[Any]]) -> None:
         self._dataset, self._read = dataset, read
@@ -82,7 +82,7 @@ class Samples:
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         there = [index for index in indices if index >= 0]
-        # Every worker computes as many batches, so one without samples takes any.
+        # Every worker computes the same number of batches, so one without samples uses any sample.
         found = Batch(self._read(there or [0]))
         found.num_samples = len(there)
         return found

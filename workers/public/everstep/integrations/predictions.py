@@ -1,4 +1,4 @@
-"""The outputs of a model in an evaluation, gathered for ``compute_metrics`` as Trainer does it."""
+"""The outputs of a model in an evaluation, gathered for ``compute_metrics`` as in Trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import EvalLoopContainer, nested_detach
 
-#: Takes the place of values in shorter rows.
+#: Fills up shorter rows.
 _PADDING = -100
 
 
@@ -18,8 +18,8 @@ class Predictions:
     """Outputs and labels of one evaluation.
 
     Attributes:
-        last: Those of the batch that was added last, flat.
-        gathered: Those of all batches of all workers, by number.
+        last: The values of the batch that was last added, flat.
+        gathered: The values of all batches of all workers, by number.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -31,7 +31,7 @@ class Predictions:
         self.gathered: dict[int, list[Tensor]] = {}
 
     def add(self, batch: dict[str, Any], returned: Any) -> None:
-        """Take what the model returned for a batch."""
+        """Add the model's outputs for a batch."""
         is_named = isinstance(returned, dict)
         logits = nested_detach(
             tuple(value for name, value in returned.items() if name not in self._ignored)
@@ -49,7 +49,7 @@ class Predictions:
         ]
 
     def whole(self) -> EvalPrediction:
-        """Return those of all samples, in their order."""
+        """Return the outputs and labels of all samples, in their order."""
         joins = self._trainer.args.eval_do_concat_batches
         every = [EvalLoopContainer(joins, padding_index=_PADDING) for _ in range(2)]
         for number in sorted(self.gathered):
@@ -70,7 +70,7 @@ def _leaves(tree: Any) -> list[Tensor]:
 
 
 def _rebuilt(tree: Any, leaves: Iterator[Tensor]) -> Any:
-    """Return the same nest with other tensors."""
+    """Return the same nested structure with other tensors."""
     if isinstance(tree, Tensor):
         return next(leaves)
     if isinstance(tree, dict):

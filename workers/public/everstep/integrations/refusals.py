@@ -1,4 +1,4 @@
-"""What a ``Trainer`` may ask for and ``ElasticTrainer`` does not do, by name."""
+"""Features of ``Trainer`` that ``ElasticTrainer`` refuses, by name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
-#: Arguments that are refused if they are set, and what to do instead.
+#: Arguments that are refused if set, each with the alternative.
 _ARGUMENTS: Final = {
     "fp16": "use bf16",
-    "push_to_hub": "call trainer.push_to_hub() behind train()",
+    "push_to_hub": "call trainer.push_to_hub() after train()",
     "batch_eval_metrics": "compute_metrics gets all batches at once",
     "include_for_metrics": "compute_metrics gets predictions and labels",
     "deepspeed": "everstep shards",
@@ -22,7 +22,7 @@ _ARGUMENTS: Final = {
     "auto_find_batch_size": "set per_device_train_batch_size",
     "enable_jit_checkpoint": "everstep saves when a worker is asked to leave",
     "restore_callback_states_from_checkpoint": "everstep restores them",
-    "debug": "everstep leaves out updates that are not finite, and says so: train.not_finite",
+    "debug": "everstep skips and reports updates that are not finite: train.not_finite",
 }
 #: Methods that may be overridden because training calls them.
 _CALLED: Final = (
@@ -30,7 +30,7 @@ _CALLED: Final = (
     "get_optimizer_cls_and_kwargs", "log", "_get_train_sampler", "_get_eval_sampler",
     "floating_point_ops",
 )  # fmt: skip
-#: Others that are called, or only by the script or by ``Trainer.__init__``.
+#: Other methods that are called, or that only the script or ``Trainer.__init__`` calls.
 _KEPT: Final = frozenset(
     (
         *_CALLED, "train", "predict", "save_model", "_save", "push_to_hub", "create_model_card",
@@ -47,7 +47,7 @@ _KEPT: Final = frozenset(
 def refusals(
     trainer: Any, base: type, *, resume: Any, trial: Any, ignored: list[str] | None
 ) -> list[str]:
-    """Return what a script asks for and would not get; ``base`` is the class whose code runs."""
+    """Return the unsupported features that a script uses; ``base`` is the class whose code runs."""
     args: Any = trainer.args
     counted = args.include_num_input_tokens_seen
     given = {
@@ -87,7 +87,7 @@ def refusals(
 
 
 def _is_overridden(trainer: Any, base: type, name: str) -> bool:
-    """Return whether a method that ``base`` does not call is not that of ``base``."""
+    """Return whether a method of ``base`` that training does not call is overridden."""
     if name.startswith("__") or name in _KEPT or not callable(getattr(base, name)):
         return False
     return name in vars(trainer) or getattr(type(trainer), name) is not getattr(base, name)

@@ -1,6 +1,6 @@
-"""Where a training of Trainer goes on: behind a step of its own run, or of another training.
+"""Where a training of Trainer continues: after a step of its own run, or of another training.
 
-Another one is a folder ``checkpoint-N`` of Trainer, or a version or a run directory of everstep.
+The latter is a folder ``checkpoint-N`` of Trainer, or a version or a run directory of everstep.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from workers.parallel import own_names
 from workers.protocol import CHECKPOINTS, STOPPED
 from workers.train import registered_state
 
-#: A log line: a run goes on with other arguments.
+#: A log line: a run continues with other arguments.
 CHANGED: Final = "ElasticTrainer: resumes at step %s with other arguments than it had before: %s"
-#: The arguments that decide what is trained.
+#: The arguments that decide the training.
 _TRAINING: Final = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim",
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def training_arguments(args: Any) -> dict[str, Any]:
-    """Return the arguments that decide what is trained, as JSON has them."""
+    """Return the arguments that decide the training, as JSON values."""
     every = args.to_dict()
     chosen: dict[str, Any] = json.loads(
         json.dumps({name: every[name] for name in _TRAINING}, default=str)
@@ -52,7 +52,7 @@ def training_arguments(args: Any) -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the arguments that are others than before, for people."""
+    """Return the arguments that differ from before, for people."""
     return [
         f"{name}={value!r} (was {before[name]!r})"
         for name, value in now.items()
@@ -65,13 +65,13 @@ def require_work(
     steps: int,
     resume: str | bool | None,  # noqa: FBT001  as in Trainer
 ) -> str:
-    """Say what is otherwise than in the run that a script alone resumes.
+    """Report how the arguments differ from those of the run that a script alone resumes.
 
-    Return the checkpoint to begin from, "" for none. A run that a callback ended trains on if that
-    is asked for.
+    Return the checkpoint to begin from; "" for none. A run that a callback ended continues if
+    ``resume`` requests it.
 
     Raises:
-        TaskError: Nothing is left to train, and the arguments are others than those it had.
+        TaskError: Nothing is left to train, and the arguments differ from the run's.
     """
     path = resume if isinstance(resume, str) else ""
     store, directory = open_store(args.output_dir)
@@ -94,9 +94,9 @@ def require_work(
         why = f": {told['reason']}" if has_ended else ""
         raise TaskError(
             f"ElasticTrainer: {args.output_dir} has a run that ended with step {found.step}{why}, "
-            f"and other arguments than now: {', '.join(changes)}. For a new run name another "
+            f"with other arguments: {', '.join(changes)}. For a new run name another "
             "args.output_dir, or delete this one; to train on raise args.max_steps or "
-            "args.num_train_epochs, or call train(resume_from_checkpoint=True) behind an early stop"
+            "args.num_train_epochs, or call train(resume_from_checkpoint=True) after an early stop"
         )
     if changes:
         log.warning(CHANGED, found.step, ", ".join(changes))
@@ -109,8 +109,8 @@ class Earlier:
 
     Attributes:
         path: Its folder.
-        step: The step that it is of.
-        is_trainers: Whether it is a folder of Trainer, and no version of a run.
+        step: The step after which it was saved.
+        is_trainers: Whether it is a folder of Trainer rather than a version of a run.
     """
 
     path: str
@@ -119,7 +119,7 @@ class Earlier:
 
     @classmethod
     def at(cls, path: str) -> Earlier:
-        """Return the one in a folder.
+        """Return the checkpoint in a folder.
 
         Raises:
             TaskError: There is none.
@@ -141,7 +141,7 @@ class Earlier:
             ) from error
 
     def begin(self, trainer: Any, session: Session) -> None:
-        """Have the session begin behind its step; the script's model gets Trainer's weights."""
+        """Let the session begin after its step; the script's model gets Trainer's weights."""
         if not self.is_trainers:
             session.continue_from(self.path)
             return
@@ -164,7 +164,7 @@ class Earlier:
         model: nn.Module,
         scheduler: LRScheduler,
     ) -> None:
-        """Give optimizer and scheduler what Trainer's had.
+        """Give optimizer and scheduler the state of Trainer's.
 
         Args:
             named: The parameters of the optimizer, in the order of Trainer's.
@@ -188,7 +188,7 @@ class Earlier:
                 is_whole = isinstance(value, Tensor) and value.dim()
                 state[slot] = _part(value, shards[name], parameter) if is_whole else value
         rates = torch.load(self._file(SCHEDULER_NAME), weights_only=True)
-        # Trainer's may have a group without parameters.
+        # Trainer's optimizer may have a group without parameters.
         count = len(optimizer.param_groups)
         for key, value in rates.items():
             rates[key] = value[:count] if isinstance(value, list) else value
@@ -197,7 +197,7 @@ class Earlier:
             group["lr"] = rate
 
     def load_state(self, state: TrainerState, but: Collection[str]) -> int:
-        """Give the trainer's state what Trainer saved; return the steps that were done there."""
+        """Fill the trainer's state with Trainer's saved one; return the steps done there."""
         if not self.is_trainers:
             return 0
         saved = vars(TrainerState.load_from_json(self._file(TRAINER_STATE_NAME)))

@@ -3,17 +3,17 @@
     from everstep.integrations.transformers import ElasticTrainer as Trainer
 
 The script runs alone as before. Under everstep it is run up to ``trainer.train()``, and its
-arguments decide on what the configuration leaves out.
+arguments decide all that the configuration leaves out.
 
 Kept: the data collator, ``compute_loss`` and ``compute_loss_func``, the optimizer and scheduler of
 the arguments, callbacks, logging, evaluation with ``compute_metrics``, the best model, ``state``.
-An epoch takes each sample once, in an order of everstep's or of the arguments' sampler, and its
-last step takes what is left. A callback may end the training. Checkpoints are everstep's. The rest
-is refused by name when ``train`` is called (see ``refusals``). Weights are sharded in float32;
+An epoch takes each sample once, in everstep's order or that of the arguments' sampler, and its last
+step takes the rest. A callback may end the training. Checkpoints are everstep's. The rest is
+refused by name when ``train`` is called (see ``refusals``). Weights are sharded in float32;
 ``bf16=True`` computes in bfloat16.
 
-Code behind ``train`` runs once, when the run is complete, with the trained weights in ``model``.
-Under everstep rank 0 runs the script again for that, from its top.
+Code after ``train`` runs once, when the run is complete, with the trained weights in ``model``.
+Under everstep rank 0 runs the script again for this, from its top.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ from workers.train import (
 
 #: Lines of ``state.log_history`` that are saved; older ones are in the logs of the callbacks.
 _HISTORY: Final = 500
-#: What is said of this worker, or by the arguments, and not by a checkpoint.
+#: Values that come from this worker or the arguments, not from a checkpoint.
 _OWN: Final = (
     "is_world_process_zero", "is_local_process_zero", "max_steps", "num_train_epochs",
     "logging_steps", "eval_steps", "save_steps",
 )  # fmt: skip
-#: Labels that count for no loss.
+#: Label of tokens that count for no loss.
 _IGNORED: Final = -100
 #: Settings that follow from the arguments when the script runs alone.
 _OVERRIDDEN: Final = {
@@ -99,10 +99,10 @@ _OVERRIDDEN: Final = {
 
 log = logging.getLogger(__name__)
 
-# The session meets the processes that torchrun started. Arguments that find their variables, or
-# WORLD_SIZE=2 of another job, would wait for them too.
+# The session connects the processes that torchrun started. Arguments that find their variables, or
+# WORLD_SIZE=2 of another job, would wait for them, too.
 if take_place() is None and (forgotten := forget_place(os.environ)):
-    log.warning("ElasticTrainer: took %s out of the environment", ", ".join(forgotten))
+    log.warning("ElasticTrainer: took %s from the environment", ", ".join(forgotten))
 
 
 class ElasticTrainer(Trainer):
@@ -118,11 +118,12 @@ class ElasticTrainer(Trainer):
     ) -> TrainOutput:
         """Train to the last step, from the newest step of ``args.output_dir`` on.
 
-        Returns as ``Trainer.train`` does, with the trained weights in ``model``, those of the best
-        step if ``args.load_best_model_at_end``. Under everstep on rank 0 of the complete run.
+        Returns as ``Trainer.train`` does, with the trained weights in ``model``: those of the best
+        step if ``args.load_best_model_at_end``. Under everstep it returns on rank 0 of the complete
+        run.
 
         Raises:
-            TaskError: Something is asked for that cannot be kept; names everything.
+            TaskError: The script uses unsupported features; the message names all of them.
         """
         refused = refusals(
             self,
@@ -135,7 +136,7 @@ class ElasticTrainer(Trainer):
             raise TaskError(f"ElasticTrainer: not supported: {'; '.join(refused)}", refused=refused)
         args, resume = self.args, resume_from_checkpoint
         self._resume = resume if isinstance(resume, str) else ""
-        # A script that runs alone hears the difference first, and from workers rank 0 tells it.
+        # A script that runs alone reports differences first; among workers rank 0 does.
         self._is_told = runs_alone()
         if self._is_told:
             self._resume = require_work(args, self._settings().train.steps, resume)
@@ -144,7 +145,7 @@ class ElasticTrainer(Trainer):
         run(self._train_elastically, directory=args.output_dir, settings=self._settings())
         self._take_results()
         if finished_run() is not None:
-            # Where it was trained it was logged behind the last version.
+            # The run that trained it logged this after the last version.
             done = {"epoch": self.state.epoch, "step": self.state.global_step}
             self.state.log_history.append(self._train_metrics() | done)
         history = reversed(self.state.log_history)
@@ -171,7 +172,7 @@ class ElasticTrainer(Trainer):
         collate, read = self._reader(dataset, "evaluation")
 
         number, predictions = len(dataset), self._predictions()
-        # All in their order, or those of like length together.
+        # All samples in their order, or samples of similar length together.
         order = list(self._get_eval_sampler(dataset) or range(number))
 
         def loss_of(indices: NDArray[Any]) -> tuple[Any, ...]:
@@ -204,23 +205,23 @@ class ElasticTrainer(Trainer):
         return metrics
 
     def predict(self, *args: Any, **given: Any) -> Any:
-        """Do as ``Trainer.predict``, before or behind the training."""
+        """Do as ``Trainer.predict``, before or after the training."""
         self._refuse_in_training("predict")
         return super().predict(*args, **given)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002  as in Trainer
-        """Do as ``Trainer.save_model``, before or behind the training."""
+        """Do as ``Trainer.save_model``, before or after the training."""
         self._refuse_in_training("save_model")
         super().save_model(output_dir, _internal_call)
 
     def is_world_process_zero(self) -> bool:
-        """Return whether this is the worker that speaks for all."""
+        """Return whether this worker reports for all."""
         return self._session.rank == 0 if self._session is not None else True
 
     is_local_process_zero = is_world_process_zero
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Do as ``Trainer.floating_point_ops``; the weights of the whole model are counted once."""
+        """Do as ``Trainer.floating_point_ops``; count the weights of the whole model once."""
         if self._session is None:
             return int(super().floating_point_ops(inputs))
         taken = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
@@ -233,7 +234,7 @@ class ElasticTrainer(Trainer):
             counted = torch.tensor([self.current_flos], dtype=torch.float64, device=session.device)
             torch.distributed.all_reduce(counted)
             parallel = session.settings.parallel
-            # Those of a group compute the same batch.
+            # The workers of a group compute the same batch.
             self.current_flos = on_host(counted)[0] / (parallel.cp * parallel.tp * parallel.pp)
         self.state.total_flos += self.current_flos
         self.current_flos = 0.0
@@ -253,12 +254,12 @@ class ElasticTrainer(Trainer):
         if self._session is not None:
             raise TaskError(
                 f"ElasticTrainer: {what} while it trains: each worker has a part of the model; "
-                "call it behind trainer.train(); `everstep export RUN --to FOLDER` writes a step "
-                "that is committed, also during the training"
+                "call it after trainer.train(); `everstep export RUN --to FOLDER` writes a "
+                "committed step, also during the training"
             )
 
     def _predictions(self) -> Predictions | None:
-        """Return what collects outputs for ``compute_metrics``; None if they are not needed."""
+        """Return the collector of outputs for ``compute_metrics``; None if it is not needed."""
         if self.compute_metrics is None or self.args.prediction_loss_only:
             return None
         self._refuse_parts()
@@ -281,7 +282,7 @@ class ElasticTrainer(Trainer):
         return name if not name or name.startswith("eval_") else f"eval_{name}"
 
     def _take_results(self) -> None:
-        """Put into the trainer what the complete run has in storage."""
+        """Load the results of the complete run into the trainer."""
         args, done = self.args, finished_run()
         here = done or FinishedRun(*open_store(args.output_dir))
         best = args.load_best_model_at_end
@@ -351,12 +352,12 @@ class ElasticTrainer(Trainer):
                 deactivate_neftune(source, noise, self.accelerator)
 
     def _build(self, session: Session) -> LRScheduler:
-        """Make what is trained, with the state that it goes on from; return the scheduler."""
+        """Make model and optimizer with the state to continue from; return the scheduler."""
         source = self._source
         self._earlier = Earlier.at(self._resume) if self._resume and not session.step else None
         if self._earlier is not None:
             self._earlier.begin(self, session)
-        # Deep copies take this for the parameter with its values, so a tied one stays tied.
+        # Deep copies replace the parameter by this one with its values, so a tied one stays tied.
         empty = {
             id(one): nn.Parameter(torch.empty_like(one, dtype=torch.float32, device="meta"))
             for one in source.parameters()
@@ -375,8 +376,8 @@ class ElasticTrainer(Trainer):
         scheduler = self.create_scheduler(session.settings.train.steps, optimizer)
         if not isinstance(scheduler, LRScheduler):
             raise TaskError(
-                f"ElasticTrainer: not supported: {type(scheduler).__name__}, which is no "
-                "LRScheduler of torch; set another args.lr_scheduler_type"
+                f"ElasticTrainer: not supported: {type(scheduler).__name__}, "
+                "which is no LRScheduler of torch; set another args.lr_scheduler_type"
             )
         if self._earlier is not None:
             self._earlier.fill(self._locals, self, model, scheduler)
@@ -418,7 +419,7 @@ class ElasticTrainer(Trainer):
         self.control = call(self.args, self.state, self.control)
 
     def _show_callbacks(self) -> None:
-        """Have callbacks get what is trained now."""
+        """Give callbacks the present model, optimizer and scheduler."""
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
 
@@ -428,7 +429,8 @@ class ElasticTrainer(Trainer):
             session.export_with(saved_by(self.processing_class))
         args, steps = self.args, session.settings.train.steps
         if args.eval_on_start or args.eval_strategy != IntervalStrategy.NO:
-            # The first evaluation may be hours away: by then the layout would have trained.
+            # Check now: the first evaluation may be hours away, and by then the layout would have
+            # trained.
             self._predictions()
         self.state = TrainerState()
         self.state.compute_steps(args, steps)
@@ -459,14 +461,14 @@ class ElasticTrainer(Trainer):
             raise TaskError(
                 f"ElasticTrainer: train(resume_from_checkpoint={self._resume!r}): the run "
                 f"directory has steps up to {session.step} that did not begin there; name another "
-                "one, or leave the argument out to go on from its newest step"
+                "one, or leave the argument out to continue from its newest step"
             )
         self._sums.origin = self._resume
-        # What transformers' own callbacks ask for follows from the state, which is the same on all.
+        # The requests of transformers' own callbacks follow from the state, which is equal on all.
         self._votes = any(not type(one).__module__.startswith("transformers.") for one in callbacks)
 
     def _tell_ignored(self, session: Session) -> None:
-        """Say which arguments the configuration overrides."""
+        """Report which arguments the configuration overrides."""
         asked, found = self._settings(), session.settings
         told = [
             f"{part}.{name}={theirs!r} (the arguments: {ours!r})"
@@ -491,7 +493,7 @@ class ElasticTrainer(Trainer):
         def loss_of(batch: tuple[int, Any]) -> tuple[Tensor, int]:
             nonlocal before
             num_samples, inputs = batch
-            # In a pipeline it is called for the first one twice.
+            # In a pipeline this is called twice for the first batch.
             if before is not None and before is not batch and num_samples:
                 self._tell("on_substep_end")
             before = batch
@@ -506,14 +508,14 @@ class ElasticTrainer(Trainer):
         now_s = time.monotonic()
         self._sums.seconds, self._clock_s = self._sums.seconds + now_s - self._clock_s, now_s
         self._tell("on_step_end")
-        # Not where a callback asks for a log: that may be on one worker.
+        # Not if only a callback requests a log: that may be on one worker.
         if step.number % max(1, int(state.logging_steps)) == 0:
             self.store_flos()
         self._log_evaluate_save(step, scheduler)
         ends_epoch = step.number % self._epoch.num_steps == 0 or step.number == train.steps
         self._agree_on_control(step, is_last=step.number == train.steps)
         if ends_epoch or self.control.should_training_stop:
-            # The version of the last step has all of them.
+            # The version of the last step has all lines.
             self.store_flos()
             self._tell("on_epoch_end")
             self._log_evaluate_save(step, scheduler)
@@ -521,7 +523,7 @@ class ElasticTrainer(Trainer):
         return ends_epoch
 
     def _agree_on_control(self, step: Step, *, is_last: bool) -> None:
-        """Have what a callback asks for on one worker hold on all."""
+        """Let a request of a callback on one worker hold on all."""
         control, session = self.control, self._session
         assert session is not None
         for name in ("should_training_stop", "should_epoch_stop"):
@@ -537,7 +539,7 @@ class ElasticTrainer(Trainer):
             )
 
     def _log_evaluate_save(self, step: Step, scheduler: Any) -> None:
-        """Do what the callbacks have asked for."""
+        """Log, evaluate and save as the callbacks requested."""
         if self.control.should_log and self._sums.steps:
             loss = self._sums.take_mean()
             self.log({"loss": loss, "grad_norm": step.grad_norm, "learning_rate": step.lr})
@@ -565,9 +567,9 @@ class ElasticTrainer(Trainer):
         num_samples: int,
         outputs: Callable[[Any, Any], None] | None = None,
     ) -> tuple[Tensor, int]:
-        """Return the mean loss of a batch, and its weight: labels, or else batches count alike.
+        """Return the mean loss of a batch, and its weight: the labels, or 1 per batch.
 
-        ``outputs`` is called with the batch and with what the model returned for it.
+        ``outputs`` is called with the batch and the model's outputs for it.
         """
         inputs = self._prepare_inputs(inputs)
         assert self._session is not None, "it trains"
@@ -578,7 +580,7 @@ class ElasticTrainer(Trainer):
         if degree > 1:
             inputs = self._session.part(inputs)
         labels = inputs.get("shift_labels", inputs.get("labels"))
-        # A mean over batches is what Trainer makes of them; an evaluation is one over samples.
+        # Trainer averages over batches in training, and over samples in an evaluation.
         tokens = num_samples if is_evaluation else self._session.settings.train.micro_batch
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if degree > 1 and not (counts and "shift_labels" in inputs):
@@ -594,14 +596,14 @@ class ElasticTrainer(Trainer):
         if outputs is None:
             loss = self.compute_loss(model, inputs)
         else:
-            # The loss may take the labels out.
+            # The loss may remove the labels from the batch.
             batch = dict(inputs)
             loss, returned = self.compute_loss(model, inputs, return_outputs=True)
             outputs(batch, returned)
         filters = is_evaluation and self.args.logging_nan_inf_filter
         if filters and not loss.isfinite():
             tokens = 0
-        # The mean over no labels is no number, and counts for nothing.
+        # The mean over no labels is nan and must not count.
         return loss if tokens else loss.nan_to_num(nan=0.0), tokens
 
     def _loader(self) -> DataLoader:
@@ -616,7 +618,7 @@ class ElasticTrainer(Trainer):
         return loader
 
     def _sampler(self) -> Any:
-        """Return what gives the order; None for the one of everstep, which is random."""
+        """Return the sampler that gives the order; None for everstep's random order."""
         is_own = type(self)._get_train_sampler is not ElasticTrainer._get_train_sampler  # noqa: SLF001  of its class
         is_random = self.args.train_sampling_strategy == "random"
         return None if is_random and not is_own else self._get_train_sampler(self.train_dataset)
@@ -624,7 +626,7 @@ class ElasticTrainer(Trainer):
     def _reader(
         self, dataset: Any, what: str
     ) -> tuple[Callable[[list[Any]], Any], Callable[[Sequence[int]], list[Any]]]:
-        """Return how samples become a batch, and how they are read."""
+        """Return the functions that make a batch of samples and that read samples."""
         collate = self._get_collator_with_removed_columns(self.data_collator, description=what)
         many = getattr(dataset, "__getitems__", None)
         return collate, many or (lambda indices: [dataset[index] for index in indices])
@@ -659,14 +661,14 @@ class ElasticTrainer(Trainer):
 
 @dataclass(slots=True)
 class _Sums:
-    """What adds up over the steps.
+    """Sums over the steps.
 
     Attributes:
-        total: Losses of all steps.
-        loss: Losses of the ``steps`` since the last line of the log.
-        seconds: Time for which attempts trained, up to the step that was saved.
-        first: Steps that were done elsewhere.
-        origin: Where they were done, as the script says it.
+        total: Sum of the losses of all steps.
+        loss: Sum of the losses of the ``steps`` since the last line of the log.
+        seconds: Time that attempts trained, up to the saved step.
+        first: Number of steps that were done elsewhere.
+        origin: Where they were done, as given by the script.
     """
 
     total: float = 0.0
@@ -690,10 +692,10 @@ class _Sums:
 
 
 class _Saved:
-    """What is saved of a trainer beside model, optimizer and scheduler.
+    """The saved state of a trainer besides model, optimizer and scheduler.
 
     Attributes:
-        differing: What of ``arguments`` was otherwise when it was saved, for people.
+        differing: The ``arguments`` that differ from the saved ones, for people.
     """
 
     def __init__(
@@ -741,7 +743,7 @@ def _copy_values(model: nn.Module, source: nn.Module) -> None:
 
 
 def _speed(split: str, taken_s: float, num_samples: float, num_steps: int) -> dict[str, float]:
-    """Return what ``transformers.trainer_utils.speed_metrics`` does, of a duration."""
+    """Return the values of ``transformers.trainer_utils.speed_metrics``, given a duration."""
     per_s = 1.0 / max(taken_s, 1e-9)
     return {
         f"{split}_runtime": round(taken_s, 4),
