@@ -148,8 +148,6 @@ class Curves:
     """Losses and further numbers of a run by step, from its growing files of lines.
 
     Args:
-        store: Holds the run directory.
-        path: The run directory in it.
         begin: The byte of each file to begin at; a negative one counts from its end.
 
     Attributes:
@@ -366,7 +364,6 @@ def log_tail(store: Store, path: str, *, attempt: int, rank: int, size_bytes: in
     """Return the end of what a rank printed in an attempt; "" if it printed nothing.
 
     Args:
-        path: The run directory.
         attempt: Number of the attempt; 0 for the newest one in which the rank printed something.
         size_bytes: Length of the end; its first line may be incomplete.
     """

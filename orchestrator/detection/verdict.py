@@ -171,7 +171,6 @@ def judge(
 
     Args:
         at_s: Now, on the clock of ``observe``.
-        attempt: The current attempt.
         members: Its workers in rank order.
         limits: Bounds, as ``limits_from(state.step_s_p99)``.
         collectives_fail_s: Time after which waiting collectives fail by themselves and end the

@@ -51,8 +51,6 @@ def advice(
     """Return what to do about the run, the most urgent first.
 
     Args:
-        stats: The folded journal.
-        incidents: The incidents of the run.
         goal: The last step; 0 if unknown.
         why_refused: Why the last request for capacity was refused.
         validation: Validation loss by step.

@@ -95,13 +95,6 @@ def tell(
     a row: ``waits_s`` counts from the first request that is open, or from the last grant,
     ``grant_s`` is how long a machine takes to come, and times are 0 while no request is open.
     ``incidents`` lists the newest ones in order; ``found_s`` is the seconds since each was found.
-
-    Args:
-        described: What ``core.describe`` returns.
-        stats: The folded journal.
-        config: The settings.
-        seen: The controller's view.
-        more: Further keys of the status.
     """
     at_s, is_seen = seen.at_s, math.isfinite(seen.at_s)
     is_priced = any(each.usd_per_hour for each in config.alternatives())

@@ -11,11 +11,7 @@ from ucp_core.numerics import counted
 
 
 def what_it_does(status: Mapping[str, Any]) -> str:
-    """Return what the run does now.
-
-    Args:
-        status: The document of ``/status``.
-    """
+    """Return what the run does now."""
     phase, states = status["phase"], _states(status)
     num = states["training"] + states["forming"]
     if phase == "training":
@@ -38,11 +34,7 @@ def what_it_does(status: Mapping[str, Any]) -> str:
 
 
 def what_survives(redundancy: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return what memory keeps after the loss of a node, and whether that is enough.
-
-    Args:
-        redundancy: The key ``redundancy`` of the document of ``/status``.
-    """
+    """Return what memory keeps after the loss of a node, and whether that is enough."""
     losses, mechanism = redundancy["node_losses_survived"], redundancy["mechanism"]
     if not losses:
         return "would not survive a node loss", False

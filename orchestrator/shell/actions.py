@@ -18,7 +18,6 @@ class Actions:
     """Performs actions on the loop of the run.
 
     Args:
-        parts: The parts of the run.
         stop: Stops the run at the next step boundary, for a reason.
         spawn: Runs a coroutine in the background.
     """

@@ -27,8 +27,6 @@ class DescriptorServer:
     """Hands out the arenas in ``table`` at ``path``, in its own threads, until ``close``.
 
     Args:
-        path: Path of the socket.
-        table: The node's arenas.
         on_refused: Called with the owner (``owner_of``) of a reservation and why it was refused; ""
             once it is granted.
     """

@@ -55,7 +55,6 @@ def reserve(path: Path, arena_name: str, *, body_bytes: int, attempt: int) -> Ar
     """Reserve an arena at the keeper and return it; it outlives this process.
 
     Args:
-        path: The descriptor socket.
         arena_name: ``"{worker}.{generation}"``; a larger arena is a new generation.
         body_bytes: What a buffer has to hold.
         attempt: The attempt that it is for; the keeper refuses older attempts.

@@ -24,7 +24,6 @@ class SequenceParts:
 
     Args:
         names: Entries of a batch with positions along dim 1.
-        mesh: The mesh of the attempt.
         context: The ranks with the other parts; None if this rank has whole sequences.
     """
 

@@ -59,7 +59,6 @@ class Worker:
     Args:
         worker: Worker id, as ``w0007``.
         directory: Shared-memory directory for this node's progress records and rings.
-        settings: The settings of the run.
         on_cpu: Whether it never gets a GPU.
     """
 

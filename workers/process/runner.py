@@ -85,7 +85,6 @@ class AttemptRunner:
 
     Args:
         directory: Shared-memory directory for the progress record and the ring.
-        settings: The settings of the run.
         node: Ray node id, hex.
         progress: The record of its process; None makes one.
     """

@@ -58,10 +58,7 @@ class Plan:
     """The parts of each bucket of a state, made once: slicing takes longer than enqueueing.
 
     Args:
-        targets: The destinations of the tensors.
         places: The addresses of their memory: a tensor may move.
-        buckets: The buckets.
-        bucket_bytes: Their size.
 
     Attributes:
         asked: The part of each bucket that is to be checksummed, by number, once it was asked for.

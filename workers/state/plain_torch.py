@@ -30,7 +30,6 @@ class PlainState:
     Args:
         model: The model, perhaps with ``DistributedDataParallel`` around it.
         optimizers: What updates it.
-        rank: This rank.
         is_alone: Whether it saves the whole state by itself.
 
     Attributes:

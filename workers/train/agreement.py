@@ -45,7 +45,6 @@ def agree_on_data(
         digest: Identifies the samples; "" for the loader's digest.
         restored: The small named values of the version of ``step``.
         step: The step that the attempt resumes from.
-        node: This worker's machine.
 
     Raises:
         DataDiffersError: Workers, or this run and its checkpoint, have different data.

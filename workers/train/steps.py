@@ -42,7 +42,6 @@ class Steps:
     Args:
         step: The step that the attempt resumes from.
         restored: The small named values of its version.
-        node: This worker's machine.
 
     Attributes:
         step: Last completed step.

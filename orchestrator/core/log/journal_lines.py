@@ -58,7 +58,6 @@ def transition_records(
     The writer adds ``seq`` (consecutive over the whole run) and ``wall_time``.
 
     Args:
-        actions: What ``machine.step`` returned for it.
         attempt: Attempt of the state after the event.
     """
     head = {"v": VERSION, "at_s": event.at_s, "attempt": attempt}

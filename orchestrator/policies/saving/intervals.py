@@ -257,7 +257,6 @@ def taken_steps(step_s: float, snapshot: Tier, *, every: int) -> int:
 
     Args:
         step_s: Duration of a step without saves.
-        snapshot: The measured costs of snapshots.
         every: Configured steps between two snapshots; 0 if there are none.
     """
     if not every or not step_s:

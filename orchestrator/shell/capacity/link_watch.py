@@ -55,7 +55,6 @@ class LinkWatch:
     Args:
         inbox: Takes the links that the next order of nodes should avoid.
         suspect: Takes the keepers' findings.
-        views: The nodes by name.
         attempt: Returns the attempt that trains and the node of each rank; () while none trains.
     """
 

@@ -37,7 +37,6 @@ class Notices:
     Args:
         views: The nodes; their state follows the notices.
         inbox: Takes ``NodeDraining`` and ``ControllerDraining``.
-        here: The controller's node.
         drained: By when a person wants the run to leave a node, as an earlier controller heard it.
     """
 

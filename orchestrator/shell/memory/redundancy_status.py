@@ -19,7 +19,6 @@ class ProtectionWatch:
     """Counts the time at reduced redundancy.
 
     Args:
-        snapshots: The snapshots that keepers report.
         tolerance: How many nodes the run should be able to lose: 0, 1 or 2.
     """
 

@@ -47,9 +47,6 @@ class Live:
     When the page is first opened, its curves cover the last 8,000 steps or more.
 
     Args:
-        config: The settings of the run.
-        store: Holds the run directory.
-        path: The run directory in it.
         told: Returns the run's document, with at most ``NUM_NODES`` nodes.
         reports: The last report on every worker.
         at_s: Returns the present time on the run's clock.

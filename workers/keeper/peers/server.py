@@ -102,7 +102,6 @@ class WireServer:
     """Serves the arenas in ``table`` on one interface until ``close``.
 
     Args:
-        table: The node's arenas.
         host: Address on the data network, not 0.0.0.0.
         bytes_per_s: Limit over all connections; 0 is none.
     """

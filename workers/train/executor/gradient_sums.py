@@ -37,7 +37,6 @@ class GradientSums:
     beside that on all ranks, later steps reduce once.
 
     Args:
-        model: The sharded model.
         shapes: Shapes of all parameters of the whole model, by name.
         round_of: As for ``quota``.
         room: Returns how much memory this rank has, and the most that it has used.
