@@ -70,8 +70,7 @@ class StartKeeper:
 
 @value
 class EndKeeper:
-    """End the keeper on ``node`` and free its memory: the run has no worker or reservation there.
-    """
+    """End the keeper on ``node`` and free its memory: the run has no worker or room there."""
 
     node: str
 

@@ -66,8 +66,7 @@ class WorkersSurveyed:
 
 @value
 class NodeJoined:
-    """A node with room for workers is in the cluster; ``rack`` names what it fails together with.
-    """
+    """A node with room for workers is in the cluster; ``rack`` names what it fails with."""
 
     at_s: float
     node: str

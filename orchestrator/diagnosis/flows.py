@@ -74,8 +74,7 @@ class Flows:
         self._waiting -= set(gone)
 
     def waiting(self) -> Iterator[tuple[str, str, Flow]]:
-        """Yield sender, receiver and connection wherever the sender's kernel waits for an answer.
-        """
+        """Yield sender, receiver and connection where the sender's kernel waits for an answer."""
         for key in sorted(self._waiting):
             end, other = self._ends[key], self._ends.get(_reverse(key))
             if other is not None:

@@ -162,8 +162,8 @@ class _Case:
                 guilty=self._guilty(alone),
                 confidence=0.8,
                 since_s=self._since_s(alone, own=True),
-                evidence=f"{_subject(alone)} in a call that all members have made, while others wait "
-                "for a later one: a device or a link to it stands still.",
+                evidence=f"{_subject(alone)} in a call that all members have made, while "
+                "others wait for a later one: a device or a link to it stands still.",
                 alternatives=(Alternative(Kind.LINK_DEAD),),
             )
         elif not links:

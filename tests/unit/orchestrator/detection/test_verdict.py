@@ -244,7 +244,10 @@ def test_a_rank_that_waits_in_what_the_others_left_called_it_otherwise() -> None
     )
     assert told in differs.evidence
     assert (stands.kind, stands.is_program, stands.guilty) == (Kind.UNDECIDED, False, ())
-    assert "others wait for w0 (rank 0), and every member has called what it waits in" in stands.evidence
+    assert (
+        "others wait for w0 (rank 0), and every member has called what it waits in"
+        in stands.evidence
+    )
 
 
 def test_all_inside_the_same_collective_is_undecided() -> None:
