@@ -84,6 +84,9 @@ class Bus:
     def hold(self, mark: Mark) -> None:
         mark.wait()
 
+    def gap(self) -> None:
+        pass
+
 
 def state_of(shape: ModelShape) -> list[StateEntry]:
     """Return weights and moments of a sixteenth of the size."""
@@ -136,8 +139,8 @@ class Steps:
         for number in range(self._num_marks):
             operations(self._count)
             if self._passes:
-                self._writer.passed(ends=number % MARKS_A_BLOCK == 1)
-        self._writer.hold_update()
+                self._writer.device_copy.passed(ends=number % MARKS_A_BLOCK == 1)
+        self._writer.device_copy.hold_update()
         took_s = time.perf_counter() - begun_s
         if snapshot:
             assert self._writer.wait(self._number), "the snapshot was not completed"

@@ -44,6 +44,7 @@ from typing import Any, Final
 
 from tests.benchmarks.common import load_average, percentile
 from tests.benchmarks.peer_saving import train_plainly
+from tests.benchmarks.snapshot_ways import SmallCopies, by_way, counts, switch
 from tests.benchmarks.steps import Job, Meter, batch
 from tests.support.node_memory import NodeProcess
 from tests.support.ranks import Place, running
@@ -148,25 +149,32 @@ def task(session: Session, *, job: Job, meter: Meter) -> None:
     session.optimizer(lambda parameters: adamw(parameters, session.settings.train))
     device = next(model.parameters()).device
     cadences = {
-        way: Cadence(snapshot_every=every, storage_every=stored, last_step=job.num_steps)
-        for way, every, stored in (
-            ("none", NEVER, NEVER),
-            ("snapshots", 1, NEVER),
-            ("stored", 1, STORE_EVERY),
+        way: Cadence(
+            snapshot_every=NEVER if way == "none" else 1,
+            storage_every=STORE_EVERY if way == "stored" else NEVER,
+            last_step=job.num_steps,
         )
+        for way in job.ways
     }
+    small = SmallCopies(device) if job.probes else None
     for step in session.steps(NUM_SAMPLES):
-        meter.tick()
+        meter.tick(counts(session) if job.probes else None)
         # As if it had been asked for in the settings; all ranks do so before the same step.
         way = job.way(step.number)
         session._boundary._cadence = cadences[way]
+        if job.probes:
+            switch(session, way)
         for samples in step.micro_batches():
             inputs, targets = (
                 tokens.to(device)
                 for tokens in batch(samples.tolist(), job.shape.vocab_size, job.sequence_length)
             )
             step.backward(mean_loss(model(inputs), targets), targets.numel())
+            if small is not None:
+                small.send(way)
         step.apply()
+    if small is not None:
+        meter.more["small_ms"] = small.ms()
 
 
 def run_ours(job: Job, folder: Path, *, copies: bool, replicas: int = 1) -> dict[str, Any]:
@@ -204,11 +212,11 @@ def run_ours(job: Job, folder: Path, *, copies: bool, replicas: int = 1) -> dict
                 folder,
             )
         )
-        found = costs(
-            job,
-            ranks.results(RUN_S_MAX),
-            of_block=statistics.mean if way == "stored" else statistics.median,
-        )
+        seen = ranks.results(RUN_S_MAX)
+        of_block = statistics.mean if way == "stored" else statistics.median
+        found = costs(job, seen, of_block=of_block)
+        if job.probes:
+            found["ways"] = by_way(job, seen[0], seen[0]["small_ms"])
         held = [part for node in nodes for part in node.inventory().parts]
         found["held_bytes"] = {
             kind: max((p.held.data_bytes for p in held if ("/" in p.arena) == is_copy), default=0)
@@ -217,6 +225,9 @@ def run_ours(job: Job, folder: Path, *, copies: bool, replicas: int = 1) -> dict
     if way == "stored":
         assert list((folder / "run/checkpoints").iterdir()), "nothing was stored"
     lines = [json.loads(x) for x in (folder / "run/metrics/rank0.jsonl").read_text().splitlines()]
+    for each, told in found.get("ways", {}).items():
+        hows = [line["snapshot"] for line in lines if job.is_kept(line["step"], each)]
+        told["taken"], told["asked"] = hows.count("taken"), len(hows)
     asked = [line for line in lines if job.is_kept(line["step"], way)]
     taken = [line["snapshot_s"] for line in asked if line["snapshot"] == "taken"]
     assert taken, "no snapshot was taken"
@@ -256,20 +267,20 @@ def costs(
     for way, first, last in job.blocks():
         times = seen[0]["times_s"][first : last + 1]
         wall_s[way].append(of_block([b - a for a, b in itertools.pairwise(times)]))
-        for name, by_way in sums_s.items():
+        for name, of_way in sums_s.items():
             total_s = sum(one[name][last] - one[name][first] for one in seen)
-            by_way[way].append(total_s / (last - first))
+            of_way[way].append(total_s / (last - first))
     used_s = sums_s["used_s"]
     found: dict[str, Any] = {"rounds": job.rounds, "steps_a_block": job.block}
     for way in job.ways[1:]:
         found[way] = {"wall": _above(wall_s, way), "processor": _above(used_s, way)}
-    for name, by_way in {
+    for name, of_way in {
         "step_ms": wall_s,
         "processor_ms": used_s,
         "keepers_ms": sums_s["others_s"],
         "beside_ms": sums_s["beside_s"],
     }.items():
-        found[name] = {way: round(1e3 * statistics.median(v), 2) for way, v in by_way.items()}
+        found[name] = {way: round(1e3 * statistics.median(v), 2) for way, v in of_way.items()}
     return found
 
 

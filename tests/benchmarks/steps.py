@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
@@ -34,6 +34,7 @@ class Job:
         sequence_length: Tokens in a sample.
         precision: Of the passes, as in ``TrainSettings``.
         compiled: Whether every block is compiled.
+        probes: Whether small copies are timed meanwhile, and counts are kept.
         layout: Of the workers; None to shard over them.
     """
 
@@ -47,6 +48,7 @@ class Job:
     sequence_length: int = SEQUENCE_LENGTH
     precision: Literal["fp32", "bf16"] = "fp32"
     compiled: bool = False
+    probes: bool = False
     layout: ParallelLayout | None = None
 
     @classmethod
@@ -120,10 +122,14 @@ class Meter:
         self._used_s: list[float] = []
         self._others_s: list[float] = []
         self._beside_s: list[float] = []
+        self._counts: list[Mapping[str, float]] = []
         self._num_steps = job.num_steps
+        #: What else is to be seen.
+        self.more: dict[str, Any] = {}
 
-    def tick(self) -> None:
-        """Note that a step begins."""
+    def tick(self, counts: Mapping[str, float] | None = None) -> None:
+        """Note that a step begins, with what was counted so far."""
+        self._counts.append(counts or {})
         self._times_s.append(time.perf_counter())
         others_s = sum(map(processor_s, self._pids))
         self._used_s.append(time.process_time() + others_s)
@@ -142,6 +148,8 @@ class Meter:
             "used_s": self._used_s,
             "others_s": self._others_s,
             "beside_s": self._beside_s,
+            "counts": self._counts,
+            **self.more,
         }
 
 

@@ -47,6 +47,8 @@ ALONE: Final = frozenset({"snapshot", "pinning", "overhead", "models"})
 EXTRA: Final = frozenset({"demo", "models"})
 #: A part that takes longer has failed.
 PART_S_MAX: Final = 300.0
+#: The same with whole settings.
+FULL_S_MAX: Final = 600.0
 #: How long parts that were not named may take together.
 ALL_S_MAX: Final = 300.0
 
@@ -113,7 +115,7 @@ class _Process:
         found = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         places = os.pathsep.join([str(ROOT), str(ROOT / "workers/public"), *found])
         threads = str(max(1, (os.cpu_count() or 1) // 2)) if ALONE.issuperset(parts) else "1"
-        limit_s = len(parts) * PART_S_MAX
+        limit_s = len(parts) * (FULL_S_MAX if options.full else PART_S_MAX)
         limit_s *= 3 if options.on_cpu else 1
         self._until_s = min(until_s, time.monotonic() + limit_s)
         with self._log.open("wb") as log:

@@ -14,6 +14,7 @@ import torch
 from tests.benchmarks.bare_loop import compare
 from tests.benchmarks.bench_snapshot_gpu import TENSOR_BYTES, measure_copies
 from tests.benchmarks.bench_snapshot_steps import run_ours
+from tests.benchmarks.snapshot_ways import WAYS
 from tests.benchmarks.steps import Job
 from tests.gpu.parts import Lab
 from tests.gpu.rows import tell
@@ -29,14 +30,22 @@ PINNED_BYTES: Final = 10_000_000_000
 
 
 def _job(
-    lab: Lab, ways: tuple[str, ...], *, rounds: int, block: int, compiled: bool = False
+    lab: Lab,
+    ways: tuple[str, ...],
+    *,
+    rounds: int,
+    block: int,
+    preset: str = "350m",
+    compiled: bool = False,
+    probes: bool = False,
 ) -> Job:
-    """Return a training of 350m in bfloat16, of steps as a GPU has them."""
+    """Return a training in bfloat16, of steps as a GPU has them."""
     if lab.on_cpu:
-        return Job(shape=PRESETS["tiny"], workers=1, global_batch=4, rounds=1, block=2, ways=ways)
+        return Job(shape=PRESETS["tiny"], workers=1, global_batch=4, rounds=1, block=2, ways=ways,
+                   probes=probes)  # fmt: skip
     return Job(
-        shape=PRESETS["350m"], workers=1, global_batch=32, micro_batch=16, sequence_length=512,
-        precision="bf16", compiled=compiled, rounds=rounds, block=block, ways=ways,
+        shape=PRESETS[preset], workers=1, global_batch=32, micro_batch=16, sequence_length=512,
+        precision="bf16", compiled=compiled, rounds=rounds, block=block, ways=ways, probes=probes,
     )  # fmt: skip
 
 
@@ -50,25 +59,45 @@ def snapshot(lab: Lab) -> None:
     tell("snapshot", "copy into the keeper's memory over torch's pinned memory",
          f"{of_pinned:.2f} ({copied['pinned_gb_per_s']:.0f} GB/s)", ">= 0.90",
          ok=of_pinned >= COPY_MIN)  # fmt: skip
-    # In a block of two steps the second one is measured, beside a snapshot or none.
-    job = _job(lab, ("none", "snapshots"), rounds=60 if lab.full else 20, block=2)
+    if not lab.full:
+        # In a block of two steps the second one is measured, beside a snapshot or none.
+        _after_every_step(lab, _job(lab, ("none", "snapshots"), rounds=20, block=2), "350m")
+        return
+    for preset, rounds in (("350m", 12), ("1b", 5)):
+        job = _job(lab, WAYS, rounds=rounds, block=3, preset=preset, probes=True)
+        for way, told in _after_every_step(lab, job, preset).items():
+            tell("snapshot", f"{preset}, {way}", _words(told))
+
+
+def _after_every_step(lab: Lab, job: Job, preset: str) -> dict[str, dict[str, float]]:
+    """Tell what a snapshot after every step costs; return what was seen of each way."""
     with tempfile.TemporaryDirectory() as folder:
         found = run_ours(job, Path(folder), copies=False)
     wall = found["snapshots"]["wall"]
     cost, sure = wall["median"], wall["sure"]
     seen = f"{cost:.2%} of {found['step_ms']['none']:.0f} ms, sure {sure[0]:.2%} to {sure[1]:.2%}"
-    tell(
-        "snapshot",
-        "a snapshot after every step",
-        seen,
-        "<= 1 %",
-        ok=None if lab.on_cpu else cost <= SNAPSHOT_MAX,
-    )
+    is_cheap = None if lab.on_cpu else cost <= SNAPSHOT_MAX
+    tell("snapshot", f"a snapshot after every step of {preset}", seen, "<= 1 %", ok=is_cheap)
     taken, asked = found["taken"], found["asked"]
     tell("snapshot", "snapshots taken of asked", f"{taken} of {asked}", "all", ok=taken == asked)
     beside_ms = found["beside_ms"]["snapshots"]
     tell("snapshot", "in the training thread, and in the one beside it, a step",
          f"{found['stall_ms']:.1f} ms, {beside_ms} ms of the processor")  # fmt: skip
+    ways: dict[str, dict[str, float]] = found.get("ways", {})
+    for way in job.ways[1:] if ways else ():
+        ways[way]["cost"] = found[way]["wall"]["median"]
+    return ways
+
+
+def _words(told: dict[str, float]) -> str:
+    """Return what was seen of a way to take snapshots, as a cell of the table."""
+    return (
+        f"{told.get('cost', 0.0):+.1%}; step p50 {told['step_ms']:.0f} ms, p99 "
+        f"{told['step_p99_ms']:.0f} ms; small copies p50 {told['small_ms']:.3f} ms, p99 "
+        f"{told['small_p99_ms']:.3f} ms; {told['gb_per_s']:.1f} GB/s; a step has "
+        f"{told['pieces']:.0f} pieces, {told['pauses']:.0f} pauses, {told['held_ms']:.1f} ms of "
+        f"the interpreter; {told['taken']:.0f} of {told['asked']:.0f} taken"
+    )
 
 
 def overhead(lab: Lab) -> None:

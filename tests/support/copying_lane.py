@@ -78,6 +78,9 @@ class CopyingLane:
         mark.wait()
         self._is_free.clear()
 
+    def gap(self) -> None:
+        pass
+
 
 def install(directory: Path) -> None:
     """Have all states of this process leave by such a stream, in small buckets."""

@@ -60,6 +60,9 @@ class _Bus:
     def hold(self, mark: Mark) -> None:
         mark.wait()
 
+    def gap(self) -> None:
+        pass
+
 
 #: From when to when this stage computed in a step.
 _busy: list[tuple[float, float]] = []

@@ -51,7 +51,7 @@ class SimulatedDevice:
         num_marks: How many marks.
         fails_at: Which of them is refused.
         bytes_copied: By all copies.
-        history: "copy" for each one done, in order, beside what computations put there.
+        history: "copy" and "gap" for each one done, in order, beside what computations put there.
         now_s: The time by its clock, which computations move.
     """
 
@@ -103,6 +103,11 @@ class SimulatedDevice:
 
     def hold(self, mark: Mark) -> None:
         self._held = (*self._held, mark)
+
+    def gap(self) -> None:
+        with self._changed:
+            self._copies.append(Task(lambda: self.history.append("gap")))
+            self._changed.notify()
 
     def end(self) -> None:
         with self._changed:

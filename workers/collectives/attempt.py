@@ -23,6 +23,8 @@ from workers.records import RecordRing
 
 #: How often to poll works on a device; the resolution of their times.
 _SETTLE_S: Final = 0.05
+#: How often to look whether the device has caught up: far less than what is enqueued for it.
+_AHEAD_LOOK_S: Final = 0.0002
 
 _T = TypeVar("_T")
 
@@ -61,6 +63,9 @@ class Attempt:
         aborted: Set once, by ``abort`` or ``fail``.
         places: The places of the ranks; None until this one is connected to the store.
         device_spans: Times the rank's own work on its device; None if it computes on the host.
+        ahead_max: How many collectives may be called before the device has come to the first; 0 for
+            any number. A queue that is full of them keeps the host, with the interpreter, in the
+            driver, and each keeps its outputs. No card has shown yet what a bound costs.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class Attempt:
         self.ring = RecordRing(ring_path, attempt=number, num_ranks=world_size)
         self.places: Places | None = None
         self.device_spans = DeviceSpans(self.ring) if backend == "nccl" else None
+        self.ahead_max = 0
+        self._ahead: deque[nccl.Start] = deque()
         #: The address from which this machine reaches the store.
         self.address = ""
         self._lock = threading.Lock()
@@ -175,6 +182,26 @@ class Attempt:
         """Note a call of a collective on a device, or a wait for one."""
         if self.device_spans is not None:
             self.device_spans.num_calls += 1
+
+    def let_catch_up(self, op: str) -> None:
+        """Wait until the device is at most ``ahead_max`` collectives behind.
+
+        Raises:
+            AbortedError: The attempt was aborted.
+            CollectiveError: A collective failed on the device.
+        """
+        while self.ahead_max and len(self._ahead) >= self.ahead_max:
+            if self._ahead[0].is_reached():
+                self._ahead.popleft()
+            elif self.aborted.wait(_AHEAD_LOOK_S):
+                raise self.error(f"; {op} was not started", op)
+
+    def start(self) -> nccl.Start:
+        """Return where the device comes to the collective that is called next."""
+        start = nccl.Start()
+        if self.ahead_max:
+            self._ahead.append(start)
+        return start
 
     def note_launched(self, group: int, work: _OnDevice) -> None:
         """Note work of a group whose start and end on the device are still to be recorded."""

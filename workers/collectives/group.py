@@ -249,6 +249,8 @@ class RecordedGroup(dist.ProcessGroup):
             raise attempt.error(f"; {op} was not started", op)
         if on_device and nccl.is_recording_graph():
             return None
+        if on_device:
+            attempt.let_catch_up(op)
         index = pair if pair is not None else self._index
         if index is None:
             index = self._index = attempt.ring.group(self._named(), self._ranks)
@@ -256,7 +258,7 @@ class RecordedGroup(dist.ProcessGroup):
         if on_device:
             attempt.note_call()
         # Before the call: a synchronous one makes the stream wait for its end.
-        start = nccl.Start() if on_device else None
+        start = attempt.start() if on_device else None
         return Call(attempt, index, self._label, op, number, seq, start)
 
     def _reduce_scatter(

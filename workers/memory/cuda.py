@@ -43,6 +43,9 @@ class CopyStream(Protocol):
     def hold(self, mark: Mark) -> None:
         """Have later work of training wait for ``mark``."""
 
+    def gap(self) -> None:
+        """Enqueue a small computation behind the copies: see ``Leaving.pieces``."""
+
 
 class CudaStream:
     """A CUDA stream of its own."""
@@ -50,6 +53,7 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device, priority=0)
+        self._small: Tensor | None = None
 
     def mark(self) -> Mark:
         """Return the place behind all that this thread has enqueued."""
@@ -72,6 +76,13 @@ class CudaStream:
         """Have later work of this thread wait for ``mark``."""
         assert isinstance(mark, _Event)
         torch.cuda.current_stream(self._device).wait_event(mark.event)
+
+    def gap(self) -> None:
+        """Enqueue a small computation; see ``CopyStream``."""
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            if self._small is None:
+                self._small = torch.zeros(1, device=self._device)
+            self._small.add_(1)
 
 
 class _Event:

@@ -13,6 +13,8 @@ from workers.memory import Question
 
 #: Two thirds of a millisecond on a bus of 50 GB/s.
 BUCKET_BYTES: Final = 32 << 20
+#: Of a piece of a bucket, for which copies of other streams wait.
+PIECE_BYTES: Final = 32 << 20
 
 
 class TensorRange(NamedTuple):
@@ -74,10 +76,26 @@ class Plan:
     ) -> None:
         self._targets, self._sources, self._places = targets, sources, places
         self.buckets, self.bucket_bytes = buckets, bucket_bytes
+        self.num_bytes = sum(part.high - part.low for each in buckets for part in each)
+        self._pieces: dict[int, list[list[tuple[Tensor, Tensor]]]] = {}
         self.asked: dict[int, Asked] = {}
         flat = [_flat(*pair) for pair in zip(targets, sources, strict=True)]
         parts = [[_part(flat[tensor], low, high) for tensor, low, high in each] for each in buckets]
         self.parts = [[part for part in bucket if part is not None] for bucket in parts]
+
+    def pieces(self, number: int, block_bytes: int) -> list[list[tuple[Tensor, Tensor]]]:
+        """Return the parts of a bucket in pieces; the last result for it."""
+        if number not in self._pieces:
+            parts = self.parts[number]
+            ranges = into_buckets(
+                [target.nbytes for target, _ in parts],
+                bucket_bytes=PIECE_BYTES,
+                block_bytes=block_bytes,
+            )
+            found = [[_part(parts[part], low, high) for part, low, high in each] for each in ranges]
+            pieces = [[part for part in piece if part is not None] for piece in found]
+            self._pieces[number] = [piece for piece in pieces if piece] or [parts]
+        return self._pieces[number]
 
     def fits(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], places: Sequence[int]

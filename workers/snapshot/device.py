@@ -29,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median
 from typing import Final, NamedTuple
@@ -94,6 +95,30 @@ def bucket_releases(num_buckets: int, gaps_s: Sequence[float], bucket_s: float) 
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """How a state leaves a device, where a card has not shown yet which way costs least."""
+
+    #: In pieces with a small computation between any two. A copy engine takes copies in the order
+    #: in which they are ready, whatever the priority of their streams; in such a gap it takes those
+    #: of other streams (meta-pytorch/torchrec, issues 4303, 4315 and 4339).
+    pieces: bool = False
+    #: Behind the passes of every model, not only of a pipeline stage.
+    passes: bool = False
+
+
+@dataclass(slots=True)
+class Counts:
+    """What copies have done so far."""
+
+    num_bytes: int = 0  #: Bytes of the states.
+    num_pieces: int = 0  #: Copies that were enqueued.
+    num_pauses: int = 0  #: Waits for the device to come to a pass.
+    copying_s: float = 0.0  #: Waits for copies that were under way.
+    #: Processor time of ``run``: the longest that it can have kept the interpreter from training.
+    held_s: float = 0.0
+
+
 class _Gate(NamedTuple):
     """The first ``num_buckets`` may leave once the device is at the mark."""
 
@@ -133,12 +158,15 @@ class DeviceCopy:
     ) -> None:
         self._node = node
         self._block_bytes = block_bytes
+        #: From the next ``begin`` on.
+        self.leaving = Leaving()
+        self.counts = Counts()
         self._checksums = checksums or Checksums()
         self._stream = stream
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._plan = Plan((), (), (), [])
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[tuple[int, int], Plan] = {}
         self._todo: deque[int] = deque()
         self._under_way: deque[tuple[Plan, int, Mark]] = deque()
         self._gates: deque[_Gate] = deque()
@@ -187,6 +215,7 @@ class DeviceCopy:
             self._todo.extend(range(len(self._plan.buckets)))
             self._num_checked = num_checked
             self._num_buckets = len(self._todo)
+            self.counts.num_bytes += self._plan.num_bytes
             self._late_s = time.monotonic() + self._step_s
             self._share()
             self._num_begun += 1
@@ -221,9 +250,6 @@ class DeviceCopy:
     def hold_update(self) -> None:
         """Have the device run later work of the training thread after the copy."""
         with self._lock:
-            if bool(self._told_a_step) != bool(self._num_told):
-                # Marks have come or gone, and with them the number of buckets.
-                self._plans = {}
             self._told_a_step, self._num_told = self._num_told, 0
             if self._told is not None:
                 if self._measures:
@@ -253,6 +279,7 @@ class DeviceCopy:
             Exception: The device failed, or lacks memory for copying.
             RuntimeError: The copy was ended before.
         """
+        used_s = time.thread_time()
         found = list(known) or [NO_SUMS] * len(data)
         # A second call finds everything in place.
         num_checked, self._num_checked = self._num_checked, 0
@@ -281,6 +308,7 @@ class DeviceCopy:
                 turn=_TURN_BYTES // BUCKET_BYTES,
                 patience_s=patience_s if len(rest) > 1 else None,
             )
+        self.counts.held_s += time.thread_time() - used_s
         return found
 
     def _in_turns(
@@ -315,6 +343,7 @@ class DeviceCopy:
                 self._release_all()
             gate = None if self._under_way else self._gate()
         if gate is not None:
+            self.counts.num_pauses += 1
             gate.mark.wait()
         with self._lock:
             self._num_reached = self._num_released if gate is None else gate.num_buckets
@@ -344,6 +373,7 @@ class DeviceCopy:
             self._under_way.popleft()
             self._queue_few(left - 1)
             self._leave_s.append(time.monotonic() - begun_s)
+            self.counts.copying_s += self._leave_s[-1]
         asked.append(self._asked_of(plan, number, data))
         self._checksums.ask(asked[-1].question)
         return True
@@ -452,13 +482,24 @@ class DeviceCopy:
             gate = self._gate()
             after = None if gate is None else gate.mark
             try:
-                self._last = self._stream.copy(self._plan.parts[number], after)
+                self._enqueue(self._stream, number, after)
             except Exception as error:  # noqa: BLE001  the training thread goes on
                 self._failed = error
                 self._todo.clear()
                 return
             self._num_queued += 1
+            assert self._last is not None
             self._under_way.append((self._plan, number, self._last))
+
+    def _enqueue(self, stream: CopyStream, number: int, after: Mark | None) -> None:
+        """Enqueue a bucket behind ``after``."""
+        is_whole = not self.leaving.pieces
+        parts = self._plan.parts[number]
+        for piece in [parts] if is_whole else self._plan.pieces(number, self._block_bytes):
+            self._last = stream.copy(piece, after)
+            self.counts.num_pieces += 1
+            if not is_whole:
+                stream.gap()
 
     def _raise_failed(self) -> None:
         if self._failed is not None:
@@ -467,19 +508,19 @@ class DeviceCopy:
     def _plan_of(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Plan:
         """Return how to copy these tensors; the last plan for a buffer if nothing has moved."""
         places = [source.data_ptr() for source in sources]
-        buffer = id(targets[0])
-        plan = self._plans.get(buffer)
+        most = _BUCKETS_MAX if self._told_a_step else _FEW_BUCKETS
+        key = (id(targets[0]), most)
+        plan = self._plans.get(key)
         if plan is None or not plan.fits(targets, sources, places):
             if any(not known.copies(sources, places) for known in self._plans.values()):
                 # They would keep memory that the training has left.
                 self._plans = {}
             sizes = [target.numel() * target.element_size() for target in targets]
-            most = _BUCKETS_MAX if self._told_a_step else _FEW_BUCKETS
             num_blocks = -(-sum(sizes) // (self._block_bytes * most))
             size = max(BUCKET_BYTES, min(num_blocks * self._block_bytes, _BUCKET_BYTES_MAX))
             buckets = into_buckets(sizes, bucket_bytes=size, block_bytes=self._block_bytes)
             plan = Plan(targets, sources, places, buckets, size)
-            self._plans[buffer] = plan
+            self._plans[key] = plan
         return plan
 
     def _buckets_of(self, sizes_bytes: Iterable[int]) -> list[tuple[TensorRange, ...]]:

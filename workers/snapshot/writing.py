@@ -57,6 +57,9 @@ class SnapshotWriter:
         fenced: Returns whether the attempt may write no more.
         told: Returns once the metrics of all steps so far are written, or that takes too long.
         stream: See ``DeviceCopy``.
+
+    Attributes:
+        device_copy: Takes captured state off the device; is told of passes and updates.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class SnapshotWriter:
         self._assignment = assignment
         self._fenced = fenced
         self._told = told
-        self._copy = DeviceCopy(
+        self.device_copy = DeviceCopy(
             Credits(memory.directory), BLOCK_BYTES, stream, checksums=memory.checksums
         )
         self._for_others = ForOthers(memory, assignment)
@@ -147,19 +150,6 @@ class SnapshotWriter:
         """Return whether a snapshot waits to be stored."""
         return self._arena is not None and self._arena.pinned() is not None
 
-    @property
-    def leaves_device(self) -> bool:
-        """Return whether captured state is copied beside the training."""
-        return self._copy.has_stream
-
-    def passed(self, *, ends: bool) -> None:
-        """Note where a pass of a step begins or ends; see ``DeviceCopy``."""
-        self._copy.passed(ends=ends)
-
-    def hold_update(self) -> None:
-        """Hold the update of the weights until the copy under way is done."""
-        self._copy.hold_update()
-
     def capture(self, state: Captured, *, kept_step: int = -1) -> bool:
         """Copy the state into a buffer; return whether that was possible.
 
@@ -192,7 +182,7 @@ class SnapshotWriter:
         mine = self._layout.sources if sums is None else []
         if mine:
             targets = [*self._layout.views[buffer], *targets]
-        self._copy.begin(targets, [*mine, *sources], num_checked=len(mine))
+        self.device_copy.begin(targets, [*mine, *sources], num_checked=len(mine))
         self._captured = _Copied(buffer, state, begun_s, sums or [])
 
     def complete(self, *, pin: bool) -> None:
@@ -203,7 +193,7 @@ class SnapshotWriter:
 
     def wait(self, step: int) -> bool:
         """Wait until no snapshot is under way; return whether that of ``step`` is complete."""
-        self._copy.hurry()
+        self.device_copy.hurry()
         while not self._idle.wait(_LOOK_S):
             if self._fenced():
                 return False
@@ -224,7 +214,7 @@ class SnapshotWriter:
 
     def wait_copied(self, step: int, until_s: float) -> bool:
         """Wait until other nodes have the snapshot of ``step``, or ``until_s``; return whether."""
-        self._copy.hurry()
+        self.device_copy.hurry()
         while True:
             if self._idle.is_set():
                 if self._finished_step != step or self._arena is None:
@@ -250,7 +240,7 @@ class SnapshotWriter:
             # Memory may be on its way, which takes longer.
             return False
         self._late_until_s = time.monotonic() + FINAL_S_MAX
-        self._copy.hurry()
+        self.device_copy.hurry()
         try:
             # A snapshot under way may be the one; it may complete now.
             if not self._idle.wait(FINAL_S_MAX):
@@ -287,7 +277,7 @@ class SnapshotWriter:
         if self._captured is None or self._layout is None:
             return None
         try:
-            self._copy.wait()
+            self.device_copy.wait()
         except Exception:  # noqa: BLE001  who completes it says so, and storage takes over
             return None
         return self._layout.tensors(self._captured.buffer)
@@ -298,13 +288,13 @@ class SnapshotWriter:
         A thread that is stuck releases it once it can. What a device that is stuck may still write
         to is never released.
         """
-        self._copy.hurry()
+        self.device_copy.hurry()
         self._tasks.put(None)
         self._thread.join(_CLOSE_S_MAX)
         with self._ending:
             self._is_left = not self._has_ended
         try:
-            is_ended = self._copy.end(_CLOSE_S_MAX)
+            is_ended = self.device_copy.end(_CLOSE_S_MAX)
         except Exception as error:  # noqa: BLE001  a device that failed is no news by now
             log.warning("the last snapshot is lost, its device failed: %s", error)
             is_ended = True
@@ -361,7 +351,7 @@ class SnapshotWriter:
         assert self._layout is not None
         hurries = time.monotonic() < self._late_until_s
         data = self._layout.data[copied.buffer]
-        sums = self._copy.run(data, known=copied.sums, hurries=hurries)
+        sums = self.device_copy.run(data, known=copied.sums, hurries=hurries)
         # The metrics of a version's steps are written before it counts.
         self._told()
         buffer, state = copied.buffer, copied.state
@@ -374,7 +364,7 @@ class SnapshotWriter:
             # After the record: a pinned buffer is complete.
             self._arena.pin(buffer)
         self._finished_step = state.step
-        self._took_s = time.monotonic() - copied.begun_s - self._copy.waited_s
+        self._took_s = time.monotonic() - copied.begun_s - self.device_copy.waited_s
         self._tell()
         self._for_others.reserve()
 

@@ -17,7 +17,13 @@ from tests.gpu.rows import Row
 pytestmark = pytest.mark.ray
 
 #: The others differ from these in settings, and each takes as long as all of them.
-PARTS = ("groups", pytest.param("faults", marks=pytest.mark.chaos), "pinning", "models")
+PARTS = (
+    "groups",
+    pytest.param("faults", marks=pytest.mark.chaos),
+    "pinning",
+    "models",
+    pytest.param("snapshot", marks=pytest.mark.chaos),
+)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -36,7 +42,8 @@ def test_a_part_sees_what_is_to_be_seen(
 
     monkeypatch.setattr(faults, "cluster_for", here)
 
-    perform([part], Lab(on_cpu=True, full=False, logs=tmp_path))
+    # Its whole settings have every way in which a state may leave a device.
+    perform([part], Lab(on_cpu=True, full=part == "snapshot", logs=tmp_path))
 
     rows = [row for line in capsys.readouterr().out.splitlines() if (row := Row.of(line))]
     assert rows

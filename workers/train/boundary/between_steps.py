@@ -208,7 +208,7 @@ class Boundary:
         if loaded is not None:
             self._check_loaded(loaded)
         if self._writer is not None:
-            self._writer.hold_update()
+            self._writer.device_copy.hold_update()
 
     @contextmanager
     def lent(self, swap: Callable[[], None]) -> Iterator[None]:
@@ -221,7 +221,7 @@ class Boundary:
             raise TaskError("average.swapped() is entered within another one; leave that first")
         if self._writer is not None:
             # A copy of the last step may be under way.
-            self._writer.hold_update()
+            self._writer.device_copy.hold_update()
         (live, self._live), (loaded, self._loaded) = (self._live, None), (self._loaded, None)
         self._is_lent = True
         swap()
@@ -526,9 +526,14 @@ class Boundary:
 
     def _follow(self, writer: SnapshotWriter, sharded: ShardedModel) -> None:
         """Copy snapshots off the device while a stage waits for others, from the second one on."""
-        if self._unfollow is None and writer.leaves_device and self._assignment.layout.pp > 1:
+        copy = writer.device_copy
+        wants = copy.has_stream and (self._assignment.layout.pp > 1 or copy.leaving.passes)
+        if wants and self._unfollow is None:
             blocks = cast("Iterable[nn.Module]", fsdp_modules(sharded.model))
-            self._unfollow = on_passes(blocks, writer.passed)
+            self._unfollow = on_passes(blocks, copy.passed)
+        elif self._unfollow is not None and not wants:
+            self._unfollow()
+            self._unfollow = None
 
     def _store(self) -> None:
         """Write the state to storage, from memory if it was copied there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -23,9 +25,10 @@ from tests.support.ranks import until
 from tests.support.simulated_device import WAIT_S_MAX, SimulatedDevice
 from ucp_core.numerics import NO_SUMS
 from workers.memory import PATIENCE_S, Arena, Checksums, Credits
+from workers.snapshot import buckets as buckets_module
 from workers.snapshot import device as device_module
 from workers.snapshot.buckets import TensorRange, into_buckets
-from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy
+from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy, Leaving
 
 BLOCK_BYTES = 64
 BUCKET_BYTES = 256
@@ -151,6 +154,50 @@ def test_the_next_bucket_waits_on_the_bus_however_large_buckets_are(
         copy.begin(targets, sources, num_checked=len(data))
         copy.run(data)
         assert device.num_copies_max == IN_FLIGHT_MAX
+
+
+def _has_gaps(device: SimulatedDevice, num: int) -> bool:
+    return device.history.count("gap") == num
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_pieces_with_gaps_between_them_are_the_same_state(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket is checksummed once it is there, which its last piece says; one cannot be divided.
+
+    What changes the way may come between two snapshots.
+    """
+    monkeypatch.setattr(device_module, "BUCKET_BYTES", 4 * BUCKET_BYTES)
+    monkeypatch.setattr(buckets_module, "PIECE_BYTES", BUCKET_BYTES)
+    targets, sources, data = tensors()
+    with running(seed) as device:
+        copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
+        for in_pieces in (False, True, False, True):
+            device.history.clear()
+            copy.leaving = Leaving(pieces=in_pieces)
+            before = copy.counts.num_pieces
+            for source in sources:
+                source.add_(1)
+            copy.begin(targets, sources, num_checked=len(data))
+            with ThreadPoolExecutor(1) as other:
+                checked = other.submit(copy.run, data)
+                expected = [source.clone() for source in sources]
+                copy.hold_update()
+                device.compute(lambda: [source.mul_(-3) for source in sources])
+                assert checked.result(WAIT_S_MAX) == [checksums(view) for view in data]
+            device.compute(lambda: None).wait()
+            assert all(map(torch.equal, targets, expected))
+            num_copies = copy.counts.num_pieces - before
+            assert device.history.count("copy") == num_copies
+            if in_pieces:
+                assert num_copies > 4
+                until(functools.partial(_has_gaps, device, num_copies), "the last gap")
+                assert ("copy", "copy") not in pairwise(device.history)
+            else:
+                assert num_copies == 4
+                assert "gap" not in device.history
+    assert copy.counts.num_bytes == 4 * sum(map(len, data))
 
 
 def test_an_update_waits_for_a_copy_that_nobody_has_begun(tmp_path: Path) -> None:

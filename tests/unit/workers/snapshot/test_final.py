@@ -162,7 +162,7 @@ def test_what_came_off_a_device_before_the_fence_is_completed(
     before = {(one.fqn, one.slot): one.tensor.clone() for one in entries}
     rank.may_tell.clear()
     assert rank.take(5, entries)
-    rank.writer.hold_update()
+    rank.writer.device_copy.hold_update()
     simulated.compute(lambda: [one.tensor.add_(1) for one in entries])
     rank.fenced.set()
     rank.may_tell.set()
@@ -179,6 +179,7 @@ class _Clock:
 
     ahead_s: float = 0.0
     sleep = staticmethod(time.sleep)
+    thread_time = staticmethod(time.thread_time)
 
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead_s
@@ -195,11 +196,11 @@ def waiting(
     monkeypatch.setattr(device, "BUCKET_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(form.BufferLayout, "copy", lambda *_: None)
     assert rank.ready(entries)
-    rank.writer.hold_update()
+    rank.writer.device_copy.hold_update()
     for _ in range(10):
-        rank.writer.passed(ends=False)
+        rank.writer.device_copy.passed(ends=False)
     clock.ahead_s += 600
-    rank.writer.hold_update()
+    rank.writer.device_copy.hold_update()
     assert rank.take(5, entries)
     assert eventually(lambda: simulated.history == ["copy"] * device.IN_FLIGHT_MAX)
     with Credits(node.directory, 1).one(20) as has_one:

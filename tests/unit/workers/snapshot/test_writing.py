@@ -343,7 +343,7 @@ def test_a_device_that_failed_does_not_keep_a_writer_from_closing(rank: Rank) ->
             raise RuntimeError("device-side assert triggered")
 
     assert rank.ready(state())
-    rank.writer._copy._last = Failed(lambda: None)
+    rank.writer.device_copy._last = Failed(lambda: None)
     assert rank.writer.close()
 
 
@@ -439,7 +439,7 @@ def test_an_update_on_the_device_waits_for_the_copy_and_the_host_for_neither(
     assert rank.ready(entries)
     for step in range(1, 4):
         assert rank.take(step, entries)
-        rank.writer.hold_update()
+        rank.writer.device_copy.hold_update()
         tensor.add_(1)
         assert rank.writer.wait(step)
         assert loaded(node.arena(), entries)["a", "weight"].unique().tolist() == [step]
