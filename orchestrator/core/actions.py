@@ -213,7 +213,7 @@ class ReportIncident:
     """
 
     attempt: int
-    incident: str  #: A value of ``policies.FaultKind``.
+    incident: str  #: A value of ``FaultKind``.
     guilty: tuple[str, ...]  #: Workers proven to have caused it.
     evidence: str  #: One line for people.
     found_s: float  #: When it was found, or when the members were asked to leave.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from orchestrator.policies import FaultKind
+from orchestrator.fault_kinds import FaultKind
 
 
 class AttemptFailed(NamedTuple):

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 from orchestrator.core.actions import Action, FinishRun, ReportIncident
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import EDGES, Cause, MutableRunState, Phase, RunOutcome
-from orchestrator.policies import FaultKind, LayoutRules
+from orchestrator.fault_kinds import FaultKind
+from orchestrator.policies import LayoutRules
 
 #: Handles an event or a consequence. ``phase_table`` has one for each type and phase.
 Handler: TypeAlias = Callable[["Transition", Any], None]

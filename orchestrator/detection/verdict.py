@@ -35,8 +35,9 @@ from typing import TypeAlias
 from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
 from orchestrator.detection.limits import Limits
 from orchestrator.detection.signs import Sign, describe, sign_of
-from orchestrator.detection.waits import disagreement, graph_of, waits
-from orchestrator.diagnosis import Kind, WaitGraph, device_behind
+from orchestrator.detection.waits import graph_of, records_of, waits
+from orchestrator.diagnosis import WaitGraph, device_behind, mistake
+from orchestrator.fault_kinds import FaultKind
 from workers.protocol import WorkerPhase, WorkerReport
 
 _IN_STEP = frozenset(
@@ -45,12 +46,12 @@ _IN_STEP = frozenset(
 _SLOW_TO_FORM = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 _SLOW_TO_SAVE = frozenset({WorkerPhase.SAVING, WorkerPhase.LEAVING})
 _KINDS = {
-    "gone": Kind.DEAD,
-    "stopped": Kind.FROZEN,
-    "silent": Kind.FROZEN,
-    "held": Kind.INTERPRETER_HELD,
-    "missing": Kind.ABSENT,
-    "stuck": Kind.ABSENT,
+    "gone": FaultKind.DEAD,
+    "stopped": FaultKind.FROZEN,
+    "silent": FaultKind.FROZEN,
+    "held": FaultKind.INTERPRETER_HELD,
+    "missing": FaultKind.ABSENT,
+    "stuck": FaultKind.ABSENT,
 }
 _RAISE_TIMEOUT = " (if it may work this long, raise parallel.collective_timeout_s)"
 _RAISE_PATIENCE = " (if it may pause this long, raise recovery.patience)"
@@ -60,7 +61,7 @@ _BEFORE_FAILING = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Hang:
     """An attempt makes no progress."""
 
     attempt: int
@@ -70,7 +71,7 @@ class Verdict:
     rule: str  #: Name of the rule that fired, as above.
     evidence: str  #: One line for people.
     waited_s: float  #: For how long no member was seen to progress.
-    kind: Kind = Kind.UNDECIDED  #: The kind of fault.
+    kind: FaultKind = FaultKind.UNDECIDED  #: The kind of fault.
     is_program: bool = False  #: Whether ranks are proven to have called different collectives.
     at_odds: tuple[int, ...] = ()  #: The ranks whose calls differ from the majority's.
     #: Guilty workers that may only work for long: no proof against their machines.
@@ -95,11 +96,11 @@ class Stalled:
     waited_s: float  #: For how long no member was seen to progress.
 
 
-Judgement: TypeAlias = Verdict | NodeSilent | Stalled | None
+Judgement: TypeAlias = Hang | NodeSilent | Stalled | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Case:
+class _Attempt:
     """The facts about the attempt to judge.
 
     Ranks are indices in ``members``. ``unseen_s`` is the age of the oldest of the last reports on
@@ -131,12 +132,12 @@ class _Case:
             if row is not None and row.num_dropped and not any(waits(row))
         )
 
-    def verdict(self, rule: str, guilty: list[int], evidence: str) -> Verdict:
-        kind = _KINDS.get(rule, Kind.UNDECIDED)
+    def verdict(self, rule: str, guilty: list[int], evidence: str) -> Hang:
+        kind = _KINDS.get(rule, FaultKind.UNDECIDED)
         rows = [self.rows[rank] for rank in guilty]
-        if kind is Kind.ABSENT and all(row is not None and device_behind(row) for row in rows):
-            kind = Kind.DEVICE_STUCK
-        return Verdict(
+        if kind is FaultKind.ABSENT and all(row is not None and device_behind(row) for row in rows):
+            kind = FaultKind.DEVICE_STUCK
+        return Hang(
             attempt=self.attempt,
             guilty=tuple(sorted(self.members[rank] for rank in guilty)),
             undecided=not guilty,
@@ -200,7 +201,7 @@ def judge(
         for rank, one in known.items()
         if one is not None
     }
-    case = _Case(
+    case = _Attempt(
         attempt=attempt,
         members=members,
         rows=rows,
@@ -264,7 +265,7 @@ def _silent_node(
     return None
 
 
-def _by_kernel(case: _Case) -> Verdict | None:
+def _by_kernel(case: _Attempt) -> Hang | None:
     """Apply rule 1 to the kernel's state of the process."""
     rows = {rank: row for rank, row in case.rows.items() if row is not None}
     gone = [rank for rank, sign in case.signs.items() if sign is Sign.GONE]
@@ -284,7 +285,7 @@ def _by_kernel(case: _Case) -> Verdict | None:
     return None
 
 
-def _by_beat(case: _Case) -> Verdict | None:
+def _by_beat(case: _Attempt) -> Hang | None:
     """Apply rule 1 to a heartbeat that is silent while others are not."""
     silent = [rank for rank, sign in case.signs.items() if sign is Sign.FROZEN]
     rule = "silent"
@@ -299,14 +300,14 @@ def _by_beat(case: _Case) -> Verdict | None:
     return None
 
 
-def _held(case: _Case) -> Iterator[int]:
+def _held(case: _Attempt) -> Iterator[int]:
     for rank, sign in case.signs.items():
         row = case.rows[rank]
         if sign is Sign.HELD and row is not None and row.beat_age_s >= case.limits.held_s:
             yield rank
 
 
-def _by_waits(case: _Case) -> Verdict | None:
+def _by_waits(case: _Attempt) -> Hang | None:
     """Apply rules 2 and 3 to the wait graph of the record rings."""
     if _all_stopped(case):
         return None
@@ -337,18 +338,18 @@ def _by_waits(case: _Case) -> Verdict | None:
     return None
 
 
-def _undecided(case: _Case) -> Verdict | None:
+def _undecided(case: _Attempt) -> Hang | None:
     bound_s = max(case.limits.undecided_s, *(_bound_s(case, rank) for rank in case.rows))
     if case.still_s < bound_s or _all_stopped(case):
         return None
     waiting = case.graph.waits_for
-    wrong = disagreement(case.rows, case.graph)
-    if wrong is not None:
-        verdict = case.verdict("undecided", [], wrong.evidence)
-        return replace(verdict, kind=wrong.kind, at_odds=wrong.ranks, is_program=True)
     if not waiting and case.still_s < case.limits.forming_s:
         # All may do the same for long, for example read data; none delays another.
         return None
+    wrong = mistake(records_of(case.rows, attempt=case.attempt))
+    if wrong is not None:
+        verdict = case.verdict("undecided", [], wrong.evidence.rstrip("."))
+        return replace(verdict, kind=wrong.kind, at_odds=wrong.guilty.ranks, is_program=True)
     where = _where(case)
     if case.unrecorded:
         which = _names(case, sorted(case.unrecorded))
@@ -363,7 +364,7 @@ def _undecided(case: _Case) -> Verdict | None:
     return case.verdict("undecided", [], nobody)
 
 
-def _where(case: _Case) -> str:
+def _where(case: _Attempt) -> str:
     """Return the lines of the script at which the members wait, if they differ."""
     by_place: dict[str, list[str]] = {}
     for rank, row in sorted(case.rows.items()):
@@ -375,7 +376,7 @@ def _where(case: _Case) -> str:
     return f" ({'; '.join(told)})"
 
 
-def _bound_s(case: _Case, rank: int) -> float:
+def _bound_s(case: _Attempt, rank: int) -> float:
     """Return how long a worker may stand still in its present state."""
     row, limits = case.rows[rank], case.limits
     if row is None or row.attempt != case.attempt:
@@ -393,17 +394,17 @@ def _bound_s(case: _Case, rank: int) -> float:
     return min(limits.pause_s if _pauses(case, rank) else inf, _until_failing_s(case))
 
 
-def _until_failing_s(case: _Case) -> float:
+def _until_failing_s(case: _Attempt) -> float:
     return _BEFORE_FAILING * case.collectives_fail_s
 
 
-def _pauses(case: _Case, rank: int) -> bool:
+def _pauses(case: _Attempt, rank: int) -> bool:
     """Return whether a worker has been idle for as long as a script may pause."""
     computes = case.signs.get(rank) is Sign.COMPUTING
     return not computes and case.idle_s.get(rank, 0.0) >= case.limits.pause_s
 
 
-def _is_in_own_code(case: _Case, rank: int) -> bool:
+def _is_in_own_code(case: _Attempt, rank: int) -> bool:
     row = case.rows[rank]
     return (
         row is not None
@@ -412,13 +413,13 @@ def _is_in_own_code(case: _Case, rank: int) -> bool:
     )
 
 
-def _all_stopped(case: _Case) -> bool:
+def _all_stopped(case: _Attempt) -> bool:
     # If a single worker is stopped but its keeper is not, the worker is named.
     stopped = all(case.signs.get(rank) in _STOPPED for rank in case.rows)
     return stopped and len(case.members) > 1
 
 
-def _who_waits_for(case: _Case, missing: list[int]) -> str:
+def _who_waits_for(case: _Attempt, missing: list[int]) -> str:
     for rank in sorted(case.graph.waits_for):
         row = case.rows[rank]
         if row is None or not case.graph.waits_for[rank] & set(missing):
@@ -434,7 +435,7 @@ def _who_waits_for(case: _Case, missing: list[int]) -> str:
     return f"{_names(case, missing)} has not come; {len(case.graph.waits_for)} others wait"
 
 
-def _shown(case: _Case, ranks: list[int]) -> str:
+def _shown(case: _Attempt, ranks: list[int]) -> str:
     """Describe the signs of the first of ``ranks``, and what to do if it is healthy."""
     row, sign = case.rows[ranks[0]], case.signs.get(ranks[0])
     if row is None or sign is None:
@@ -447,5 +448,5 @@ def _shown(case: _Case, ranks: list[int]) -> str:
     return describe(sign, row, case.idle_s[ranks[0]]) + (behind and f", and {behind}") + advice
 
 
-def _names(case: _Case, ranks: list[int]) -> str:
+def _names(case: _Attempt, ranks: list[int]) -> str:
     return ", ".join(f"{case.members[rank]} (rank {rank})" for rank in sorted(ranks))

@@ -8,13 +8,12 @@ not prove that the rank did not call: such a verdict is ``undecided`` and says w
 """
 
 from orchestrator.diagnosis import links
-from orchestrator.diagnosis.analyzer import diagnose
+from orchestrator.diagnosis.analyzer import diagnose, mistake
 from orchestrator.diagnosis.flight_recorder import flight_recorder_dumps
 from orchestrator.diagnosis.flows import Flows, Transfer
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
 from orchestrator.diagnosis.links import dead
 from orchestrator.diagnosis.live import Live, device_behind, roles_of
-from orchestrator.diagnosis.programs import Call, difference, outnumbered
 from orchestrator.diagnosis.records import Operation, Records, matched
 from orchestrator.diagnosis.trace import trace
-from orchestrator.diagnosis.verdicts import Guilty, Kind, Suspicion, Verdict, is_agreed, listed
+from orchestrator.diagnosis.verdicts import Guilty, Suspicion, Verdict, is_agreed, listed

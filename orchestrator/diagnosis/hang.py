@@ -8,6 +8,7 @@
    ``link_dead``, otherwise ``device_stuck``. The host of a dead device continues to call. If all
    members of a group wait like this in one collective, the records do not show which transfer of it
    stands still.
+3. Ranks that wait for each other in a circle called their groups in another order: ``desync``.
 
 A rule that blames the rank that is furthest behind would name ranks that wait themselves. A rank
 whose records are missing or incomplete may have called anything.
@@ -20,8 +21,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
-from orchestrator.diagnosis.records import Operation, Records
-from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Verdict, listed
+from orchestrator.diagnosis.programs import outnumbered
+from orchestrator.diagnosis.records import Operation, Records, at_line
+from orchestrator.diagnosis.verdicts import Alternative, Guilty, Verdict, listed, waiting
+from orchestrator.fault_kinds import FaultKind
 from ucp_core.numerics import counted
 from workers.protocol import GroupState
 
@@ -86,22 +89,22 @@ class _Case:
         behind = sinks & self._ahead.keys()
         loading = frozenset(r for r in sinks if (one := doing[r]) and one.op == "data") - behind
         for kind, ranks in (
-            (Kind.ABSENT, sinks - loading - behind),
-            (Kind.SLOW_DATA, loading),
-            (Kind.DEVICE_STUCK, behind),
+            (FaultKind.ABSENT, sinks - loading - behind),
+            (FaultKind.SLOW_DATA, loading),
+            (FaultKind.DEVICE_STUCK, behind),
         ):
             if not ranks:
                 continue
             # A running process itself reports how far its device is.
-            others = (Kind.DEAD, Kind.FROZEN, Kind.INTERPRETER_HELD)
-            also = (Kind.ABSENT,) if kind is Kind.SLOW_DATA else others
+            others = (FaultKind.DEAD, FaultKind.FROZEN, FaultKind.INTERPRETER_HELD)
+            also = (FaultKind.ABSENT,) if kind is FaultKind.SLOW_DATA else others
             now = "; ".join(
                 f"rank {rank} {self._last(rank, doing[rank])}" for rank in sorted(ranks)[:8]
             )
             yield Verdict(
                 kind=kind,
                 guilty=self._guilty(ranks),
-                confidence=0.8 if kind is Kind.DEVICE_STUCK else 0.95,
+                confidence=0.8 if kind is FaultKind.DEVICE_STUCK else 0.95,
                 since_s=self._since_s(ranks),
                 evidence=f"{self._not_called(ranks)} {now[0].upper()}{now[1:]}.",
                 alternatives=tuple(Alternative(one, self._guilty(ranks)) for one in also),
@@ -112,11 +115,11 @@ class _Case:
             f"rank {rank}: {self.unknown.get(rank, 'no record of it')}" for rank in sorted(ranks)
         )
         return Verdict(
-            kind=Kind.UNDECIDED,
+            kind=FaultKind.UNDECIDED,
             confidence=0.5,
             since_s=self._since_s(ranks),
             evidence=f"{self._not_called(ranks)} But records are missing ({why}).",
-            alternatives=(Alternative(Kind.ABSENT, self._guilty(ranks)),),
+            alternatives=(Alternative(FaultKind.ABSENT, self._guilty(ranks)),),
         )
 
     def stuck(self, ends: frozenset[int]) -> Iterator[Verdict]:
@@ -124,47 +127,43 @@ class _Case:
         waits = self.graph.waits_for
         held = ends or frozenset(rank for rank in waits if not waits[rank]) - self.unknown.keys()
         if not held:
-            yield self._undecided(frozenset(waits), "They wait for each other in a circle.")
+            yield self._circle()
             return
-        # The waiting operations of each call.
-        calls: dict[tuple[str, int], list[Operation]] = defaultdict(list)
-        for rank in sorted(held):
-            for one in self.waited[rank]:
-                calls[one.comm, one.seq].append(one)
+        calls = self._calls(held)
         links = {
             (one.members[0], one.members[1])
-            for waiting in calls.values()
-            for one in waiting
-            if len(one.members) == _PAIR and len(waiting) == _PAIR
+            for each in calls.values()
+            for one in each
+            if len(one.members) == _PAIR and len(each) == _PAIR
         }
         at_links = frozenset(rank for link in links for rank in link)
         if links:
             yield Verdict(
-                kind=Kind.LINK_DEAD,
+                kind=FaultKind.LINK_DEAD,
                 guilty=self._guilty((), links),
                 confidence=0.8,
                 since_s=self._since_s(at_links, own=True),
                 evidence="Both ends of a transfer wait in it, and others wait for them: "
                 + ", ".join(f"rank {a} to rank {b}" for a, b in sorted(links))
                 + ".",
-                alternatives=(Alternative(Kind.DEVICE_STUCK, self._guilty(at_links)),),
+                alternatives=(Alternative(FaultKind.DEVICE_STUCK, self._guilty(at_links)),),
             )
         whole = {
             one.rank
-            for waiting in calls.values()
-            for one in waiting
-            if len(waiting) == len(one.members) > _PAIR
+            for each in calls.values()
+            for one in each
+            if len(each) == len(one.members) > _PAIR
         }
         alone = held - at_links - whole
         if ends and alone:
             yield Verdict(
-                kind=Kind.DEVICE_STUCK,
+                kind=FaultKind.DEVICE_STUCK,
                 guilty=self._guilty(alone),
                 confidence=0.8,
                 since_s=self._since_s(alone, own=True),
-                evidence=f"{_subject(alone)} in a call that all members have made, while "
+                evidence=f"{waiting(alone).capitalize()} in a call that all members have made, while "
                 "others wait for a later one: a device or a link to it stands still.",
-                alternatives=(Alternative(Kind.LINK_DEAD),),
+                alternatives=(Alternative(FaultKind.LINK_DEAD),),
             )
         elif not links:
             yield self._undecided(
@@ -173,13 +172,40 @@ class _Case:
                 "are missing.",
             )
 
+    def _calls(self, ranks: Iterable[int]) -> dict[tuple[str, int], list[Operation]]:
+        """Return what ranks wait in, by the call."""
+        calls: dict[tuple[str, int], list[Operation]] = defaultdict(list)
+        for rank in sorted(ranks):
+            for one in self.waited[rank]:
+                calls[one.comm, one.seq].append(one)
+        return calls
+
+    def _circle(self) -> Verdict:
+        """Return who called groups in another order, so that each waits for a later call."""
+        waits = frozenset(self.graph.waits_for)
+        if self.unknown:
+            return self._undecided(waits, "They wait for each other in a circle.")
+        calls = self._calls(waits).values()
+        odd = outnumbered([one.rank for one in each] for each in calls)
+        told = "; ".join(
+            f"{waiting(one.rank for one in each)} in {_named(each[0])}{at_line(each)}"
+            for each in calls
+        )
+        return Verdict(
+            kind=FaultKind.DESYNC,
+            guilty=self._guilty(odd),
+            confidence=0.9 if odd else 0.6,
+            since_s=self._since_s(waits, own=True),
+            evidence=f"Ranks wait for each other in a circle: {told}.",
+        )
+
     def _undecided(self, ranks: frozenset[int], why: str) -> Verdict:
         return Verdict(
-            kind=Kind.UNDECIDED,
+            kind=FaultKind.UNDECIDED,
             confidence=0.5,
             since_s=self._since_s(ranks, own=True),
-            evidence=f"{_subject(ranks)}. {why}",
-            alternatives=(Alternative(Kind.LINK_DEAD), Alternative(Kind.DEVICE_STUCK)),
+            evidence=f"{waiting(ranks).capitalize()}. {why}",
+            alternatives=(Alternative(FaultKind.LINK_DEAD), Alternative(FaultKind.DEVICE_STUCK)),
         )
 
     def _waiting_for(self, ranks: frozenset[int]) -> Iterator[Operation]:
@@ -201,8 +227,7 @@ class _Case:
         for one in sorted(self._waiting_for(ranks), key=lambda each: each.enter_s):
             by = {each.rank for each in self._waiting_for(ranks) if each.comm == one.comm}
             return (
-                f"{listed(ranks).capitalize()} did not {do} {one.op or 'call'} number {one.seq} "
-                f"of {one.comm}, in which {listed(by)} wait{'s' if len(by) == 1 else ''}."
+                f"{listed(ranks).capitalize()} did not {do} {_named(one)}, in which {waiting(by)}."
             )
         return f"{listed(ranks).capitalize()} did not come."
 
@@ -267,9 +292,8 @@ def _states(rows: list[Operation], waited: Mapping[str, Operation]) -> Iterator[
         )
 
 
-def _subject(ranks: Iterable[int]) -> str:
-    ranks = set(ranks)
-    return f"{listed(ranks).capitalize()} wait{'s' if len(ranks) == 1 else ''}"
+def _named(call: Operation) -> str:
+    return f"{call.op or 'call'} number {call.seq} of {call.comm}"
 
 
 def _p99(values: list[float]) -> float:

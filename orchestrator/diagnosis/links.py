@@ -15,7 +15,8 @@ from statistics import median
 from typing import Final, TypeAlias
 
 from orchestrator.diagnosis.flows import Flows, Transfer
-from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Suspicion, Verdict
+from orchestrator.diagnosis.verdicts import Alternative, Guilty, Suspicion, Verdict
+from orchestrator.fault_kinds import FaultKind
 
 #: A packet was repeated twice, after at least 0.2 s and 0.4 s, and no answer came for this long.
 _BACKOFF: Final = 2
@@ -50,7 +51,7 @@ def dead(flows: Flows, ranks: Mapping[str, int], at_s: float) -> list[Suspicion]
             unheard_s[ends] = max(unheard_s.get(ends, 0.0), 1e-3 * flow.heard_ms)
     return [
         Suspicion(
-            kind=Kind.LINK_DEAD,
+            kind=FaultKind.LINK_DEAD,
             guilty=Guilty.of(links=[(ranks[sender], ranks[receiver])]),
             confidence=0.9,
             since_s=at_s - for_s,
@@ -179,18 +180,24 @@ def slow(
         joined = [(a, b) for a in ranks.get(pair[0], ()) for b in ranks.get(pair[1], ())]
         guilty = Guilty.of((), joined, ())
         is_open = len(rates) == 2  # noqa: PLR2004  two nodes allow no other comparison
-        kinds = ((Kind.SLOW_SENDER, pair[0]), (Kind.SLOW_RECEIVER, pair[1])) if is_open else ()
+        kinds = (
+            ((FaultKind.SLOW_SENDER, pair[0]), (FaultKind.SLOW_RECEIVER, pair[1]))
+            if is_open
+            else ()
+        )
         others = tuple(
             Alternative(kind, Guilty.of(ranks.get(node, ()), (), (node,))) for kind, node in kinds
         )
-        verdicts.append(_verdict(Kind.SLOW_LINK, guilty, {pair}, rates, usual, others))
+        verdicts.append(_verdict(FaultKind.SLOW_LINK, guilty, {pair}, rates, usual, others))
     return verdicts
 
 
-def _lines(rates: Mapping[Pair, float], left: set[Pair]) -> Iterator[tuple[Kind, str, set[Pair]]]:
+def _lines(
+    rates: Mapping[Pair, float], left: set[Pair]
+) -> Iterator[tuple[FaultKind, str, set[Pair]]]:
     """Yield the rows and columns that are slow in at least two thirds, the slowest first."""
-    lines: list[tuple[float, Kind, str, set[Pair]]] = []
-    for kind, end in ((Kind.SLOW_SENDER, 0), (Kind.SLOW_RECEIVER, 1)):
+    lines: list[tuple[float, FaultKind, str, set[Pair]]] = []
+    for kind, end in ((FaultKind.SLOW_SENDER, 0), (FaultKind.SLOW_RECEIVER, 1)):
         for node in sorted({pair[end] for pair in left}):
             line = {pair for pair in rates if pair[end] == node}
             if len(line & left) >= max(2, 2 * len(line) / 3):
@@ -200,7 +207,7 @@ def _lines(rates: Mapping[Pair, float], left: set[Pair]) -> Iterator[tuple[Kind,
 
 
 def _verdict(
-    kind: Kind,
+    kind: FaultKind,
     guilty: Guilty,
     pairs: Collection[Pair],
     rates: Mapping[Pair, float],

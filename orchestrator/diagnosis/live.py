@@ -36,7 +36,8 @@ from orchestrator.diagnosis.slow import (
     power,
     stage_of,
 )
-from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Suspicion, listed
+from orchestrator.diagnosis.verdicts import Alternative, Guilty, Suspicion, listed
+from orchestrator.fault_kinds import FaultKind
 from ucp_core.layout import ParallelLayout
 from ucp_core.numerics import counted
 from workers.protocol import GONE, NOT_FORMED, GroupState, StepCost, WorkerReport
@@ -69,7 +70,7 @@ _SILENT_S: Final = 1.0
 _STOPPED: Final = frozenset("Tt")
 _RUNS: Final = frozenset("RD")
 
-SLOW: Final = frozenset({Kind.SLOW_COMPUTE, Kind.SLOW_DATA})
+SLOW: Final = frozenset({FaultKind.SLOW_COMPUTE, FaultKind.SLOW_DATA})
 
 
 @dataclass(slots=True)
@@ -344,8 +345,8 @@ class Live:
     def _slow(self, at_s: float) -> list[Suspicion]:
         found: list[Suspicion] = []
         for kind, costs, does in (
-            (Kind.SLOW_COMPUTE, self._compute, "computes"),
-            (Kind.SLOW_DATA, self._data, "takes, with its waits for data,"),
+            (FaultKind.SLOW_COMPUTE, self._compute, "computes"),
+            (FaultKind.SLOW_DATA, self._data, "takes, with its waits for data,"),
         ):
             for rank, lag in sorted(costs.lags.items()):
                 row, node = self._rows[rank]
@@ -383,14 +384,14 @@ class Live:
                 told = " and ".join(map(listed, by_past.values()))
                 return [
                     Suspicion(
-                        kind=Kind.DESYNC,
+                        kind=FaultKind.DESYNC,
                         guilty=guilty,
                         confidence=0.9 if odd else 0.6,
                         worker=self._rows[odd[0]][0].worker if odd else "",
                         since_s=at_s,
                         evidence=f"Among the first {number} calls in {name}, {told} made different "
                         "ones. Nothing hangs, but their common results are wrong.",
-                        alternatives=(Alternative(Kind.MISMATCH, guilty),),
+                        alternatives=(Alternative(FaultKind.MISMATCH, guilty),),
                     )
                 ]
         return []
@@ -459,20 +460,23 @@ def _who(rank: int, row: WorkerReport, node: str) -> str:
     return f"Rank {rank} ({row.worker} on node {node[:8]})"
 
 
-def _doing(row: WorkerReport) -> tuple[Kind, str]:
+def _doing(row: WorkerReport) -> tuple[FaultKind, str]:
     """Return what an absent rank does, as a kind and for people."""
     if row.os_state in GONE:
-        return Kind.DEAD, "its process is gone"
+        return FaultKind.DEAD, "its process is gone"
     if row.os_state in _STOPPED:
         by = "a signal" if row.os_state == "T" else "a debugger"
-        return Kind.FROZEN, f"{by} has stopped it"
+        return FaultKind.FROZEN, f"{by} has stopped it"
     if row.beat_age_s >= _SILENT_S and row.os_state not in _RUNS:
-        return Kind.INTERPRETER_HELD, f"its interpreter has been held for {row.beat_age_s:.1f} s"
+        return (
+            FaultKind.INTERPRETER_HELD,
+            f"its interpreter has been held for {row.beat_age_s:.1f} s",
+        )
     if behind := device_behind(row):
-        return Kind.DEVICE_STUCK, behind
+        return FaultKind.DEVICE_STUCK, behind
     span, span_s = (row.digest.span, row.digest.span_s) if row.digest else ("", 0.0)
     if span == "data":
-        return Kind.SLOW_DATA, f"it has waited for data for {span_s:.1f} s"
+        return FaultKind.SLOW_DATA, f"it has waited for data for {span_s:.1f} s"
     if span:
-        return Kind.ABSENT, f"it has been in {span} for {span_s:.1f} s"
-    return Kind.ABSENT, f"it has been in phase {row.phase} for {row.phase_s:.1f} s"
+        return FaultKind.ABSENT, f"it has been in {span} for {span_s:.1f} s"
+    return FaultKind.ABSENT, f"it has been in phase {row.phase} for {row.phase_s:.1f} s"

@@ -3,7 +3,8 @@
 Members of a communicator must make the same calls in the same order. A call that differs in
 operation, type or size is a ``mismatch``. If a rank's later calls equal the others' calls at a
 constant offset, it has skipped calls or made extra ones: ``desync``, with wrong sums until
-something hangs. If the records begin later, the hash of all earlier calls shows this.
+something hangs. If the records begin later, the hash of all earlier calls shows this; a record may
+hold only that hash, and no operation.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from orchestrator.diagnosis.records import Operation
-from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Verdict, listed
+from orchestrator.diagnosis.records import Operation, at_line
+from orchestrator.diagnosis.verdicts import Alternative, Guilty, Verdict, listed, waiting
+from orchestrator.fault_kinds import FaultKind
 
 _TRANSFER: Final = frozenset({"send", "recv"})
 #: Operations whose payloads must be equal on all members. Some libraries allow others to differ;
@@ -23,16 +25,8 @@ _EQUAL_IF_STUCK: Final = _EQUAL | {"all_gather", "reduce_scatter"}
 _SHIFTS: Final = (1, -1, 2, -2, 3, -3, 4, -4)
 
 #: The parts that must be equal: operation, payload size for the operations above, and type.
-Call: TypeAlias = tuple[str, int, str]
-_Calls: TypeAlias = tuple[Call, ...]
+_Calls: TypeAlias = tuple[tuple[str, int, str], ...]
 _BySeq: TypeAlias = dict[int, dict[int, list[Operation]]]
-
-
-def difference(first: Call, second: Call) -> str:
-    """Return in what two waiting calls of the same number differ; "" if they do not."""
-    first, second = _comparable(first, is_stuck=True), _comparable(second, is_stuck=True)
-    names = ("operation", "size", "type")
-    return next((n for n, a, b in zip(names, first, second, strict=True) if a != b), "")
 
 
 def outnumbered(camps: Iterable[Sequence[int]]) -> tuple[int, ...]:
@@ -52,7 +46,7 @@ def programs(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
     calls: dict[str, _BySeq] = defaultdict(lambda: defaultdict(dict))
     for rank, operations in rows.items():
         for one in operations:
-            if one.comm and one.op:
+            if one.comm and (one.op or one.history):
                 calls[one.comm][one.seq].setdefault(rank, []).append(one)
     found = [verdict for comm in calls if (verdict := _of_comm(comm, calls, rows)) is not None]
     found.sort(key=lambda one: (not one.guilty.ranks, one.since_s or 0.0))
@@ -65,7 +59,7 @@ def _of_comm(
     made = {seq: _made(by_rank) for seq, by_rank in sorted(calls[comm].items())}
     wrong = [seq for seq, by_rank in made.items() if len(set(by_rank.values())) > 1]
     if not wrong:
-        return _by_history(calls[comm])
+        return _by_history(comm, calls[comm])
     seq = wrong[0]
     here = calls[comm][seq]
     usual = _majority(made[seq]) or _majority_elsewhere(
@@ -77,54 +71,61 @@ def _of_comm(
     told = {
         call: [rank for rank in made[seq] if made[seq][rank] == call] for call in made[seq].values()
     }
-    said = "; ".join(f"{listed(who)} called {_text(call)}" for call, who in told.items())
+    said = "; ".join(
+        f"{listed(who)} called {_text(call)}{at_line(here[rank][-1] for rank in who)}"
+        for call, who in told.items()
+    )
     after = " Its later calls equal the others' calls at a constant offset." if is_shifted else ""
     named = Guilty.of(guilty, (), {one.node for r in guilty for one in here[r] if one.node})
     return Verdict(
-        kind=Kind.DESYNC if is_shifted else Kind.MISMATCH,
+        kind=FaultKind.DESYNC if is_shifted else FaultKind.MISMATCH,
         guilty=named,
         confidence=0.95 if guilty else 0.6,
         since_s=min(one.enter_s for each in here.values() for one in each),
         evidence=f"{said[0].upper()}{said[1:]}, as number {seq} of {comm}.{after}",
         alternatives=()
         if guilty
-        else tuple(Alternative(Kind.MISMATCH, Guilty.of(who)) for who in told.values()),
+        else tuple(Alternative(FaultKind.MISMATCH, Guilty.of(who)) for who in told.values()),
     )
 
 
-def _by_history(by_seq: _BySeq) -> Verdict | None:
+def _by_history(comm: str, by_seq: _BySeq) -> Verdict | None:
     for seq, by_rank in sorted(by_seq.items()):
-        hashes = {rank: ops[-1].history for rank, ops in by_rank.items() if ops[-1].history}
-        counts = Counter(hashes.values()).most_common()
-        if len(counts) > 1:
-            most, times = counts[0]
-            guilty = [r for r, h in hashes.items() if h != most and 2 * times > len(hashes)]
-            comm = next(iter(by_rank.values()))[0].comm
-            return Verdict(
-                kind=Kind.DESYNC,
-                guilty=Guilty.of(guilty),
-                confidence=0.9 if guilty else 0.6,
-                since_s=None,
-                evidence=f"The members of {comm} made different calls before number {seq}: "
-                "the hashes of all of their calls differ.",
-            )
+        last = {rank: ops[-1] for rank, ops in sorted(by_rank.items()) if ops[-1].history}
+        camps: dict[str, list[int]] = defaultdict(list)
+        for rank, one in last.items():
+            camps[one.history].append(rank)
+        calls = [one for one in last.values() if one.op]
+        if len(camps) < 2 or not calls:  # noqa: PLR2004
+            continue
+        guilty = outnumbered(camps.values())
+        held = [one for one in calls if one.exit_s is None]
+        where = f", in which {waiting(one.rank for one in held)}{at_line(held)}" if held else ""
+        told = " and ".join(map(listed, camps.values()))
+        return Verdict(
+            # All are alike in the call that they made, or some have left it: they made another.
+            kind=FaultKind.DESYNC if len(calls) == len(last) else FaultKind.MISMATCH,
+            guilty=Guilty.of(guilty),
+            confidence=0.9 if guilty else 0.6,
+            since_s=None,
+            evidence=f"Up to call number {seq} of {comm}{where}, {told} "
+            "made different calls: the hashes of all of their calls differ.",
+        )
     return None
 
 
 def _made(by_rank: Mapping[int, list[Operation]]) -> dict[int, _Calls]:
-    is_stuck = any(one.exit_s is None for ops in by_rank.values() for one in ops)
-    return {
-        rank: tuple(
-            _comparable((one.op, one.size_bytes, one.dtype), is_stuck=is_stuck) for one in ops
-        )
-        for rank, ops in by_rank.items()
-    }
+    calls = {rank: own for rank, ops in by_rank.items() if (own := [one for one in ops if one.op])}
+    every = [one for own in calls.values() for one in own]
+    sized = _EQUAL_IF_STUCK if any(one.exit_s is None for one in every) else _EQUAL
+    # A type that one of them does not know is like any other.
+    is_typed = all(one.dtype for one in every)
 
+    def comparable(one: Operation) -> tuple[str, int, str]:
+        op = "transfer" if one.op in _TRANSFER else one.op
+        return op, one.size_bytes if op in sized else 0, one.dtype if is_typed else ""
 
-def _comparable(call: Call, *, is_stuck: bool) -> Call:
-    op, size_bytes, dtype = call
-    op = "transfer" if op in _TRANSFER else op
-    return op, size_bytes if op in (_EQUAL_IF_STUCK if is_stuck else _EQUAL) else 0, dtype
+    return {rank: tuple(map(comparable, own)) for rank, own in calls.items()}
 
 
 def _majority(made: Mapping[int, _Calls]) -> _Calls | None:

@@ -36,6 +36,7 @@ class Operation:
     place: tuple[int, int, int] | None = None  #: Its (dp, pp, tp) in the mesh; None if unknown.
     clock: str = ""  #: Times of different clocks are not compared.
     node: str = ""  #: Machine of the rank; "" if unknown.
+    line: str = ""  #: Line of the script that called it; "" if unknown.
 
     @property
     def is_span(self) -> bool:
@@ -81,6 +82,12 @@ def overlap(rows: Sequence[Operation]) -> tuple[Operation, Operation] | None:
         if before is None or before.exit_s is None or one.exit_s >= before.exit_s:
             before = one
     return None
+
+
+def at_line(operations: Iterable[Operation]) -> str:
+    """Return for people where the script called all of them; "" if that is not one known line."""
+    lines = {one.line for one in operations}
+    return f" at {lines.pop()}" if len(lines) == 1 and "" not in lines else ""
 
 
 def matched(operations: Iterable[Operation]) -> tuple[Operation, ...]:

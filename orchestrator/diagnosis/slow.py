@@ -21,7 +21,8 @@ from statistics import fmean, median, median_low
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from orchestrator.diagnosis.records import Operation
-from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict, listed
+from orchestrator.diagnosis.verdicts import Guilty, Verdict, listed
+from orchestrator.fault_kinds import FaultKind
 
 #: Windows: the width in steps, and the logarithm of the ratio from which the median counts. One
 #: finds large slowdowns, the other small or intermittent ones.
@@ -310,13 +311,13 @@ def slow_ranks(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
     data = _known({rank: _data(spans[rank], usual_s.get(roles[rank], 0.0)) for rank in rows})
     starved = lags(data, roles, stages=stages, nodes=nodes)
     return [
-        *_verdicts(Kind.SLOW_COMPUTE, "computes", found, rows, roles),
-        *_verdicts(Kind.SLOW_DATA, "takes, with its waits for data,", starved, rows, roles),
+        *_verdicts(FaultKind.SLOW_COMPUTE, "computes", found, rows, roles),
+        *_verdicts(FaultKind.SLOW_DATA, "takes, with its waits for data,", starved, rows, roles),
     ]
 
 
 def _verdicts(
-    kind: Kind,
+    kind: FaultKind,
     does: str,
     found: Mapping[int, Lag],
     rows: Mapping[int, list[Operation]],

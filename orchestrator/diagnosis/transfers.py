@@ -15,7 +15,8 @@ from typing import Final, TypeAlias
 
 from orchestrator.diagnosis.records import Operation
 from orchestrator.diagnosis.slow import Lag, growth, lags
-from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Verdict
+from orchestrator.diagnosis.verdicts import Alternative, Guilty, Verdict
+from orchestrator.fault_kinds import FaultKind
 
 _PAIR: Final = 2
 #: Share of a step below which transfers of a link do not matter.
@@ -88,8 +89,8 @@ def _verdicts(
     found: Mapping[_Link, Lag], links: set[_Link], rows: Mapping[int, list[Operation]]
 ) -> Iterator[Verdict]:
     left = set(found)
-    lines: list[tuple[Kind, int, set[_Link]]] = []
-    for kind, end in ((Kind.SLOW_SENDER, 0), (Kind.SLOW_RECEIVER, 1)):
+    lines: list[tuple[FaultKind, int, set[_Link]]] = []
+    for kind, end in ((FaultKind.SLOW_SENDER, 0), (FaultKind.SLOW_RECEIVER, 1)):
         for rank in {link[end] for link in found}:
             line = {link for link in links if link[end] == rank}
             if len(line) >= _PAIR and line <= set(found):
@@ -103,14 +104,14 @@ def _verdicts(
     for link in sorted(left):
         ends = tuple(
             Alternative(kind, Guilty.of([link[end]]))
-            for kind, end in ((Kind.SLOW_SENDER, 0), (Kind.SLOW_RECEIVER, 1))
+            for kind, end in ((FaultKind.SLOW_SENDER, 0), (FaultKind.SLOW_RECEIVER, 1))
             if sum(other[end] == link[end] for other in links) == 1
         )
-        yield _verdict(Kind.SLOW_LINK, Guilty.of((), [link]), {link}, found, rows, ends)
+        yield _verdict(FaultKind.SLOW_LINK, Guilty.of((), [link]), {link}, found, rows, ends)
 
 
 def _verdict(
-    kind: Kind,
+    kind: FaultKind,
     guilty: Guilty,
     line: set[_Link],
     found: Mapping[_Link, Lag],

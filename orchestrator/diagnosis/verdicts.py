@@ -4,33 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any, NamedTuple
 
-
-class Kind(StrEnum):
-    """The kind of a fault; the list is closed.
-
-    Records alone show a process that is dead, frozen or holds its interpreter as ``absent``. They
-    do not show numbers that are not finite or replicas that diverged.
-    """
-
-    DEAD = "dead"
-    FROZEN = "frozen"
-    INTERPRETER_HELD = "interpreter_held"
-    ABSENT = "absent"
-    LINK_DEAD = "link_dead"
-    DEVICE_STUCK = "device_stuck"
-    SLOW_COMPUTE = "slow_compute"
-    SLOW_DATA = "slow_data"
-    SLOW_LINK = "slow_link"
-    SLOW_SENDER = "slow_sender"
-    SLOW_RECEIVER = "slow_receiver"
-    MISMATCH = "mismatch"
-    DESYNC = "desync"
-    NOT_FINITE = "not_finite"
-    DIVERGED = "diverged"
-    UNDECIDED = "undecided"
+from orchestrator.fault_kinds import FaultKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +33,7 @@ class Guilty:
 class Alternative(NamedTuple):
     """Another kind that may be the true one."""
 
-    kind: Kind
+    kind: FaultKind
     guilty: Guilty = Guilty()
 
 
@@ -65,7 +41,7 @@ class Alternative(NamedTuple):
 class Verdict:
     """One fault, with its evidence."""
 
-    kind: Kind
+    kind: FaultKind
     guilty: Guilty = Guilty()  #: Empty if none can be named.
     #: From 0 to 1: how certain kind and guilty are, by the rule that found them.
     confidence: float
@@ -121,6 +97,12 @@ def is_agreed(one: Suspicion, suspects: Iterable[Suspicion], num_ranks: int) -> 
         if (each.kind, each.guilty.nodes) == (one.kind, one.guilty.nodes) and not each.may_be_work
     ]
     return len(alike) == num_ranks > 1
+
+
+def waiting(ranks: Iterable[int]) -> str:
+    """Return for people that ranks wait."""
+    ranks = set(ranks)
+    return f"{listed(ranks)} wait{'s' if len(ranks) == 1 else ''}"
 
 
 def listed(ranks: Iterable[int]) -> str:

@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple
 from orchestrator.core import Incident
 from orchestrator.diagnosis import (
     Guilty,
-    Kind,
     Operation,
     Records,
     Verdict,
@@ -27,7 +26,7 @@ from orchestrator.diagnosis import (
     trace,
 )
 from orchestrator.errors import ConfigError
-from orchestrator.policies import FaultKind
+from orchestrator.fault_kinds import FaultKind
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.torch_files import pickle_tree, read_pickle
 from workers.records import DTYPES, FINISHED, Record, Ring, is_ring, read_ring
@@ -37,10 +36,10 @@ _INCIDENT: Final = "incident.json"
 _REPORTS: Final = "reports.json"
 #: The kernel's letters for the states of a process, and their meaning.
 _STATES: Final = {
-    "T": (Kind.FROZEN, "stopped"),
-    "t": (Kind.FROZEN, "stopped by a debugger"),
-    "Z": (Kind.DEAD, "dead"),
-    "X": (Kind.DEAD, "gone"),
+    "T": (FaultKind.FROZEN, "stopped"),
+    "t": (FaultKind.FROZEN, "stopped by a debugger"),
+    "Z": (FaultKind.DEAD, "dead"),
+    "X": (FaultKind.DEAD, "gone"),
 }
 _PICKLE: Final = b"\x80"
 _RANK: Final = re.compile(r"(\d+)(?:\.\w+)?$")
@@ -59,9 +58,11 @@ _WIDTHS: Final = {
 #: Kinds of verdicts that the run reached without its records. If a death truncates these, they
 #: blame the ranks that still computed. These also include kinds of suspicions that only keepers
 #: have.
-_TOLD: Final = frozenset({Kind.DEAD, Kind.NOT_FINITE, Kind.DIVERGED})
+_TOLD: Final = frozenset({FaultKind.DEAD, FaultKind.NOT_FINITE, FaultKind.DIVERGED})
 _PLANNED: Final = frozenset(kind for kind in FaultKind if kind.is_planned)
-_OF_LINKS: Final = frozenset({Kind.LINK_DEAD, Kind.SLOW_LINK, Kind.SLOW_SENDER, Kind.SLOW_RECEIVER})
+_OF_LINKS: Final = frozenset(
+    {FaultKind.LINK_DEAD, FaultKind.SLOW_LINK, FaultKind.SLOW_SENDER, FaultKind.SLOW_RECEIVER}
+)
 _LONG_AGO: Final = -math.inf
 
 
@@ -137,7 +138,7 @@ def _told(incident: Incident) -> Iterator[Verdict]:
         ranks = [rank for rank, _, _ in incident.places]
         nodes = {node for _, _, node in incident.places}
         yield Verdict(
-            kind=Kind(verdict),
+            kind=FaultKind(verdict),
             guilty=Guilty.of(ranks, (), nodes),
             confidence=1.0 if ranks and incident.verdict else 0.5,
             since_s=None,
@@ -151,7 +152,7 @@ def _seen(incident: Path, told: Sequence[Verdict]) -> Iterator[Verdict]:
     if not path.exists():
         return
     known = {(one.kind, rank) for one in told for rank in one.guilty.ranks}
-    rows: dict[tuple[Kind, str], list[int]] = {}
+    rows: dict[tuple[FaultKind, str], list[int]] = {}
     for row in json.loads(path.read_bytes())["workers"]:
         found = _STATES.get(row["os_state"])
         if found is not None and (found[0], row["rank"]) not in known:
@@ -172,7 +173,7 @@ def _seen(incident: Path, told: Sequence[Verdict]) -> Iterator[Verdict]:
 def _left_out(cut: Sequence[_Cut]) -> Iterator[Verdict]:
     for path, _, error in cut:
         yield Verdict(
-            kind=Kind.UNDECIDED,
+            kind=FaultKind.UNDECIDED,
             confidence=1.0,
             since_s=None,
             evidence=f"{path} is truncated and skipped; everything else was read: {error}",
@@ -181,7 +182,7 @@ def _left_out(cut: Sequence[_Cut]) -> Iterator[Verdict]:
 
 def _verdict(incident: Incident) -> str:
     # A lost node may also be one that no other node reaches: its incident names no verdict.
-    return incident.verdict or (Kind.DEAD if incident.kind == FaultKind.NODE_LOSS else "")
+    return incident.verdict or (FaultKind.DEAD if incident.kind == FaultKind.NODE_LOSS else "")
 
 
 def _write(path: Path, data: bytes) -> None:

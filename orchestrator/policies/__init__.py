@@ -11,9 +11,8 @@ from orchestrator.policies import (
     slow,
     versions,
 )
-from orchestrator.policies.budgets import BudgetRules, Fault, FaultClass, UserError
+from orchestrator.policies.budgets import BudgetRules, Fault, UserError
 from orchestrator.policies.capacity import CapacityRules
-from orchestrator.policies.fault_kinds import FaultKind
 from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import (
     AWAY_H,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+
+from orchestrator.fault_kinds import FaultClass
 
 #: Errors about stored state (``ucp_core.errors``): every rank meets them at once, and they do not
 #: point to the user's code. The next attempt reads storage again.
@@ -33,16 +34,6 @@ OF_ALL = frozenset({NOT_FINITE, "DataDiffersError", "MisfitError"})
 DIVERGED = "DivergedError"
 #: Errors that say what a rank knows of all others.
 PROVEN = frozenset({"ApartError", *OF_ALL})
-
-
-class FaultClass(StrEnum):
-    """The budget that a failed attempt is charged to."""
-
-    INFRASTRUCTURE = "infrastructure"
-    PREEMPTION = "preemption"
-    USER = "user"
-    UNDECIDED = "undecided"
-    PROGRAM = "program"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

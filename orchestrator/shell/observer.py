@@ -196,7 +196,7 @@ class Observer:
         )
         if isinstance(verdict, detection.NodeSilent):
             self._node_silent(verdict.node, verdict.evidence)
-        elif isinstance(verdict, detection.Verdict):
+        elif isinstance(verdict, detection.Hang):
             self._judged = True
             self._inbox.post(
                 HangFound(

@@ -19,6 +19,7 @@ PURE_FOLDERS = (
     "orchestrator/traffic",
 )
 PURE_FILES = (
+    "orchestrator/fault_kinds.py",
     "workers/protocol.py",
     "workers/memory/retention.py",
     "workers/snapshot/final.py",

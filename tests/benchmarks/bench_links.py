@@ -24,7 +24,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
 
-from orchestrator.diagnosis import Flows, Guilty, Kind, Verdict
+from orchestrator.diagnosis import Flows, Guilty, Verdict
+from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import order
 from orchestrator.shell.capacity import LinkWatch
 from orchestrator.shell.inbox import Inbox
@@ -32,7 +33,7 @@ from tests.benchmarks.common import load_average, spread
 from tests.support.link_lab import LinkLab
 from tests.support.network_cluster import why_not
 
-KINDS: Final = (Kind.SLOW_LINK, Kind.SLOW_SENDER, Kind.SLOW_RECEIVER)
+KINDS: Final = (FaultKind.SLOW_LINK, FaultKind.SLOW_SENDER, FaultKind.SLOW_RECEIVER)
 RATES: Final = ("50mbit", "100mbit", "200mbit")
 MACHINES: Final = 4
 #: A fault that was not told by then is missed.
@@ -78,7 +79,7 @@ class _Watch:
         time.sleep(max(0.0, began_s + 1.0 - time.monotonic()))
 
 
-def trial(lab: LinkLab, kind: Kind, victim: int, rate: str) -> dict[str, Any]:
+def trial(lab: LinkLab, kind: FaultKind, victim: int, rate: str) -> dict[str, Any]:
     """Make something slow, wait until it is told, and undo it."""
     watch, source = _Watch(lab), lab.nodes[victim]
     # In gloo's ring a rank sends to the one before it.
@@ -89,9 +90,9 @@ def trial(lab: LinkLab, kind: Kind, victim: int, rate: str) -> dict[str, Any]:
     false = [one.evidence for one in watch.told]
     watch.told.clear()
     began_s = time.monotonic()
-    if kind is Kind.SLOW_LINK:
+    if kind is FaultKind.SLOW_LINK:
         lab.slow_link(source, target, rate)
-    elif kind is Kind.SLOW_SENDER:
+    elif kind is FaultKind.SLOW_SENDER:
         lab.slow_sender(source, rate)
     else:
         lab.slow_receiver(target, rate)
@@ -100,9 +101,9 @@ def trial(lab: LinkLab, kind: Kind, victim: int, rate: str) -> dict[str, Any]:
     took_s = time.monotonic() - began_s
     lab.heal()
     guilty = {
-        Kind.SLOW_LINK: Guilty(links=((victim, lab.nodes.index(target)),)),
-        Kind.SLOW_SENDER: Guilty(ranks=(victim,), nodes=(source,)),
-        Kind.SLOW_RECEIVER: Guilty(ranks=(lab.nodes.index(target),), nodes=(target,)),
+        FaultKind.SLOW_LINK: Guilty(links=((victim, lab.nodes.index(target)),)),
+        FaultKind.SLOW_SENDER: Guilty(ranks=(victim,), nodes=(source,)),
+        FaultKind.SLOW_RECEIVER: Guilty(ranks=(lab.nodes.index(target),), nodes=(target,)),
     }
     return {
         "kind": str(kind), "rate": rate, "said": [str(one.kind) for one in watch.told],

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.diagnosis import Kind
 from orchestrator.driver import diagnose_paths
+from orchestrator.fault_kinds import FaultKind
 from tests.support.ranks import Ranks, running
 from tests.support.training import NUM_RANKS, Watch, finish, stall_path, stop_and_find, train
 
@@ -48,7 +48,7 @@ def test_a_rank_that_works_for_long_is_not_named_and_one_that_stops_then_is(
 
     # Afterwards, or in a copy, the rings say by themselves who holds the others up.
     (told,) = diagnose_paths([str(ranks.places[0].directory)])
-    assert (told.kind, told.guilty.ranks) == (Kind.ABSENT, (2,))
+    assert (told.kind, told.guilty.ranks) == (FaultKind.ABSENT, (2,))
 
     os.kill(ranks.pid(2), signal.SIGSTOP)
     verdict = watch.until_verdict()

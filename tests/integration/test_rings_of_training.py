@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
-from orchestrator.diagnosis import Kind
 from orchestrator.driver import diagnose_paths
+from orchestrator.fault_kinds import FaultKind
 from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
@@ -124,7 +124,7 @@ def _settings(*, steps: int = 14, pp: int = 1, stages_per_worker: int = 1) -> Se
     )
 
 
-def _told(directory: Path) -> set[tuple[Kind, tuple[int, ...], tuple[str, ...]]]:
+def _told(directory: Path) -> set[tuple[FaultKind, tuple[int, ...], tuple[str, ...]]]:
     found = diagnose_paths([str(directory)])
     return {(one.kind, one.guilty.ranks, one.guilty.nodes) for one in found}
 
@@ -136,8 +136,8 @@ def test_rings_name_who_computes_slowly_and_who_gets_data_late(tmp_path: Path) -
         ranks.results()
 
     assert _told(tmp_path) == {
-        (Kind.SLOW_COMPUTE, (2,), ("n2",)),
-        (Kind.SLOW_DATA, (1,), ("n1",)),
+        (FaultKind.SLOW_COMPUTE, (2,), ("n2",)),
+        (FaultKind.SLOW_DATA, (1,), ("n1",)),
     }
     told = CliRunner().invoke(app, ["diagnose", str(tmp_path)]).output
     assert "slow_compute: rank 2, node n2." in told
@@ -153,7 +153,7 @@ def test_rings_name_who_skipped_a_call(tmp_path: Path) -> None:
 
     ((kind, guilty, _),) = _told(tmp_path)
 
-    assert kind in {Kind.MISMATCH, Kind.DESYNC}
+    assert kind in {FaultKind.MISMATCH, FaultKind.DESYNC}
     assert guilty == (3,)
 
 
@@ -173,4 +173,4 @@ def test_a_slow_stage_of_a_pipeline_is_named_alone(tmp_path: Path, stages_per_wo
             stages_per_worker * [(op, n) for op in ("forward", "backward") for n in range(8)]
         )
     assert [ring.place for ring in rings] == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)]
-    assert _told(tmp_path) == {(Kind.SLOW_COMPUTE, (3,), ("n3",))}
+    assert _told(tmp_path) == {(FaultKind.SLOW_COMPUTE, (3,), ("n3",))}

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from orchestrator.diagnosis import Kind, links
+from orchestrator.diagnosis import links
+from orchestrator.fault_kinds import FaultKind
 from tests.support.link_lab import LinkLab
 from tests.support.network_cluster import why_not
 from workers.protocol import Peer
@@ -32,12 +33,14 @@ async def _timed(lab: LinkLab) -> dict[links.Pair, float]:
     return rates
 
 
-@pytest.mark.parametrize("kind", [Kind.SLOW_LINK, Kind.SLOW_SENDER, Kind.SLOW_RECEIVER])
-def test_link_sender_and_receiver_are_told_apart(lab: LinkLab, kind: Kind) -> None:
+@pytest.mark.parametrize(
+    "kind", [FaultKind.SLOW_LINK, FaultKind.SLOW_SENDER, FaultKind.SLOW_RECEIVER]
+)
+def test_link_sender_and_receiver_are_told_apart(lab: LinkLab, kind: FaultKind) -> None:
     """Training shows that m2 sends slowly to m1."""
-    if kind is Kind.SLOW_LINK:
+    if kind is FaultKind.SLOW_LINK:
         lab.slow_link("m2", "m1", "30mbit")
-    elif kind is Kind.SLOW_SENDER:
+    elif kind is FaultKind.SLOW_SENDER:
         lab.slow_sender("m2", "30mbit")
     else:
         lab.slow_receiver("m1", "30mbit")
@@ -52,7 +55,7 @@ def test_link_sender_and_receiver_are_told_apart(lab: LinkLab, kind: Kind) -> No
     (found,) = links.slow(rates, [("m2", "m1")], ranks, {})
 
     assert found.kind is kind, rates
-    if kind is Kind.SLOW_LINK:
+    if kind is FaultKind.SLOW_LINK:
         assert found.guilty.links == ((2, 1),)
     else:
-        assert found.guilty.nodes == ("m2" if kind is Kind.SLOW_SENDER else "m1",)
+        assert found.guilty.nodes == ("m2" if kind is FaultKind.SLOW_SENDER else "m1",)

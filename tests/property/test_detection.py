@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.detection import Verdict, judge, limits_from
+from orchestrator.detection import Hang, judge, limits_from
 from tests.support.histories import ATTEMPT, calm, group, stop, watch
 from workers.protocol import GroupState, WorkerReport
 
@@ -66,11 +66,11 @@ def hung_attempts(draw: st.DrawFn) -> tuple[list[WorkerReport], int]:
     return rows, guilty
 
 
-def verdict_on(rows: list[WorkerReport], *, for_s: float) -> Verdict | None:
+def verdict_on(rows: list[WorkerReport], *, for_s: float) -> Hang | None:
     state, at_s = watch(rows, for_s=for_s, period_s=0.25 if for_s < 10 else 1.0)
     members = tuple(f"w{rank}" for rank in range(len(rows)))
     verdict = judge(state, at_s, attempt=ATTEMPT, members=members, limits=LIMITS)
-    assert verdict is None or isinstance(verdict, Verdict)
+    assert verdict is None or isinstance(verdict, Hang)
     return verdict
 
 

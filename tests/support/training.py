@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from orchestrator.detection import Detector, Limits, Verdict, judge, limits_from, observe
+from orchestrator.detection import Detector, Hang, Limits, judge, limits_from, observe
 from tests.support.ranks import Place, Ranks, until
 from workers import collectives
 from workers.protocol import NodeReport, WorkerPhase
@@ -84,7 +84,7 @@ class Watch:
         self._detector = Detector()
         self._seq = 0
 
-    def look(self) -> Verdict | None:
+    def look(self) -> Hang | None:
         """Take in what is to be seen now; return the verdict on it."""
         now_ns = time.monotonic_ns()
         self._seq += 1
@@ -106,7 +106,7 @@ class Watch:
         verdict = judge(
             self._detector, now_ns / 1e9, attempt=1, members=WORKERS, limits=self.limits
         )
-        assert verdict is None or isinstance(verdict, Verdict)
+        assert verdict is None or isinstance(verdict, Hang)
         return verdict
 
     @property
@@ -115,9 +115,9 @@ class Watch:
         seen = self._detector
         return limits_from(seen.step_s_p99, step_s_p50=seen.step_s_p50)
 
-    def until_verdict(self) -> Verdict:
+    def until_verdict(self) -> Hang:
         """Look until there is a verdict; return it."""
-        found: list[Verdict] = []
+        found: list[Hang] = []
 
         def judged() -> bool:
             time.sleep(LOOK_S)
@@ -155,7 +155,7 @@ class Watch:
         return 0 if view is None else view.step
 
 
-def stop_and_find(ranks: Ranks, watch: Watch, rank: int) -> Verdict:
+def stop_and_find(ranks: Ranks, watch: Watch, rank: int) -> Hang:
     """Stop ``rank`` by a signal until there is a verdict; return that."""
     watch.until_steps(3)
     os.kill(ranks.pid(rank), signal.SIGSTOP)

@@ -18,6 +18,7 @@ from workers.records.ring_format import (
     FINISHED,
     OP_CODES,
     history_after,
+    history_before,
     last_ring_path,
 )
 from workers.records.ring_reader import Record, Ring, RingReader, RingView, is_ring, read_ring

@@ -103,6 +103,7 @@ BLOCKED_HALF: Final = 7
 EXIT_WORD: Final = 7
 
 _KNUTH: Final = 0x9E3779B97F4A7C15
+_KNUTH_INVERSE: Final = pow(_KNUTH, -1, 1 << 32)
 _SEND: Final = OP_CODES["send"]
 #: Calls with one number have the same payload on all members; payloads of other calls may differ.
 _SAME_SIZE: Final = frozenset(
@@ -135,6 +136,13 @@ def history_after(history: int, op: int, dtype: int, size_bytes: int) -> int:
     known = size_bytes if op in _SAME_SIZE else 0
     word = min(op, _SEND) | dtype << 4 | known << 12
     return ((history << 32 ^ word) * _KNUTH >> 32) & 0xFFFFFFFF
+
+
+def history_before(history: int, op: int, dtype: int, size_bytes: int) -> int:
+    """Return the hash that ``history_after`` makes ``history`` of."""
+    known = size_bytes if op in _SAME_SIZE else 0
+    high, low = divmod(min(op, _SEND) | dtype << 4 | known << 12, 1 << 32)
+    return ((history - (low * _KNUTH >> 32)) * _KNUTH_INVERSE ^ high) & 0xFFFFFFFF
 
 
 def packed_call(op: int, dtype: int, history: int) -> int:

@@ -24,7 +24,7 @@ from orchestrator.core.handlers import (
 from orchestrator.core.network import search
 from orchestrator.core.state import Node, RunOutcome, Worker, WorkerStatus
 from orchestrator.core.transition import Transition
-from orchestrator.policies import FaultKind
+from orchestrator.fault_kinds import FaultKind
 
 #: Share of ``start_s`` after which the next late process is killed.
 _SPARED_SHARE: Final = 0.25

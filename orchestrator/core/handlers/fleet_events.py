@@ -34,7 +34,7 @@ from orchestrator.core.handlers import demand, fleet, recovery
 from orchestrator.core.network import links, search
 from orchestrator.core.state import CONTROLLER, Slow, WorkerStatus
 from orchestrator.core.transition import Transition
-from orchestrator.policies import FaultKind
+from orchestrator.fault_kinds import FaultKind
 
 
 def node_joined(transition: Transition, event: NodeJoined) -> None:

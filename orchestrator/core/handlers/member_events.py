@@ -23,7 +23,8 @@ from orchestrator.core.handlers import fleet, planned, recovery
 from orchestrator.core.network import search
 from orchestrator.core.state import MutableRunState, Phase, Worker, worker_number
 from orchestrator.core.transition import Transition
-from orchestrator.policies import STORAGE, FaultKind, Refused, UserError
+from orchestrator.fault_kinds import FaultKind
+from orchestrator.policies import STORAGE, Refused, UserError
 from ucp_core.layout import ParallelLayout
 from workers.protocol import DEVICE_MEMORY
 

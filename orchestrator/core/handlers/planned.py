@@ -15,8 +15,8 @@ from orchestrator.core.handlers import demand, fleet, formation, recovery, slow
 from orchestrator.core.network import reach
 from orchestrator.core.state import Cause, Node, Phase, RunOutcome
 from orchestrator.core.transition import Transition
-from orchestrator.diagnosis import Kind
-from orchestrator.policies import FaultKind, expected_step_s, growth, order, step_ratio
+from orchestrator.fault_kinds import FaultKind
+from orchestrator.policies import expected_step_s, growth, order, step_ratio
 from ucp_core.layout import ParallelLayout
 from ucp_core.numerics import counted
 
@@ -232,7 +232,7 @@ def _consider_order(transition: Transition, layout: ParallelLayout) -> None:
         links = ", ".join(f"{a[:8]} to {b[:8]}" for a, b in slow_links)
         reason = f"in another order no neighbours have a slow link ({links})"
         _change_if_it_pays(
-            transition, FaultKind.MOVE, num, num, ratio, reason, Kind.SLOW_LINK.value
+            transition, FaultKind.MOVE, num, num, ratio, reason, FaultKind.SLOW_LINK.value
         )
 
 

@@ -26,13 +26,11 @@ from orchestrator.core.handlers.formation import wait
 from orchestrator.core.network import reach, search
 from orchestrator.core.state import Cause, MutableRunState, Phase, RunOutcome, Worker, WorkerStatus
 from orchestrator.core.transition import Transition
-from orchestrator.diagnosis import Kind
+from orchestrator.fault_kinds import FaultClass, FaultKind
 from orchestrator.policies import (
     MEMORY,
     WHOLE,
     Fault,
-    FaultClass,
-    FaultKind,
     Refused,
     UserError,
     bad_sources,
@@ -48,12 +46,12 @@ _READ_AGAIN = 0.1
 _UNEXPLAINED = frozenset({FaultKind.HANG, FaultKind.UNDECIDED})
 #: Rule and verdict that follow from the kind of a fault. A lost node may only be cut off.
 _FOUND: Final[Mapping[FaultKind, tuple[str, str]]] = {
-    FaultKind.CRASH: ("exited", Kind.DEAD.value),
-    FaultKind.OUT_OF_MEMORY: ("exited", Kind.DEAD.value),
-    FaultKind.NOT_FINITE: ("checked", Kind.NOT_FINITE.value),
-    FaultKind.DIVERGED: ("compared", Kind.DIVERGED.value),
-    FaultKind.UNDECIDED: ("", Kind.UNDECIDED.value),
-    FaultKind.PEER_LOST: ("", Kind.UNDECIDED.value),
+    FaultKind.CRASH: ("exited", FaultKind.DEAD.value),
+    FaultKind.OUT_OF_MEMORY: ("exited", FaultKind.DEAD.value),
+    FaultKind.NOT_FINITE: ("checked", FaultKind.NOT_FINITE.value),
+    FaultKind.DIVERGED: ("compared", FaultKind.DIVERGED.value),
+    FaultKind.UNDECIDED: ("", FaultKind.UNDECIDED.value),
+    FaultKind.PEER_LOST: ("", FaultKind.UNDECIDED.value),
 }
 
 

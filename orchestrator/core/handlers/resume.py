@@ -20,7 +20,7 @@ from orchestrator.core.state import (
     RunState,
 )
 from orchestrator.core.transition import Transition
-from orchestrator.policies import FaultKind
+from orchestrator.fault_kinds import FaultKind
 
 
 def resume_event(

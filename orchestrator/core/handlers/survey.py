@@ -22,7 +22,7 @@ from orchestrator.core.events import UNKNOWN_ATTEMPT, ControllerStarted, Workers
 from orchestrator.core.handlers import demand, fleet, formation, planned, recovery
 from orchestrator.core.state import ACTIVE, RunState, WorkerStatus, worker_name
 from orchestrator.core.transition import Transition
-from orchestrator.policies import FaultKind
+from orchestrator.fault_kinds import FaultKind
 
 
 def controller_started(transition: Transition, event: ControllerStarted) -> None:

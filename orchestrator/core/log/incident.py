@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from orchestrator.core.log.codec import decoder
 from orchestrator.diagnosis import Suspicion
-from orchestrator.policies import FaultKind
+from orchestrator.fault_kinds import FaultKind
 
 #: Decodes a suspicion from a record of the journal or an incident.
 suspicion: Final = decoder(Suspicion)

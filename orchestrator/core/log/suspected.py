@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from orchestrator.diagnosis import Kind, Suspicion, listed
+from orchestrator.diagnosis import Suspicion, listed
+from orchestrator.fault_kinds import FaultKind
 
 #: Suspicions that follow one another within this time form one spell: with a load of 15 on 2 cores
 #: they came 80 s apart.
 TOGETHER_S = 300.0
 #: Kinds of suspicion that another program on the machine can cause for a healthy rank.
-BY_OTHER_WORK = frozenset({Kind.SLOW_COMPUTE, Kind.SLOW_DATA, Kind.ABSENT})
+BY_OTHER_WORK = frozenset({FaultKind.SLOW_COMPUTE, FaultKind.SLOW_DATA, FaultKind.ABSENT})
 
 
 def in_few_lines(suspicions: Sequence[Suspicion]) -> list[tuple[float, str]]:

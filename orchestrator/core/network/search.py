@@ -22,8 +22,7 @@ from orchestrator.core.events import LinksProbed
 from orchestrator.core.network import links
 from orchestrator.core.state import CONTROLLER, Pair
 from orchestrator.core.transition import Transition
-from orchestrator.diagnosis import Kind
-from orchestrator.policies import FaultKind
+from orchestrator.fault_kinds import FaultKind
 
 #: Faults that a lost link may cause, besides sources that could not be read.
 _NAMELESS = frozenset({FaultKind.UNDECIDED, FaultKind.PEER_LOST})
@@ -170,7 +169,11 @@ def explain(transition: Transition) -> None:
     if found:
         evidence = f"{links.described(found)} ({seen}); before: {cause.evidence}"
         run.cause = replace(
-            cause, kind=FaultKind.LINK, evidence=evidence, rule=rule, verdict=Kind.LINK_DEAD.value
+            cause,
+            kind=FaultKind.LINK,
+            evidence=evidence,
+            rule=rule,
+            verdict=FaultKind.LINK_DEAD.value,
         )
     elif network.is_sound:
         evidence = f"{cause.evidence}; the {len(network.asked)} nodes reach each other"

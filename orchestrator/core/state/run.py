@@ -29,7 +29,8 @@ from orchestrator.core.state.fleet import (
 )
 from orchestrator.core.state.frozen import Frozen, Part
 from orchestrator.core.state.network import Network
-from orchestrator.policies import Fault, FaultKind, FaultsSeen, Refused, Sharing, UserError
+from orchestrator.fault_kinds import FaultKind
+from orchestrator.policies import Fault, FaultsSeen, Refused, Sharing, UserError
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Pace, Source
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from orchestrator.policies.fault_kinds import FaultKind, Loss
+from orchestrator.fault_kinds import FaultKind, Loss
 from workers.protocol import Pace, SaveCosts
 
 #: At half or twice Young's interval, saving and redone work together cost a quarter more.

@@ -13,7 +13,8 @@ from statistics import median
 from typing import Final, Protocol
 
 from orchestrator.core import LinksTimed
-from orchestrator.diagnosis import Flows, Guilty, Kind, Verdict, links
+from orchestrator.diagnosis import Flows, Guilty, Verdict, links
+from orchestrator.fault_kinds import FaultKind
 from orchestrator.shell.capacity.actors import answer
 from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.inbox import Inbox
@@ -75,7 +76,7 @@ class LinkWatch:
         self._num_slow = self._num_well = 0
         self._since_s = 0.0
         self._suspects: list[links.Pair] = []
-        self._told: list[tuple[Kind, Guilty]] = []
+        self._told: list[tuple[FaultKind, Guilty]] = []
         self._again_s, self._pause_s = -math.inf, _AGAIN_S
 
     async def watch_forever(self) -> None:
@@ -169,7 +170,7 @@ def _slow(
     for one in told:
         found |= {(nodes[a], nodes[b], rates[nodes[a], nodes[b]]) for a, b in one.guilty.links}
         for node in one.guilty.nodes:
-            end = one.kind is Kind.SLOW_RECEIVER
+            end = one.kind is FaultKind.SLOW_RECEIVER
             rate = median(rate for pair, rate in rates.items() if pair[end] == node)
             found.add(("", node, rate) if end else (node, "", rate))
     return found

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config import RunConfig
-from orchestrator.diagnosis import Kind
 from orchestrator.driver import diagnose_paths
 from orchestrator.driver.launch import Launched
+from orchestrator.fault_kinds import FaultKind
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -81,4 +81,4 @@ def test_a_hang_keeps_stacks_rings_and_reports(
     assert {row["worker"] for row in reports["workers"]} == stacks.keys()
     assert {path.stem for path in (folder / "rings").iterdir()} == stacks.keys()
     (told,) = diagnose_paths([str(folder)])
-    assert (told.kind, told.guilty.ranks) == (Kind.ABSENT, (1,))
+    assert (told.kind, told.guilty.ranks) == (FaultKind.ABSENT, (1,))

@@ -12,7 +12,8 @@ from math import inf
 from random import Random
 
 from orchestrator.core import events as ev
-from orchestrator.diagnosis import Guilty, Kind, Live, Suspicion, WaitGraph, roles_of
+from orchestrator.diagnosis import Guilty, Live, Suspicion, WaitGraph, roles_of
+from orchestrator.fault_kinds import FaultKind
 from tests.simulation.checkers import SLOW_SEEN_S
 from tests.simulation.faults import watching
 from tests.simulation.world import SimAttempt, SimCluster, SimWorker
@@ -82,7 +83,7 @@ def _slow_cards(
 ) -> tuple[Suspicion, ...]:
     return tuple(
         Suspicion(
-            kind=Kind.SLOW_SENDER,
+            kind=FaultKind.SLOW_SENDER,
             guilty=Guilty.of([rank], (), [worker.node.name]),
             confidence=0.9,
             since_s=cluster.monitor.slowed[worker.name][0],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from orchestrator.core import events as ev
-from orchestrator.detection import Detector, Verdict, at_work, judge, limits_from, observe
+from orchestrator.detection import Detector, Hang, at_work, judge, limits_from, observe
 from tests.simulation.world import STEP_S, SimAttempt, SimCluster, SimWorker
 from workers.protocol import GroupState, NodeReport, WorkerPhase, WorkerReport
 
@@ -63,7 +63,7 @@ def _look(cluster: SimCluster, watching: Watching) -> None:
             limits=_LIMITS,
             collectives_fail_s=_COLLECTIVES_FAIL_S,
         )
-        if isinstance(verdict, Verdict) and watching.judged != newest.number:
+        if isinstance(verdict, Hang) and watching.judged != newest.number:
             watching.judged = newest.number
             cluster.find(
                 ev.HangFound,

@@ -10,15 +10,15 @@ import pytest
 
 from orchestrator.detection import (
     Detector,
+    Hang,
     Judgement,
     NodeSilent,
     Stalled,
-    Verdict,
     judge,
     limits_from,
 )
 from orchestrator.detection.waits import graph_of
-from orchestrator.diagnosis import Kind
+from orchestrator.fault_kinds import FaultKind
 from tests.support.histories import ATTEMPT, WORKERS, calm, group, stop, watch
 from workers.protocol import WorkerPhase, WorkerReport
 from workers.records import OP_CODES, history_after
@@ -53,7 +53,7 @@ def absent(worker: str, rank: int, *, seq: int = 8) -> WorkerReport:
 
 def judged(
     state: Detector, at_s: float, *, collectives_fail_s: float = inf
-) -> Verdict | NodeSilent | None:
+) -> Hang | NodeSilent | None:
     """Return what is proven."""
     found = judge(
         state,
@@ -66,9 +66,9 @@ def judged(
     return None if isinstance(found, Stalled) else found
 
 
-def verdict_on(rows: list[WorkerReport], *, for_s: float) -> Verdict:
+def verdict_on(rows: list[WorkerReport], *, for_s: float) -> Hang:
     verdict = judged(*watch(rows, for_s=for_s))
-    assert isinstance(verdict, Verdict), verdict
+    assert isinstance(verdict, Hang), verdict
     return verdict
 
 
@@ -90,12 +90,14 @@ def test_a_device_that_has_not_reached_what_its_process_called_stands_still() ->
     stuck = replace(absent("w2", 2), groups=(behind,))
     verdict = verdict_on(rows_with(w2=stuck), for_s=PAUSED_S)
 
-    assert (verdict.guilty, verdict.kind) == (("w2",), Kind.DEVICE_STUCK)
+    assert (verdict.guilty, verdict.kind) == (("w2",), FaultKind.DEVICE_STUCK)
     assert "w2 (rank 2) has not reached all_reduce number 9 of group world" in verdict.evidence
     assert "and its device is 3 calls behind in world" in verdict.evidence
 
     rows = rows_with(w1=absent("w1", 1), w2=stuck)
-    assert verdict_on(rows, for_s=PAUSED_S).kind is Kind.ABSENT, "one of two is known to be away"
+    assert verdict_on(rows, for_s=PAUSED_S).kind is FaultKind.ABSENT, (
+        "one of two is known to be away"
+    )
 
 
 def test_nobody_is_named_before_the_limit() -> None:
@@ -123,7 +125,7 @@ def test_a_stopped_process_is_named_soon_though_some_steps_were_slow() -> None:
         for rows in (stopped, hung, gone)
     ]
 
-    assert isinstance(found[0], Verdict)
+    assert isinstance(found[0], Hang)
     assert (found[0].guilty, found[0].rule) == (("w2",), "stopped")
     assert found[1:] == [None, None], "what only looks slow needs a step to be overdue"
 
@@ -210,10 +212,10 @@ def test_a_circle_of_waiting_ranks_is_undecided() -> None:
     verdict = verdict_on(rows, for_s=4.0)
 
     assert verdict.undecided
-    assert (verdict.kind, verdict.at_odds, verdict.is_program) == (Kind.DESYNC, (0,), True)
+    assert (verdict.kind, verdict.at_odds, verdict.is_program) == (FaultKind.DESYNC, (0,), True)
     assert (
-        "in a circle: rank 0 waits in all_reduce as number 3 of group a; ranks 1, 2, 3 wait in "
-        "all_reduce as number 4 of group b"
+        "in a circle: rank 0 waits in all_reduce number 3 of a; ranks 1, 2, 3 wait in all_reduce "
+        "number 4 of b"
     ) in verdict.evidence
 
 
@@ -231,19 +233,19 @@ def test_a_rank_that_waits_in_what_the_others_left_called_it_otherwise() -> None
     left = replace(group("world", WORLD, 8), history=past)
     rows[3] = replace(rows[3], groups=(left, group("dp", (1, 3), 4, waiting_s=2.0)))
 
-    def with_past(hash_: int) -> Verdict:
+    def with_past(hash_: int) -> Hang:
         behind = replace(group("world", WORLD, 8, waiting_s=2.0), dtype=1, history=hash_)
         return verdict_on([replace(rows[0], groups=(behind,)), *rows[1:]], for_s=4.0)
 
     differs, stands = with_past(78), with_past(past)
 
-    assert (differs.kind, differs.at_odds, differs.is_program) == (Kind.MISMATCH, (0,), True)
+    assert (differs.kind, differs.at_odds, differs.is_program) == (FaultKind.MISMATCH, (0,), True)
     told = (
-        "rank 0 waits in all_reduce as number 8 of group world; up to it rank 0 and ranks 1, 2, 3 "
-        "made different calls"
+        "Up to call number 8 of world, in which rank 0 waits, rank 0 and ranks 1, 2, 3 made "
+        "different calls"
     )
     assert told in differs.evidence
-    assert (stands.kind, stands.is_program, stands.guilty) == (Kind.UNDECIDED, False, ())
+    assert (stands.kind, stands.is_program, stands.guilty) == (FaultKind.UNDECIDED, False, ())
     assert (
         "others wait for w0 (rank 0), and every member has called what it waits in"
         in stands.evidence
@@ -282,14 +284,14 @@ def test_different_operations_of_one_number_are_told_but_blame_nobody() -> None:
     assert verdict.is_program
     assert verdict.at_odds == (2,)
     assert (
-        "ranks 0, 1, 3 called all_reduce and rank 2 called broadcast as number 9"
-        in verdict.evidence
+        "Ranks 0, 1, 3 called all_reduce of 64 bytes; rank 2 called broadcast of 64 bytes, as "
+        "number 9 of world" in verdict.evidence
     )
 
     places = {"w0": "train.py:55", "w1": "train.py:55", "w2": "train.py:57", "w3": "train.py:55"}
     rows = [replace(row, place=places[row.worker]) for row in rows_with(w2=other)]
     assert (
-        "all_reduce at train.py:55 and rank 2 called broadcast at train.py:57"
+        "of 64 bytes at train.py:55; rank 2 called broadcast of 64 bytes at train.py:57"
         in verdict_on(rows, for_s=4.0).evidence
     )
 
@@ -302,7 +304,7 @@ def test_different_sizes_of_one_call_are_told_too() -> None:
     verdict = verdict_on(rows_with(w2=other), for_s=4.0)
 
     assert verdict.is_program
-    assert "all_reduce of 64 bytes and rank 2 called all_reduce of 128 bytes" in verdict.evidence
+    assert "all_reduce of 64 bytes; rank 2 called all_reduce of 128 bytes" in verdict.evidence
 
 
 def test_another_type_is_told_and_so_are_calls_that_differed_before() -> None:
@@ -316,12 +318,14 @@ def test_another_type_is_told_and_so_are_calls_that_differed_before() -> None:
         verdict_on([*rows[:2], one, rows[3]], for_s=4.0) for one in (typed, shifted)
     )
 
-    assert (other_type.kind, other_type.is_program) == (Kind.MISMATCH, True)
-    assert "rank 2 called all_reduce of another type as number 9" in other_type.evidence
-    assert (other_past.kind, other_past.is_program) == (Kind.DESYNC, True)
+    assert (other_type.kind, other_type.is_program) == (FaultKind.MISMATCH, True)
+    assert (
+        "float32; rank 2 called all_reduce of 64 bytes float16, as number 9" in other_type.evidence
+    )
+    assert (other_past.kind, other_past.is_program) == (FaultKind.DESYNC, True)
     told = (
-        "ranks 0, 1, 2, 3 wait in all_reduce as number 9 of group world; up to it ranks 0, 1, 3 "
-        "and rank 2 made different calls"
+        "Up to call number 9 of world, in which ranks 0, 1, 2, 3 wait, ranks 0, 1, 3 and rank 2 "
+        "made different calls"
     )
     assert told in other_past.evidence
     assert other_past.guilty == ()
@@ -368,11 +372,11 @@ def test_a_rank_that_sleeps_in_c_is_given_the_time_that_another_process_takes() 
             assert judged(state, at_s) is None, seconds
 
     verdict = judged(state, at_s)
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, Hang)
     assert (verdict.guilty, verdict.rule, verdict.kind) == (
         ("w2",),
         "held",
-        Kind.INTERPRETER_HELD,
+        FaultKind.INTERPRETER_HELD,
     )
     assert verdict.maybe_well == ("w2",)
 
@@ -414,7 +418,7 @@ def test_a_rank_whose_thread_idles_is_not_said_to_compute_for_a_thread_beside_it
         state, at_s = watch(rows_with(w2=dead), for_s=0.0, state=state, from_s=at_s + 1.0)
 
     found = judged(state, at_s, collectives_fail_s=300.0)
-    assert isinstance(found, Verdict)
+    assert isinstance(found, Hang)
     assert found.guilty == ("w2",)
     assert "its training thread has used no processor time for" in found.evidence
 
@@ -436,9 +440,9 @@ def test_a_frozen_rank_that_is_alone_is_named_a_little_later() -> None:
         state, at_s = watch([frozen], for_s=for_s)
         return judge(state, at_s, attempt=ATTEMPT, members=("w0",), limits=LIMITS)
 
-    assert not isinstance(found(2.75), Verdict)
+    assert not isinstance(found(2.75), Hang)
     verdict = found(3.25)
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, Hang)
     assert (verdict.guilty, verdict.rule) == (("w0",), "silent")
 
 
@@ -465,13 +469,13 @@ def test_a_stopped_rank_is_not_named_until_the_others_were_seen_since() -> None:
         [stop(row, for_s=0.57) for row in waiting[:2]], for_s=0.0, state=before, from_s=at_s + 0.58
     )
 
-    def seen(rest: list[WorkerReport]) -> Verdict | NodeSilent | None:
+    def seen(rest: list[WorkerReport]) -> Hang | NodeSilent | None:
         return judged(*watch(rest, for_s=0.0, state=held, from_s=at_s, node_of=node_of))
 
     assert judged(held, at_s) is None
     assert seen([stop(row) for row in waiting[2:]]) is None
     verdict = seen(waiting[2:])
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, Hang)
     assert verdict.guilty == ("w0", "w1")
 
 
@@ -516,7 +520,7 @@ def test_a_hang_that_lasts_beyond_a_gap_is_still_found() -> None:
     state, at_s = watch(rows_with(w2=absent("w2", 2)), for_s=2.0, state=state, from_s=at_s + 0.25)
 
     verdict = judged(state, at_s)
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, Hang)
     assert verdict.guilty == ("w2",)
 
 
@@ -594,7 +598,7 @@ def test_what_is_written_beside_training_does_not_hide_a_hang() -> None:
         state, at_s = watch(rows_with(w2=stuck), for_s=0.0, state=state, from_s=at_s + 1.0)
 
     verdict = judged(state, at_s)
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, Hang)
     assert verdict.guilty == ("w2",)
 
 
@@ -631,7 +635,7 @@ def test_who_computes_is_not_named_before_the_others_give_up(
 
     assert judged(state, at_s) is None
     found = judged(state, at_s, collectives_fail_s=300.0)
-    assert isinstance(found, Verdict)
+    assert isinstance(found, Hang)
     assert (found.guilty, found.rule, found.maybe_well) == (("w2",), "missing", ("w2",))
     assert "raise parallel.collective_timeout_s" in found.evidence
 
@@ -672,7 +676,7 @@ def test_fifty_pauses_of_a_minute_strike_nobody_and_hide_nothing(
     state, at_s = watch(stopped, for_s=1.0, state=state, from_s=at_s + 0.1, period_s=0.1)
 
     found = judged(state, at_s)
-    assert isinstance(found, Verdict)
+    assert isinstance(found, Hang)
     assert (found.guilty, found.rule) == (("w2",), "stopped")
 
 
@@ -684,7 +688,7 @@ def test_what_ray_and_the_beat_use_is_no_computing() -> None:
         state, at_s = watch(rows_with(w2=waiting), for_s=0.0, state=state, from_s=at_s + 1.0)
 
     found = judged(state, at_s)
-    assert isinstance(found, Verdict)
+    assert isinstance(found, Hang)
     assert found.guilty == ("w2",)
 
 
@@ -700,7 +704,7 @@ def test_a_rank_that_pauses_after_long_computing_has_its_time_from_then_on() -> 
     state, at_s = watch(pausing, for_s=3.0, state=state, from_s=at_s + 1.0, period_s=1.0)
 
     found = judged(state, at_s)
-    assert isinstance(found, Verdict)
+    assert isinstance(found, Hang)
     assert found.guilty == ("w2",)
 
 
@@ -738,7 +742,7 @@ def test_a_script_has_no_more_time_than_the_collectives_of_the_others() -> None:
     state, at_s = watch(rows_with(w1=hung), for_s=56.0)
 
     verdict = judged(state, at_s, collectives_fail_s=60.0)
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, Hang)
     assert (verdict.guilty, verdict.rule) == (("w1",), "missing")
     assert "raise parallel.collective_timeout_s" in verdict.evidence
     assert judged(state, at_s, collectives_fail_s=90.0) is None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.diagnosis import Kind, Operation, Records, Verdict, diagnose
+from orchestrator.diagnosis import Operation, Records, Verdict, diagnose
+from orchestrator.fault_kinds import FaultKind
 
 WORLD = (0, 1, 2, 3)
 
@@ -40,7 +41,7 @@ def test_who_did_not_call_what_the_others_wait_in_is_absent() -> None:
         *(call(r, 1, done=True) for r in WORLD), *(call(r, 2, at=2.0) for r in (0, 1, 3))
     )
 
-    assert (verdict.kind, verdict.guilty.ranks, verdict.since_s) == (Kind.ABSENT, (2,), 2.0)
+    assert (verdict.kind, verdict.guilty.ranks, verdict.since_s) == (FaultKind.ABSENT, (2,), 2.0)
     assert "did not call all_reduce number 2 of world, in which ranks 0, 1, 3 wait" in (
         verdict.evidence
     )
@@ -60,7 +61,7 @@ def test_who_waits_for_another_in_another_group_is_not_blamed() -> None:
 def test_a_rank_without_records_is_unknown_and_not_guilty() -> None:
     verdict = only(call(0, 1), call(1, 1), call(2, 1))
 
-    assert (verdict.kind, verdict.guilty.ranks) == (Kind.UNDECIDED, ())
+    assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.UNDECIDED, ())
     assert "rank 3: no record of it" in verdict.evidence
     assert verdict.alternatives[0][1].ranks == (3,)
 
@@ -69,7 +70,7 @@ def test_a_rank_whose_records_have_gaps_is_not_guilty() -> None:
     """It may wait in a group that did not fit its ring."""
     rows = (*(call(r, 1, done=True) for r in WORLD), *(call(r, 2) for r in (0, 1, 2)))
 
-    assert only(*rows, unknown={3: "5 groups did not fit"}).kind is Kind.UNDECIDED
+    assert only(*rows, unknown={3: "5 groups did not fit"}).kind is FaultKind.UNDECIDED
     assert only(*rows).guilty.ranks == (3,)
 
 
@@ -92,7 +93,7 @@ def test_who_waits_inside_a_span_of_its_own_waits() -> None:
 def test_who_reads_data_while_all_wait_is_told_so() -> None:
     rows = [*(call(r, 1, done=True, at=0.0) for r in WORLD), *(call(r, 2) for r in (0, 1, 2))]
 
-    assert only(*rows, span(3, "data", 0.5)).kind is Kind.SLOW_DATA
+    assert only(*rows, span(3, "data", 0.5)).kind is FaultKind.SLOW_DATA
 
 
 def test_a_rank_stuck_in_what_is_over_elsewhere_has_a_device_that_stands_still() -> None:
@@ -104,7 +105,7 @@ def test_a_rank_stuck_in_what_is_over_elsewhere_has_a_device_that_stands_still()
 
     verdict = only(*rows)
 
-    assert (verdict.kind, verdict.guilty.ranks) == (Kind.DEVICE_STUCK, (1,))
+    assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.DEVICE_STUCK, (1,))
 
 
 def test_both_ends_of_one_transfer_are_a_dead_link_and_no_mismatch() -> None:
@@ -121,23 +122,24 @@ def test_both_ends_of_one_transfer_are_a_dead_link_and_no_mismatch() -> None:
     ]
     verdict = only(*pair, *others)
 
-    assert (verdict.kind, verdict.guilty.links) == (Kind.LINK_DEAD, ((0, 2),))
+    assert (verdict.kind, verdict.guilty.links) == (FaultKind.LINK_DEAD, ((0, 2),))
 
 
 def test_a_collective_that_all_called_blames_nobody_and_says_what_is_missing() -> None:
     verdict = only(*(call(r, 1) for r in WORLD))
 
-    assert (verdict.kind, verdict.guilty.ranks) == (Kind.UNDECIDED, ())
+    assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.UNDECIDED, ())
     assert "sockets" in verdict.evidence
 
 
-def test_a_circle_blames_nobody() -> None:
-    verdict = only(
-        call(0, 1, comm="a", members=(0, 1)), call(1, 1, comm="b", members=(0, 1)),
-    )  # fmt: skip
+def test_a_circle_is_a_mistake_of_the_program_and_blames_no_one_of_two() -> None:
+    """Each waits for a later call of the other; with gaps in the records nothing is known."""
+    rows = [call(0, 1, comm="a", members=(0, 1)), call(1, 1, comm="b", members=(0, 1))]
+    verdict = only(*rows)
 
-    assert (verdict.kind, verdict.guilty.ranks) == (Kind.UNDECIDED, ())
-    assert "circle" in verdict.evidence
+    assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.DESYNC, ())
+    assert "circle: rank 0 waits in all_reduce number 1 of a; rank 1 waits" in verdict.evidence
+    assert only(*rows, unknown={1: "5 groups did not fit"}).kind is FaultKind.UNDECIDED
 
 
 def test_what_waits_no_longer_than_usual_when_a_living_run_was_looked_at_hangs_not() -> None:
@@ -151,7 +153,7 @@ def test_what_waits_no_longer_than_usual_when_a_living_run_was_looked_at_hangs_n
 
 
 def test_no_records_are_no_clean_bill() -> None:
-    assert only().kind is Kind.UNDECIDED
+    assert only().kind is FaultKind.UNDECIDED
 
 
 def test_a_device_that_others_wait_for_stands_still_if_its_process_has_called() -> None:
@@ -165,10 +167,14 @@ def test_a_device_that_others_wait_for_stands_still_if_its_process_has_called() 
 
     verdict = only(*late, *(replace(one, is_reached=False) for one in ahead))
 
-    assert (verdict.kind, verdict.guilty.ranks, verdict.since_s) == (Kind.DEVICE_STUCK, (2,), 2.0)
+    assert (verdict.kind, verdict.guilty.ranks, verdict.since_s) == (
+        FaultKind.DEVICE_STUCK,
+        (2,),
+        2.0,
+    )
     assert verdict.evidence == (
         "Rank 2 did not reach all_reduce number 2 of world, in which ranks 0, 1, 3 wait. "
         "Rank 2 has a device that is 2 calls behind its process."
     )
-    assert only(*rows, *ahead).kind is Kind.UNDECIDED, "all devices have come"
-    assert only(*(one for one in rows if (one.rank, one.seq) != (2, 2))).kind is Kind.ABSENT
+    assert only(*rows, *ahead).kind is FaultKind.UNDECIDED, "all devices have come"
+    assert only(*(one for one in rows if (one.rank, one.seq) != (2, 2))).kind is FaultKind.ABSENT

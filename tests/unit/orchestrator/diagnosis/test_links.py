@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.diagnosis import Flows, Guilty, Kind, Transfer, dead
+from orchestrator.diagnosis import Flows, Guilty, Transfer, dead
 from orchestrator.diagnosis.links import rounds, slow, suspects, to_time
+from orchestrator.fault_kinds import FaultKind
 from workers.protocol import Flow, NodeReport
 
 NODES = ("a", "b", "c", "d")
@@ -35,7 +36,7 @@ HELD = _flow("w0", "10.0.0.1", "10.0.0.2", in_flight=3, backoff=2, heard_ms=1200
 def test_a_connection_whose_packets_are_repeated_in_vain_is_dead() -> None:
     (found,) = dead(_joined(HELD), WORKERS, 5.0)
 
-    assert (found.kind, found.guilty) == (Kind.LINK_DEAD, Guilty(links=((0, 1),)))
+    assert (found.kind, found.guilty) == (FaultKind.LINK_DEAD, Guilty(links=((0, 1),)))
     assert found.since_s == 3.8
     assert "Data from rank 0 (w0) to rank 1 (w1)" in found.evidence
 
@@ -122,31 +123,31 @@ def test_those_that_are_suspected_are_timed_with_others(num_nodes: int) -> None:
         assert len(ends) == len(set(ends)), "answers would wait behind what is sent"
 
 
-def _rates(kind: Kind, num_nodes: int) -> dict[tuple[str, str], float]:
+def _rates(kind: FaultKind, num_nodes: int) -> dict[tuple[str, str], float]:
     """Return rates where b sends or hears slowly, or b sends slowly to c."""
     rates = dict.fromkeys(permutations(NODES[:num_nodes], 2), 100000000.0)
     for pair in rates:
-        ends = {Kind.SLOW_SENDER: pair[0] == "b", Kind.SLOW_RECEIVER: pair[1] == "b"}
+        ends = {FaultKind.SLOW_SENDER: pair[0] == "b", FaultKind.SLOW_RECEIVER: pair[1] == "b"}
         if ends.get(kind, pair == ("b", "c")):
             rates[pair] = 1e7
     return rates
 
 
 SEEN = {
-    Kind.SLOW_LINK: [("b", "c")],
-    Kind.SLOW_SENDER: [("b", "c"), ("a", "b")],
-    Kind.SLOW_RECEIVER: [("a", "b")],
+    FaultKind.SLOW_LINK: [("b", "c")],
+    FaultKind.SLOW_SENDER: [("b", "c"), ("a", "b")],
+    FaultKind.SLOW_RECEIVER: [("a", "b")],
 }
 
 
 @pytest.mark.parametrize("num_nodes", [3, 4])
 @pytest.mark.parametrize("kind", SEEN)
-def test_link_sender_and_receiver_are_told_apart(kind: Kind, num_nodes: int) -> None:
+def test_link_sender_and_receiver_are_told_apart(kind: FaultKind, num_nodes: int) -> None:
     (found,) = slow(_rates(kind, num_nodes), SEEN[kind], RANKS, {})
 
     assert found.kind is kind
-    assert found.guilty.links == (((1, 2),) if kind is Kind.SLOW_LINK else ())
-    assert found.guilty.nodes == (() if kind is Kind.SLOW_LINK else ("b",))
+    assert found.guilty.links == (((1, 2),) if kind is FaultKind.SLOW_LINK else ())
+    assert found.guilty.nodes == (() if kind is FaultKind.SLOW_LINK else ("b",))
     assert "10 MB/s" in found.evidence
 
 
@@ -154,27 +155,27 @@ def test_link_sender_and_receiver_are_told_apart(kind: Kind, num_nodes: int) -> 
 #: sent all over 100 Mbit/s. Answers wait behind what is sent.
 MEASURED = [
     (
-        Kind.SLOW_LINK,
+        FaultKind.SLOW_LINK,
         "cb",
         "ab 362 bc 26 cd 427 da 325 ac 277 bd 398 ca 375 db 291 ad 293 ba 384 cb 6.1 dc 294",
     ),
     (
-        Kind.SLOW_LINK,
+        FaultKind.SLOW_LINK,
         "cb",
         "ad 56 bc 3.2 da 71 cb 3.6 ac 50 db 49 ca 91 bd 44 ab 60 cd 27 ba 53 dc 50",
     ),
     (
-        Kind.SLOW_SENDER,
+        FaultKind.SLOW_SENDER,
         "cb dc",
         "ab 43 bc 23 cd 9.2 ac 35 bd 878 ca 10.3 db 131 ad 427 ba 821 cb 4.8 dc 20.5",
     ),
     (
-        Kind.SLOW_RECEIVER,
+        FaultKind.SLOW_RECEIVER,
         "ad dc",
         "ab 120 ac 115 ad 10 ba 119 bc 121 bd 10 ca 118 cb 120 cd 10 da 119 db 117 dc 9.2",
     ),
     (
-        Kind.SLOW_SENDER,
+        FaultKind.SLOW_SENDER,
         "dc",
         "ab 90 ac 85 ad 60 ba 86 bc 95 bd 70 ca 88 cb 84 cd 50 da 9.1 db 8.7 dc 0.75",
     ),
@@ -182,7 +183,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("kind", "found", "text"), MEASURED)
-def test_what_was_measured(kind: Kind, found: str, text: str) -> None:
+def test_what_was_measured(kind: FaultKind, found: str, text: str) -> None:
     words = text.split()
     rates = {(w[0], w[1]): 1e6 * float(r) for w, r in zip(words[::2], words[1::2], strict=True)}
 
@@ -192,7 +193,7 @@ def test_what_was_measured(kind: Kind, found: str, text: str) -> None:
 
 
 def test_what_was_suspected_and_is_as_fast_as_others_is_not_slow() -> None:
-    rates = _rates(Kind.SLOW_LINK, 4)
+    rates = _rates(FaultKind.SLOW_LINK, 4)
 
     assert slow(rates, [("a", "b")], RANKS, {}) == []
     assert slow({}, [("a", "b")], RANKS, {}) == []
@@ -202,13 +203,16 @@ def test_a_node_may_be_slow_both_ways_and_of_two_nodes_nobody_is_told_apart() ->
     rates = {pair: 1e7 if "b" in pair else 1e8 for pair in permutations(NODES, 2)}
     (both,) = slow(rates, [("a", "b"), ("b", "c")], RANKS, {})
     assert (both.kind, [kind for kind, _ in both.alternatives]) == (
-        Kind.SLOW_SENDER,
-        [Kind.SLOW_RECEIVER],
+        FaultKind.SLOW_SENDER,
+        [FaultKind.SLOW_RECEIVER],
     )
 
     (found,) = slow({("a", "b"): 1e7, ("b", "a"): 1e8}, [("a", "b")], RANKS, {})
-    assert (found.kind, found.guilty.links) == (Kind.SLOW_LINK, ((0, 1),))
-    assert [kind for kind, _ in found.alternatives] == [Kind.SLOW_SENDER, Kind.SLOW_RECEIVER]
+    assert (found.kind, found.guilty.links) == (FaultKind.SLOW_LINK, ((0, 1),))
+    assert [kind for kind, _ in found.alternatives] == [
+        FaultKind.SLOW_SENDER,
+        FaultKind.SLOW_RECEIVER,
+    ]
     assert slow({("a", "b"): 8e7, ("b", "a"): 1e8}, [("a", "b")], RANKS, {}) == []
 
 
@@ -223,4 +227,4 @@ def test_a_link_that_training_fills_is_not_compared_with_idle_ones() -> None:
     assert slow(rates, [("a", "b")], RANKS, trained) == []
     truly = full | {("a", "b"): 2e6}
     (found,) = slow(truly, [("a", "b")], RANKS, {("a", "b"): 8e6})
-    assert found.kind is Kind.SLOW_LINK
+    assert found.kind is FaultKind.SLOW_LINK

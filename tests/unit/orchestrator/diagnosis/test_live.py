@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 
-from orchestrator.diagnosis import Guilty, Kind, Live, Suspicion, WaitGraph, roles_of, wait_graph
+from orchestrator.diagnosis import Guilty, Live, Suspicion, WaitGraph, roles_of, wait_graph
+from orchestrator.fault_kinds import FaultKind
 from tests.support.histories import calm, group
 from tests.support.slow_histories import HEALTHY, NUM_STEPS, History, convicted, history
 from tests.support.traces import Trace, clean, place_of, planted, step_costs
@@ -37,7 +38,7 @@ class Watched:
         if self.live.look(at_s, lambda: NOBODY):
             self.told.append((cost.step, self.live.suspicions))
 
-    def watch(self, trace: Trace) -> set[tuple[Kind, int]]:
+    def watch(self, trace: Trace) -> set[tuple[FaultKind, int]]:
         for _, costs in sorted(step_costs(trace).items()):
             self.step(costs)
         return {(one.kind, one.guilty.ranks[0]) for _, told in self.told for one in told}
@@ -67,7 +68,7 @@ def test_a_slow_rank_is_suspected_in_time_and_nobody_else(kind: str) -> None:
         onset = int(trace.what.partition("onset=")[2].partition(",")[0])
         is_much = "factor=3.0" in trace.what
         watched = Watched(place_of(trace))
-        assert watched.watch(trace) == {(Kind(kind), trace.ranks[0])}, trace.what
+        assert watched.watch(trace) == {(FaultKind(kind), trace.ranks[0])}, trace.what
         assert watched.told[0][0] <= onset + (4 if is_much else 10) - 1, trace.what
     assert num >= 5
 
@@ -87,7 +88,7 @@ def test_a_suspicion_tells_since_when_and_lasts_until_the_rank_is_well(num: int)
         watched.step(even(step, num, slow=[1] if 20 <= step < 60 else []))
     (first, opened), (last, closed) = watched.told[0], watched.told[-1]
     (one,) = opened
-    assert (one.kind, one.worker, one.guilty.nodes) == (Kind.SLOW_COMPUTE, "w1", ("node1",))
+    assert (one.kind, one.worker, one.guilty.nodes) == (FaultKind.SLOW_COMPUTE, "w1", ("node1",))
     assert 20 <= first <= 23
     assert one.since_s == 20 * watched.step_s
     assert one.times == pytest.approx(3.0, rel=0.05)
@@ -304,19 +305,31 @@ BEHIND = replace(group("world", range(3), 0), num_ahead=2)
 @pytest.mark.parametrize(
     ("known", "kind", "says"),
     [
-        ({}, Kind.ABSENT, "phase forward"),
-        ({"digest": Digest(span="data", span_s=3.0)}, Kind.SLOW_DATA, "waited for data for 3.0 s"),
-        ({"digest": Digest(span="backward", span_s=3.0)}, Kind.ABSENT, "in backward for 3.0 s"),
-        ({"beat_age_s": 2.5}, Kind.INTERPRETER_HELD, "interpreter has been held for 2.5 s"),
-        ({"groups": (BEHIND,)}, Kind.DEVICE_STUCK, "its device is 2 calls behind in world"),
-        ({"groups": (BEHIND,), "beat_age_s": 2.5, "os_state": "R"}, Kind.ABSENT, "phase forward"),
-        ({"os_state": "T"}, Kind.FROZEN, "a signal has stopped it"),
-        ({"os_state": "t"}, Kind.FROZEN, "a debugger has stopped it"),
-        ({"os_state": "Z"}, Kind.DEAD, "gone"),
+        ({}, FaultKind.ABSENT, "phase forward"),
+        (
+            {"digest": Digest(span="data", span_s=3.0)},
+            FaultKind.SLOW_DATA,
+            "waited for data for 3.0 s",
+        ),
+        (
+            {"digest": Digest(span="backward", span_s=3.0)},
+            FaultKind.ABSENT,
+            "in backward for 3.0 s",
+        ),
+        ({"beat_age_s": 2.5}, FaultKind.INTERPRETER_HELD, "interpreter has been held for 2.5 s"),
+        ({"groups": (BEHIND,)}, FaultKind.DEVICE_STUCK, "its device is 2 calls behind in world"),
+        (
+            {"groups": (BEHIND,), "beat_age_s": 2.5, "os_state": "R"},
+            FaultKind.ABSENT,
+            "phase forward",
+        ),
+        ({"os_state": "T"}, FaultKind.FROZEN, "a signal has stopped it"),
+        ({"os_state": "t"}, FaultKind.FROZEN, "a debugger has stopped it"),
+        ({"os_state": "Z"}, FaultKind.DEAD, "gone"),
     ],
 )
 def test_who_holds_the_others_up_is_suspected_after_three_seconds(
-    known: dict[str, object], kind: Kind, says: str
+    known: dict[str, object], kind: FaultKind, says: str
 ) -> None:
     held = Held()
     for step in range(1, 6):
@@ -379,7 +392,7 @@ def test_a_rank_that_called_other_things_is_suspected_though_nothing_hangs() -> 
 
     assert look(1, {0: 7, 1: 7, 2: 7, 3: 8}) == (), "another number of calls proves nothing"
     (one,) = look(2, {0: 8, 1: 9, 2: 9, 3: 9})
-    assert (one.kind, one.guilty.ranks) == (Kind.DESYNC, (0,))
+    assert (one.kind, one.guilty.ranks) == (FaultKind.DESYNC, (0,))
     assert "Among the first 20 calls in world, rank 0 and ranks 1, 2 made different ones" in (
         one.evidence
     )

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.diagnosis import Kind, Operation, Records, Verdict, diagnose
+from orchestrator.diagnosis import Operation, Records, Verdict, diagnose
+from orchestrator.fault_kinds import FaultKind
 from tests.arch.tree import ROOT
 from tests.support.traces import straggler_operations
 
@@ -39,7 +40,7 @@ def told(operations: Iterator[Operation]) -> list[Verdict]:
     return list(diagnose(Records(operations=tuple(operations))))
 
 
-def named(operations: Iterator[Operation]) -> list[tuple[Kind, tuple[int, ...]]]:
+def named(operations: Iterator[Operation]) -> list[tuple[FaultKind, tuple[int, ...]]]:
     return [(one.kind, one.guilty.ranks) for one in told(operations)]
 
 
@@ -47,7 +48,7 @@ def test_the_one_slow_worker_of_a_real_job_is_named_alone() -> None:
     """Its mates in the pipeline wait least in their groups, and are well."""
     rows = straggler_operations(STRAGGLERS / "AR.parquet")
 
-    assert named(iter(rows)) == [(Kind.SLOW_COMPUTE, (0,))]
+    assert named(iter(rows)) == [(FaultKind.SLOW_COMPUTE, (0,))]
 
 
 def test_unequal_stages_of_a_real_job_blame_nobody() -> None:
@@ -67,7 +68,7 @@ def test_of_two_peers_the_own_past_decides() -> None:
     ever = steps(2, lambda rank, _: (1.6 if rank == 1 else 1.0, 0))
     both = steps(2, lambda _, step: (1.6 if step >= 9 else 1.0, 0))
 
-    assert named(late) == [(Kind.SLOW_COMPUTE, (1,))]
+    assert named(late) == [(FaultKind.SLOW_COMPUTE, (1,))]
     assert named(ever) == []
     assert named(both) == []
 
@@ -79,7 +80,7 @@ def test_what_grows_everywhere_is_no_fault_and_hides_none() -> None:
         for one in steps(4, lambda r, step: ((1.3 * (1.5 if r == 2 else 1)) if step > 7 else 1, 0))
     ]
 
-    assert named(iter(rows)) == [(Kind.SLOW_COMPUTE, (2,))]
+    assert named(iter(rows)) == [(FaultKind.SLOW_COMPUTE, (2,))]
 
 
 def test_more_work_is_no_fault_where_sizes_say_so() -> None:
@@ -88,7 +89,7 @@ def test_more_work_is_no_fault_where_sizes_say_so() -> None:
     equal = steps(4, lambda rank, _: (3.5, 1000) if rank == 1 else (1.0, 1000))
 
     assert named(longer) == []
-    assert named(equal) == [(Kind.SLOW_COMPUTE, (1,))]
+    assert named(equal) == [(FaultKind.SLOW_COMPUTE, (1,))]
 
 
 def test_work_that_grows_on_a_whole_stage_is_no_fault() -> None:
@@ -112,7 +113,7 @@ def test_a_slow_node_does_not_hide_behind_its_own_ranks(num_nodes: int) -> None:
         )
     ]
 
-    assert named(iter(rows)) == [(Kind.SLOW_COMPUTE, (rank,)) for rank in slow]
+    assert named(iter(rows)) == [(FaultKind.SLOW_COMPUTE, (rank,)) for rank in slow]
 
 
 def test_one_that_is_alone_on_its_stage_is_told_with_doubt() -> None:
@@ -145,13 +146,13 @@ def test_waiting_for_others_is_not_computing() -> None:
         for step in range(20)
     ]  # fmt: skip
 
-    assert named(iter(rows)) == [(Kind.SLOW_COMPUTE, (0,))]
+    assert named(iter(rows)) == [(FaultKind.SLOW_COMPUTE, (0,))]
 
 
 def test_a_wait_for_data_counts_beside_the_compute_that_it_delays() -> None:
     work: Work = lambda *_: (1.0, 0)  # noqa: E731
 
-    assert named(steps(4, work, data_s=0.6)) == [(Kind.SLOW_DATA, (1,))]
+    assert named(steps(4, work, data_s=0.6)) == [(FaultKind.SLOW_DATA, (1,))]
     # Fifty times as long as the others, and nobody notices.
     assert named(steps(4, work, data_s=0.05)) == []
 
@@ -176,10 +177,10 @@ def mesh(
 
 def test_a_place_of_the_matrix_is_a_link_a_row_its_sender_and_a_column_its_receiver() -> None:
     (link,) = told(mesh(lambda a, b: (a, b) == (2, 1)))
-    assert (link.kind, link.guilty.ranks, link.guilty.links) == (Kind.SLOW_LINK, (), ((2, 1),))
+    assert (link.kind, link.guilty.ranks, link.guilty.links) == (FaultKind.SLOW_LINK, (), ((2, 1),))
 
-    assert named(mesh(lambda a, _: a == 2)) == [(Kind.SLOW_SENDER, (2,))]
-    assert named(mesh(lambda _, b: b == 1)) == [(Kind.SLOW_RECEIVER, (1,))]
+    assert named(mesh(lambda a, _: a == 2)) == [(FaultKind.SLOW_SENDER, (2,))]
+    assert named(mesh(lambda _, b: b == 1)) == [(FaultKind.SLOW_RECEIVER, (1,))]
 
 
 def test_nobody_is_blamed_for_the_transfers_of_a_late_peer() -> None:

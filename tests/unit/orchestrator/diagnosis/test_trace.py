@@ -12,8 +12,9 @@ from torch.distributed.flight_recorder.components.builder import build_db
 from torch.distributed.flight_recorder.components.config_manager import JobConfig
 from torch.distributed.flight_recorder.components.loader import read_dir
 
-from orchestrator.diagnosis import Guilty, Kind, Operation, Records, Verdict, diagnose, trace
+from orchestrator.diagnosis import Guilty, Operation, Records, Verdict, diagnose, trace
 from orchestrator.driver import diagnose_paths
+from orchestrator.fault_kinds import FaultKind
 from tests.support.traces import planted, rows_file
 
 
@@ -29,7 +30,11 @@ def events(document: dict[str, Any], phase: str) -> list[dict[str, Any]]:
 def absent(rank: int, since_s: float) -> Verdict:
     guilty = Guilty.of([rank])
     return Verdict(
-        kind=Kind.ABSENT, guilty=guilty, confidence=1.0, since_s=since_s, evidence="It is absent."
+        kind=FaultKind.ABSENT,
+        guilty=guilty,
+        confidence=1.0,
+        since_s=since_s,
+        evidence="It is absent.",
     )
 
 

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
 from orchestrator.core import Incident
-from orchestrator.diagnosis import Guilty, Kind, Suspicion, Verdict
+from orchestrator.diagnosis import Guilty, Suspicion, Verdict
 from orchestrator.diagnosis.verdicts import Alternative
 from orchestrator.driver import diagnose_paths
 from orchestrator.errors import ConfigError
+from orchestrator.fault_kinds import FaultKind
 from tests.arch.tree import ROOT
 from workers.records import FINISHED, RecordRing
 from workers.records import ring as ring_module
@@ -26,10 +27,13 @@ DUMPS = ROOT / "tests" / "fixtures" / "fr_dumps"
 
 @pytest.mark.parametrize(
     ("hang", "kind", "ranks"),
-    [("gpu_error_1st", Kind.DEVICE_STUCK, (12, 14)), ("lock_gil_2nd", Kind.ABSENT, (10, 15))],
+    [
+        ("gpu_error_1st", FaultKind.DEVICE_STUCK, (12, 14)),
+        ("lock_gil_2nd", FaultKind.ABSENT, (10, 15)),
+    ],
 )
 def test_dumps_of_real_hangs_name_the_ranks_that_were_struck(
-    hang: str, kind: Kind, ranks: tuple[int, ...]
+    hang: str, kind: FaultKind, ranks: tuple[int, ...]
 ) -> None:
     """``fault_injection.log`` beside the dumps has the truth."""
     (verdict,) = diagnose_paths([str(DUMPS / hang)])
@@ -45,7 +49,7 @@ def test_a_missing_dump_is_told_and_its_rank_is_not_named(tmp_path: Path) -> Non
 
     (verdict,) = diagnose_paths([str(tmp_path)])
 
-    assert (verdict.kind, verdict.guilty.ranks) == (Kind.UNDECIDED, ())
+    assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.UNDECIDED, ())
     assert "rank 10: no record of it; rank 15: no record of it" in verdict.evidence
 
 
@@ -58,8 +62,8 @@ def test_a_dump_that_is_cut_short_is_named_and_the_others_are_read(tmp_path: Pat
 
     found, left_out = diagnose_paths([str(tmp_path)])
 
-    assert (found.kind, found.guilty.ranks) == (Kind.ABSENT, (10, 15))
-    assert (left_out.kind, left_out.guilty) == (Kind.UNDECIDED, Guilty())
+    assert (found.kind, found.guilty.ranks) == (FaultKind.ABSENT, (10, 15))
+    assert (left_out.kind, left_out.guilty) == (FaultKind.UNDECIDED, Guilty())
     assert left_out.evidence.startswith(f"{cut} is truncated and skipped")
 
     cut = tmp_path / "_dump_15"
@@ -94,7 +98,7 @@ def test_rings_of_ours_name_who_did_not_come(tmp_path: Path) -> None:
 
     (verdict,) = diagnose_paths([str(tmp_path)])
 
-    assert (verdict.kind, verdict.guilty.ranks) == (Kind.ABSENT, (1,))
+    assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.ABSENT, (1,))
 
 
 def test_rings_of_devices_name_the_one_that_stands_still(tmp_path: Path) -> None:
@@ -112,7 +116,7 @@ def test_rings_of_devices_name_the_one_that_stands_still(tmp_path: Path) -> None
 
     (verdict,) = diagnose_paths([str(tmp_path)])
 
-    assert (verdict.kind, verdict.guilty.ranks) == (Kind.DEVICE_STUCK, (1,))
+    assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.DEVICE_STUCK, (1,))
     assert "Rank 1 did not reach all_reduce number 2 of world" in verdict.evidence
     assert "Rank 1 has a device that is 2 calls behind its process" in verdict.evidence
 
@@ -154,7 +158,7 @@ def test_a_ring_whose_groups_did_not_fit_does_not_make_its_rank_guilty(tmp_path:
 
     (verdict,) = diagnose_paths([str(tmp_path)])
 
-    assert verdict.kind is Kind.UNDECIDED
+    assert verdict.kind is FaultKind.UNDECIDED
     assert "did not fit its ring" in verdict.evidence
 
 
@@ -205,10 +209,10 @@ def work(
 
 @pytest.mark.parametrize(
     ("how", "kind"),
-    [({"slow": 1.5}, Kind.SLOW_COMPUTE), ({"data_s": 0.05}, Kind.SLOW_DATA), ({}, None)],
+    [({"slow": 1.5}, FaultKind.SLOW_COMPUTE), ({"data_s": 0.05}, FaultKind.SLOW_DATA), ({}, None)],
 )
 def test_rings_name_who_is_slow_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, float], kind: Kind | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, float], kind: FaultKind | None
 ) -> None:
     """Rank 1 takes as long, because it waits for others."""
     clock = Clock(monkeypatch)
@@ -239,7 +243,7 @@ def test_rings_of_devices_name_the_slow_one_by_what_passes_took_the_device(tmp_p
 
     (verdict,) = _of(tmp_path)
 
-    assert (verdict.kind, verdict.guilty.ranks) == (Kind.SLOW_COMPUTE, (2,))
+    assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.SLOW_COMPUTE, (2,))
 
 
 def test_a_rank_that_waits_within_its_own_work_is_not_absent(
@@ -259,7 +263,7 @@ def test_a_rank_that_waits_within_its_own_work_is_not_absent(
 
     (verdict,) = _of(tmp_path)
 
-    assert (verdict.kind, verdict.guilty.ranks) == (Kind.SLOW_DATA, (3,))
+    assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.SLOW_DATA, (3,))
     assert "rank 3 is in data" in verdict.evidence.lower()
 
 
@@ -278,7 +282,7 @@ def test_a_call_that_was_left_out_long_ago_is_seen_by_the_hash(
 
     (verdict,) = _of(tmp_path)
 
-    assert (verdict.kind, verdict.guilty.ranks) == (Kind.DESYNC, (1,))
+    assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.DESYNC, (1,))
 
 
 def test_the_ring_of_an_older_attempt_says_nothing_of_this_one(
@@ -363,19 +367,19 @@ def test_the_command_tells_machines_and_people_the_same(tmp_path: Path) -> None:
 def test_links_that_were_suspected_are_told_from_the_incident(tmp_path: Path) -> None:
     """Keepers timed them, so no record of the ranks shows it."""
     one = Suspicion(
-        kind=Kind.SLOW_LINK, guilty=Guilty(links=((2, 1),)), confidence=0.6, since_s=9.5,
+        kind=FaultKind.SLOW_LINK, guilty=Guilty(links=((2, 1),)), confidence=0.6, since_s=9.5,
         evidence="Keepers sent slowly.", times=2.0,
-        alternatives=(Alternative(Kind.SLOW_SENDER, Guilty.of([2], (), ["n2"])),),
+        alternatives=(Alternative(FaultKind.SLOW_SENDER, Guilty.of([2], (), ["n2"])),),
     )  # fmt: skip
-    slow = replace(one, kind=Kind.SLOW_COMPUTE)
+    slow = replace(one, kind=FaultKind.SLOW_COMPUTE)
     found = Incident(number=1, kind="move", suspects=(one, slow))
     (tmp_path / "incident.json").write_text(json.dumps(found.to_json()))
 
     assert diagnose_paths([str(tmp_path)]) == (one,)
 
 
-@pytest.mark.parametrize("kind", [Kind.NOT_FINITE, Kind.DIVERGED])
-def test_what_the_run_found_out_is_told_from_its_incident(tmp_path: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [FaultKind.NOT_FINITE, FaultKind.DIVERGED])
+def test_what_the_run_found_out_is_told_from_its_incident(tmp_path: Path, kind: FaultKind) -> None:
     """No record of operations shows numbers."""
     found = Incident(
         number=1, kind=kind, verdict=kind, evidence="step 2: rank 1", places=((1, "w0001", "a"),)
@@ -390,7 +394,7 @@ def test_what_the_run_found_out_is_told_from_its_incident(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "verdict", "confidence"), [("crash", Kind.DEAD, 1.0), ("node_loss", "", 0.5)]
+    ("kind", "verdict", "confidence"), [("crash", FaultKind.DEAD, 1.0), ("node_loss", "", 0.5)]
 )
 def test_a_death_is_told_from_its_incident_and_not_from_what_it_cut_short(
     tmp_path: Path, kind: str, verdict: str, confidence: float
@@ -405,20 +409,20 @@ def test_a_death_is_told_from_its_incident_and_not_from_what_it_cut_short(
 
     (told,) = diagnose_paths([str(tmp_path)])
 
-    assert (told.kind, told.guilty) == (Kind.DEAD, Guilty.of([2], (), ["a"]))
+    assert (told.kind, told.guilty) == (FaultKind.DEAD, Guilty.of([2], (), ["a"]))
     assert (told.confidence, told.evidence) == (confidence, "SIGKILL")
 
 
 @pytest.mark.parametrize(
     ("kind", "verdict", "told"),
     [
-        ("hang", "frozen", [(Kind.FROZEN, (0, 3))]),
+        ("hang", "frozen", [(FaultKind.FROZEN, (0, 3))]),
         # The second fault of the same instant.
-        ("crash", "dead", [(Kind.DEAD, (1,)), (Kind.FROZEN, (0, 3))]),
+        ("crash", "dead", [(FaultKind.DEAD, (1,)), (FaultKind.FROZEN, (0, 3))]),
     ],
 )
 def test_what_the_kernel_said_of_the_members_is_told_of_the_incident(
-    tmp_path: Path, kind: str, verdict: str, told: list[tuple[Kind, tuple[int, ...]]]
+    tmp_path: Path, kind: str, verdict: str, told: list[tuple[FaultKind, tuple[int, ...]]]
 ) -> None:
     """Two ranks were stopped at once. Records name the one that others waited for."""
     found = Incident(kind=kind, verdict=verdict, evidence="1", places=((1, "w0002", "a"),))
@@ -453,7 +457,7 @@ def test_steps_that_lie_on_each_other_are_not_judged_in_silence(tmp_path: Path) 
         verdicts = diagnose_paths([str(file)])
 
         assert len(verdicts) == num
-    assert verdicts[0].kind is Kind.UNDECIDED
+    assert verdicts[0].kind is FaultKind.UNDECIDED
     assert verdicts[0].evidence.startswith("The times of steps overlap: rank 0 begins forward")
 
 

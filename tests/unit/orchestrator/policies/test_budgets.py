@@ -1,6 +1,7 @@
 from functools import partial
 
-from orchestrator.policies import BudgetRules, Fault, FaultClass, UserError
+from orchestrator.fault_kinds import FaultClass
+from orchestrator.policies import BudgetRules, Fault, UserError
 from orchestrator.policies.budgets import charge, overspent, pause_s, user_bug
 
 RULES = BudgetRules(window_s=100.0, infrastructure_max=2, preemption_max=5, user_max=1)

@@ -18,7 +18,8 @@ from orchestrator.core import (
     TrafficMeasured,
 )
 from orchestrator.detection import PATIENCE
-from orchestrator.diagnosis import Guilty, Kind, Verdict
+from orchestrator.diagnosis import Guilty, Verdict
+from orchestrator.fault_kinds import FaultKind
 from orchestrator.shell import observer as observer_module
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.observer import Observer
@@ -132,7 +133,7 @@ def test_a_dead_link_is_told_however_long_steps_take() -> None:
     assert not any(isinstance(event, HangFound) for event in posted), "nothing is proven"
     (said,) = (event for event in posted if isinstance(event, Suspected))
     (one,) = said.suspects
-    assert (one.kind, one.guilty) == (Kind.LINK_DEAD, Guilty(links=((0, 1),)))
+    assert (one.kind, one.guilty) == (FaultKind.LINK_DEAD, Guilty(links=((0, 1),)))
     assert (said.at_s, one.since_s) == (101.0, 99.5)
 
 
@@ -158,10 +159,10 @@ def test_what_keepers_timed_is_suspected_beside_what_reports_tell() -> None:
     observer = _observer(lambda: 100.0, posted.append)
     observer.begin(ATTEMPT, ("w0", "w1", "w2"), 0)
     link = Verdict(
-        kind=Kind.SLOW_LINK, guilty=Guilty(links=((2, 1),)), confidence=0.9, since_s=None,
+        kind=FaultKind.SLOW_LINK, guilty=Guilty(links=((2, 1),)), confidence=0.9, since_s=None,
         evidence="slow",
     )  # fmt: skip
-    sender = replace(link, kind=Kind.SLOW_SENDER, guilty=Guilty.of([1], (), ["n1"]))
+    sender = replace(link, kind=FaultKind.SLOW_SENDER, guilty=Guilty.of([1], (), ["n1"]))
 
     def suspect(
         found: list[Verdict], times: float, attempt: int = ATTEMPT, *, is_confirmed: bool = True
@@ -178,8 +179,8 @@ def test_what_keepers_timed_is_suspected_beside_what_reports_tell() -> None:
 
     said = [event.suspects for event in posted if isinstance(event, Suspected)]
     assert [[(one.kind, one.worker, one.times) for one in each] for each in said] == [
-        [(Kind.SLOW_LINK, "", 2.5), (Kind.SLOW_SENDER, "", 2.5)],
-        [(Kind.SLOW_LINK, "", 2.5), (Kind.SLOW_SENDER, "w1", 2.5)],
+        [(FaultKind.SLOW_LINK, "", 2.5), (FaultKind.SLOW_SENDER, "", 2.5)],
+        [(FaultKind.SLOW_LINK, "", 2.5), (FaultKind.SLOW_SENDER, "w1", 2.5)],
         [],
     ]
 

@@ -17,9 +17,11 @@ from workers.protocol import Digest, GroupState
 from workers.records import (
     ABORTED,
     FINISHED,
+    OP_CODES,
     RecordRing,
     RingReader,
     RingView,
+    history_before,
     last_ring_path,
 )
 from workers.records.ring_format import HEADER_BYTES, NUM_GROUPS_MAX, NUM_RECORDS, NUM_RECORDS_MAX
@@ -280,6 +282,15 @@ def test_the_hash_of_calls_differs_with_each_call_that_members_must_make_alike(p
     # Payloads that may differ between members are no part of it.
     assert _history(path, usual[0], ("all_gather", 96, 1), usual[2]) == told
     assert _history(path, ("send", 64, 1)) == _history(path, ("recv", 64, 1))
+
+
+def test_a_hash_tells_that_of_the_calls_before(path: Path) -> None:
+    """Payloads from a megabyte on change the upper half of the word that is hashed."""
+    for op, size_bytes in (("all_reduce", 64), ("all_reduce", 5 << 30), ("recv", 3 << 20)):
+        before = _history(path, ("broadcast", 8, 1))
+        after = _history(path, ("broadcast", 8, 1), (op, size_bytes, 2))
+
+        assert history_before(after, OP_CODES[op], 2, size_bytes) == before
 
 
 def test_a_span_does_not_count_what_its_rank_waited_for_others(path: Path) -> None:

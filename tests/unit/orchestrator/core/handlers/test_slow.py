@@ -9,7 +9,8 @@ import pytest
 from orchestrator.core import Bounds, RunRules, Suspected
 from orchestrator.core import events as ev
 from orchestrator.core.log.journal_lines import parse, transition_records
-from orchestrator.diagnosis import Guilty, Kind, Suspicion
+from orchestrator.diagnosis import Guilty, Suspicion
+from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import LayoutRules
 from tests.support.obedient_cluster import Cluster
 from ucp_core.layout import ParallelLayout
@@ -48,7 +49,7 @@ class SlowCluster(Cluster):
     def suspect(
         self,
         times: float,
-        kind: Kind = Kind.SLOW_COMPUTE,
+        kind: FaultKind = FaultKind.SLOW_COMPUTE,
         *,
         is_steady: bool = False,
         worker: str = "w0004",
@@ -131,7 +132,7 @@ def test_a_node_is_given_up_sooner_where_all_its_workers_are_slow(
 def test_a_node_whose_card_is_slow_is_left_like_one_whose_worker_is() -> None:
     run = cluster()
     run.begin()
-    run.suspect(3.0, Kind.SLOW_SENDER)
+    run.suspect(3.0, FaultKind.SLOW_SENDER)
     run.train(24)
 
     assert run.layouts == ["dp_shard=4", "dp_shard=2"]

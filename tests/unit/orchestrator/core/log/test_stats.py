@@ -15,7 +15,8 @@ from orchestrator.core import (
     transition_records,
 )
 from orchestrator.core import events as ev
-from orchestrator.diagnosis import Guilty, Kind, Suspicion
+from orchestrator.diagnosis import Guilty, Suspicion
+from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import CapacityRules
 from workers.protocol import Pace, SaveCosts
 
@@ -110,7 +111,7 @@ def test_what_was_suspected_is_counted_once_and_kept_with_the_incident() -> None
     """A link has no worker: two of them are told from each other by their ranks."""
     links = [
         Suspicion(
-            kind=Kind.SLOW_LINK, guilty=Guilty(links=(pair,)), confidence=0.9, since_s=at_s,
+            kind=FaultKind.SLOW_LINK, guilty=Guilty(links=(pair,)), confidence=0.9, since_s=at_s,
             evidence="slow", times=2.0,
         )
         for pair, at_s in (((1, 0), 6.0), ((0, 1), 7.0))

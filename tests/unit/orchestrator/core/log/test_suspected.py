@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from orchestrator.core.log.suspected import busy, in_few_lines
-from orchestrator.diagnosis import Guilty, Kind, Suspicion
+from orchestrator.diagnosis import Guilty, Suspicion
+from orchestrator.fault_kinds import FaultKind
 
 
-def _slow(rank: int, at_s: float, kind: Kind = Kind.SLOW_COMPUTE) -> Suspicion:
+def _slow(rank: int, at_s: float, kind: FaultKind = FaultKind.SLOW_COMPUTE) -> Suspicion:
     return Suspicion(
         kind=kind,
         guilty=Guilty(ranks=(rank,)),
@@ -20,7 +21,7 @@ def _slow(rank: int, at_s: float, kind: Kind = Kind.SLOW_COMPUTE) -> Suspicion:
 def test_suspicions_that_go_round_are_one_line_about_busy_machines() -> None:
     """Eighteen lines named all four ranks of a healthy run, and filled half of its report."""
     found = [_slow(rank, 80.0 * at) for at, rank in enumerate([0, 2, 1, 3, 3, 0, 1, 2, 0])]
-    found.append(_slow(3, 730.0, Kind.SLOW_DATA))
+    found.append(_slow(3, 730.0, FaultKind.SLOW_DATA))
 
     (line,) = in_few_lines(found)
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from orchestrator.core import Event, LinksTimed
-from orchestrator.diagnosis import Flows, Guilty, Kind, Verdict
+from orchestrator.diagnosis import Flows, Guilty, Verdict
+from orchestrator.fault_kinds import FaultKind
 from orchestrator.shell.capacity.link_watch import LinkWatch
 from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.inbox import Inbox
@@ -111,7 +112,7 @@ def test_a_slow_link_is_timed_and_told_within_ten_seconds() -> None:
     assert sorted(lab.timed) == sorted(2 * [*permutations(NODES, 2)]), "what is slow is timed twice"
     assert (told.attempt, told.nodes, told.slow) == (ATTEMPT, NODES, (("a", "b", 1e6),))
     ((_, (one,), since_s, times),) = lab.suspected
-    assert (one.kind, one.guilty) == (Kind.SLOW_LINK, Guilty(links=((0, 1),)))
+    assert (one.kind, one.guilty) == (FaultKind.SLOW_LINK, Guilty(links=((0, 1),)))
     assert since_s == 111.0
     assert 1.5 < times == pytest.approx(1.0 / told.step_ratio)
 
@@ -125,7 +126,7 @@ def test_a_node_that_hears_slowly_is_told_with_what_it_hears() -> None:
     (told,) = lab.told
     assert told.slow == (("", "b", 1e6),)
     ((_, (one,), _, _),) = lab.suspected
-    assert (one.kind, one.guilty) == (Kind.SLOW_RECEIVER, Guilty.of([1], (), ["b"]))
+    assert (one.kind, one.guilty) == (FaultKind.SLOW_RECEIVER, Guilty.of([1], (), ["b"]))
 
 
 def test_a_transfer_that_was_slow_once_is_not_told() -> None:

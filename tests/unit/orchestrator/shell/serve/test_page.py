@@ -15,7 +15,8 @@ import aiohttp
 
 from orchestrator.core import Incident, RunStats, transition_records
 from orchestrator.core.events import Suspected
-from orchestrator.diagnosis import Guilty, Kind, Suspicion
+from orchestrator.diagnosis import Guilty, Suspicion
+from orchestrator.fault_kinds import FaultKind
 from orchestrator.report import write_report
 from orchestrator.shell.serve import NUM_NODES, Live, StatusPage
 from tests.support.histories import calm
@@ -265,7 +266,7 @@ def test_busy_machines_are_one_line_on_the_page_as_well(tmp_path: Path) -> None:
     """It named each rank in turn, where terminal and report had one line."""
     slow = [
         Suspicion(
-            kind=Kind.SLOW_COMPUTE,
+            kind=FaultKind.SLOW_COMPUTE,
             guilty=Guilty(ranks=(rank,)),
             confidence=0.5,
             since_s=60.0 + rank,

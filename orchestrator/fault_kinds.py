@@ -1,4 +1,4 @@
-"""Why an attempt ends: the kinds of faults and planned changes, and their properties."""
+"""The kinds of faults and planned changes: why an attempt ends, and what was found to be wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import contextlib
 from enum import StrEnum
 from typing import Self
 
-from orchestrator.policies.budgets import FaultClass
+
+class FaultClass(StrEnum):
+    """The budget that a failed attempt is charged to."""
+
+    INFRASTRUCTURE = "infrastructure"
+    PREEMPTION = "preemption"
+    USER = "user"
+    UNDECIDED = "undecided"
+    PROGRAM = "program"
 
 
 class Loss(StrEnum):
@@ -18,7 +26,11 @@ class Loss(StrEnum):
 
 
 class FaultKind(StrEnum):
-    """A kind of fault, or of planned change. To add a kind, add a member here and its handler."""
+    """A kind of fault, or of planned change; the list is closed.
+
+    The kind of an incident says why the attempt ended, as ``hang``; its verdict says what was
+    found, as ``frozen``. To add a kind, add a member here and its handler.
+    """
 
     #: How much it explains. While an attempt is fenced, a kind with more weight replaces the
     #: cause.
@@ -74,6 +86,23 @@ class FaultKind(StrEnum):
     CONTROLLER_RESTART = "controller_restart", 0, None, Loss.NOTHING, False, True
     RESUME = "resume", 0, None, Loss.NOTHING, False, True
     COMPLETED = "completed", 0, None, Loss.NOTHING, False, True
+    # What reports or records show of ranks, beside the three above that are both: NOT_FINITE,
+    # DIVERGED, UNDECIDED. From records alone a process that is dead, frozen or holds its
+    # interpreter is ABSENT, and neither NOT_FINITE nor DIVERGED is seen.
+    DEAD = "dead"
+    FROZEN = "frozen"
+    INTERPRETER_HELD = "interpreter_held"
+    ABSENT = "absent"
+    DEVICE_STUCK = "device_stuck"
+    MISMATCH = "mismatch"
+    DESYNC = "desync"
+    SLOW_COMPUTE = "slow_compute"
+    SLOW_DATA = "slow_data"
+    # The same of links.
+    LINK_DEAD = "link_dead"
+    SLOW_LINK = "slow_link"
+    SLOW_SENDER = "slow_sender"
+    SLOW_RECEIVER = "slow_receiver"
 
     @classmethod
     def of(cls, text: str) -> FaultKind | None:
