@@ -45,15 +45,21 @@ class Mark(NamedTuple):
         return Mark(now_s, used_s) if is_more else self
 
 
+class Shown(NamedTuple):
+    """What a process has shown beside progress."""
+
+    idle: Mark  #: When it was last seen to progress or to compute.
+    asleep: Mark  #: When it was last seen to compute, in any thread.
+    frozen_since_s: float  #: Watched time at which its beating thread was last seen to run.
+
+
 class Watched(NamedTuple):
     """One worker as last reported."""
 
     node: str
     report: WorkerReport
     still_since_s: float  #: Watched time at which it was last seen to progress.
-    idle: Mark  #: When it was last seen to progress or to compute.
-    asleep: Mark  #: When its process was last seen to compute, in any thread.
-    frozen_since_s: float  #: Watched time at which its beating thread was last seen to run.
+    shown: Shown | None = None  #: None if the last report was of progress.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +121,8 @@ class Detector:
     def quiet(self, watched: Watched) -> Quiet:
         """Return how long the worker has shown no sign of each kind."""
         heard_s = self.nodes[watched.node].heard_s
-        return Quiet(
-            idle_s=heard_s - watched.idle.since_s,
-            asleep_s=heard_s - watched.asleep.since_s,
-            frozen_s=heard_s - watched.frozen_since_s,
-        )
+        idle, asleep, frozen_since_s = watched.shown or _shown(watched)
+        return Quiet(heard_s - idle.since_s, heard_s - asleep.since_s, heard_s - frozen_since_s)
 
     def silent_s(self, node: str) -> float:
         """Return how long ``node`` has not reported while others did."""
@@ -140,18 +143,18 @@ def observe(state: Detector, report: NodeReport, at_s: float, *, learns: bool = 
         # The detector was away: stillness and silence start again at zero.
         state = _forget_stillness(state)
         before = None if before is None else state.nodes[report.node]
-    gap = before is None or watched_s - before.heard_s > WATCH_GAP_S
-    steps_s, counted = list(state.steps_s), state.counted
+    is_gap = before is None or watched_s - before.heard_s > WATCH_GAP_S
+    steps_s, counted = state.steps_s, state.counted
     workers: dict[str, Watched] = {}
     for row in report.workers:
         known = before.workers.get(row.worker) if before is not None else None
         if learns and known is not None and _finished_step(known.report, row):
-            counted = _count(steps_s, counted, row)
-        if before is None or known is None or gap:
-            workers[row.worker] = _anew(report.node, row, watched_s)
+            steps_s, counted = _count(steps_s, counted, row)
+        if before is None or known is None or is_gap:
+            workers[row.worker] = Watched(report.node, row, watched_s)
         elif _has_progressed(known.report, row):
             since_s = max(before.heard_s, watched_s - _last_sign_age_s(row))
-            workers[row.worker] = _anew(report.node, row, since_s)
+            workers[row.worker] = Watched(report.node, row, since_s)
         else:
             workers[row.worker] = _still(known, row, watched_s)
     node = WatchedNode(heard_s=watched_s, workers=MappingProxyType(workers))
@@ -159,7 +162,7 @@ def observe(state: Detector, report: NodeReport, at_s: float, *, learns: bool = 
         watched_s=watched_s,
         heard_at_s=at_s,
         nodes=state.nodes.set(report.node, node),
-        steps_s=tuple(steps_s[-NUM_STEPS_KEPT:]),
+        steps_s=steps_s,
         counted=counted,
     )
 
@@ -177,22 +180,23 @@ def without_silent(state: Detector, members: Collection[str], silent_s: float) -
     return replace(state, nodes=NodeMap.of(kept))
 
 
-def _anew(node: str, row: WorkerReport, since_s: float) -> Watched:
-    """Return the entry of a worker that was seen to progress at ``since_s``."""
-    idle, asleep = Mark(since_s, work_s(row)), Mark(since_s, row.processor_s)
-    return Watched(node, row, since_s, idle, asleep, since_s)
+def _shown(watched: Watched) -> Shown:
+    """Return what a worker had shown when it progressed."""
+    since_s, row = watched.still_since_s, watched.report
+    return Shown(Mark(since_s, work_s(row)), Mark(since_s, row.processor_s), since_s)
 
 
 def _still(known: Watched, row: WorkerReport, now_s: float) -> Watched:
     """Return the entry of a worker that has not progressed since the previous report."""
     # If its beating thread is unknown, a process does not count as frozen.
     has_run = not row.beater_runs or row.beater_runs != known.report.beater_runs
-    return known._replace(
-        report=row,
-        idle=known.idle.after(work_s(row), now_s),
-        asleep=known.asleep.after(row.processor_s, now_s),
-        frozen_since_s=now_s if has_run else known.frozen_since_s,
+    before = known.shown or _shown(known)
+    shown = Shown(
+        idle=before.idle.after(work_s(row), now_s),
+        asleep=before.asleep.after(row.processor_s, now_s),
+        frozen_since_s=now_s if has_run else before.frozen_since_s,
     )
+    return known._replace(report=row, shown=shown)
 
 
 def _forget_stillness(state: Detector) -> Detector:
@@ -203,7 +207,7 @@ def _forget_stillness(state: Detector) -> Detector:
             WatchedNode(
                 heard_s=now_s,
                 workers=MappingProxyType(
-                    {key: _anew(name, old.report, now_s) for key, old in node.workers.items()}
+                    {key: Watched(name, old.report, now_s) for key, old in node.workers.items()}
                 ),
             ),
         )
@@ -229,18 +233,20 @@ def _has_progressed(before: WorkerReport, now: WorkerReport) -> bool:
     )
 
 
-def _count(steps_s: list[float], counted: tuple[int, int], row: WorkerReport) -> tuple[int, int]:
-    """Take in the duration of the step that ``row`` finished; return the newest counted step.
+def _count(
+    steps_s: tuple[float, ...], counted: tuple[int, int], row: WorkerReport
+) -> tuple[tuple[float, ...], tuple[int, int]]:
+    """Return the durations with that of the step that ``row`` finished, and the newest step.
 
     A step counts once, not once per worker. Otherwise a large run would remember only a few steps,
     and p99 would be the slowest of these.
     """
     place = (row.attempt, row.step)
     if place > counted:
-        steps_s.append(row.step_s)
-    elif place == counted:
-        steps_s[-1] = max(steps_s[-1], row.step_s)
-    return max(counted, place)
+        return (*steps_s[1 - NUM_STEPS_KEPT :], row.step_s), place
+    if place == counted and row.step_s > steps_s[-1]:
+        steps_s = (*steps_s[:-1], row.step_s)
+    return steps_s, counted
 
 
 def _finished_step(before: WorkerReport, now: WorkerReport) -> bool:

@@ -161,8 +161,8 @@ class _Case:
                 guilty=self._guilty(alone),
                 confidence=0.8,
                 since_s=self._since_s(alone, own=True),
-                evidence=f"{waiting(alone).capitalize()} in a call that all members have made, while "
-                "others wait for a later one: a device or a link to it stands still.",
+                evidence=f"{waiting(alone).capitalize()} in a call that all members have made, "
+                "while others wait for a later one: a device or a link to it stands still.",
                 alternatives=(Alternative(FaultKind.LINK_DEAD),),
             )
         elif not links:

@@ -10,6 +10,8 @@ one in which nobody is missing.
 from __future__ import annotations
 
 import pickle
+from functools import lru_cache
+from sys import intern
 from time import process_time
 from typing import Any
 
@@ -30,9 +32,9 @@ def worker_report(rank: int, num_nodes: int, *, step: int, waiting_s: float) -> 
     """Return the report on a rank that has done ``step``, and waits in the next if it waits."""
     node, local = divmod(rank, NUM_GPUS)
     members = {  # as a keeper tells them: one after the other, or every eighth
-        "world": range(num_nodes * NUM_GPUS),
-        f"tp[{node}]": range(node * NUM_GPUS, (node + 1) * NUM_GPUS),
-        f"dp[{local}]": range(local, num_nodes * NUM_GPUS, NUM_GPUS),
+        "world": _ranks(0, num_nodes * NUM_GPUS),
+        intern(f"tp[{node}]"): _ranks(node * NUM_GPUS, (node + 1) * NUM_GPUS),
+        intern(f"dp[{local}]"): _ranks(local, num_nodes * NUM_GPUS, NUM_GPUS),
     }
     groups = tuple(
         GroupState(
@@ -51,6 +53,12 @@ def worker_report(rank: int, num_nodes: int, *, step: int, waiting_s: float) -> 
         phase=WorkerPhase.FORWARD, step=step, micro_batch=0, moved_bytes=0, phase_s=waiting_s,
         beat_age_s=0.05, processor_s=float(step), step_s=STEP_S, loss=2.0, groups=groups,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _ranks(start: int, stop: int, step: int = 1) -> range:
+    """Return one object for all ranks of a node, as its keeper does."""
+    return range(start, stop, step)
 
 
 class Replay:
@@ -95,16 +103,22 @@ class Replay:
     def take(self, reports: list[NodeReport], over_s: float) -> tuple[float, float]:
         """Take ``reports`` in, evenly over a time; return processor seconds, and of unpickling."""
         packed = [pickle.dumps(report, protocol=5) for report in reports]
-        began_s = process_time()
-        unpacked: list[NodeReport] = [pickle.loads(each) for each in packed]
-        unpacked_s = process_time()
-        for report in unpacked:
-            self.at_s += over_s / len(reports)
+        # A controller holds the last report of each worker, and no queue of them.
+        reports.clear()
+        used_s = unpickling_s = 0.0
+        for each in packed:
+            self.at_s += over_s / len(packed)
+            began_s = process_time()
+            report: NodeReport = pickle.loads(each)
+            unpacked_s = process_time()
             self._observer.on_report(report)
-            judged_s = process_time()
+            taken_s = process_time()
             self._observer.judge()
-            self.judged_s_max = max(self.judged_s_max, process_time() - judged_s)
-        return process_time() - unpacked_s, unpacked_s - began_s
+            ended_s = process_time()
+            self.judged_s_max = max(self.judged_s_max, ended_s - taken_s)
+            unpickling_s += unpacked_s - began_s
+            used_s += ended_s - unpacked_s
+        return used_s, unpickling_s
 
     def during(self, seconds: float, *, period_s: float, **how: Any) -> dict[str, float]:
         """Return the costs of a time; ``how`` as for ``reports``, by the time that has passed."""

@@ -9,8 +9,9 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from workers.protocol import NUM_COSTS_MAX, Digest, GroupState
 from workers.records.costs import Costs, Span
@@ -42,6 +43,9 @@ from workers.records.ring_format import (
 
 _NO_FILE: Final = (0, 0)
 _READ_TRIES_MAX: Final = 100
+
+#: The name and the members of a group.
+_Named: TypeAlias = tuple[str, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,7 @@ class RingReader:
         self._path = path
         self._memory: mmap.mmap | None = None
         self._file = _NO_FILE
-        self._ranks: dict[int, Sequence[int]] = {}
+        self._names: dict[int, _Named] = {}
         self._costs, self._last_span = Costs(), 0
 
     def look(self, *, now_ns: int | None = None) -> RingView:
@@ -116,9 +120,9 @@ class RingReader:
             if self._memory is not None:
                 self._memory.close()
             self._memory, self._file = _map(self._path)
-            self._ranks, self._costs, self._last_span = {}, Costs(), 0
+            self._names, self._costs, self._last_span = {}, Costs(), 0
         now_ns = time.monotonic_ns() if now_ns is None else now_ns
-        return _view_of(self._memory, now_ns, self._ranks)
+        return _view_of(self._memory, now_ns, self._names)
 
     def digest(self, *, now_ns: int) -> Digest | None:
         """Return the rank's own work since the last digest, from the ring of the last look.
@@ -274,20 +278,20 @@ def _map(path: str | os.PathLike[str]) -> tuple[mmap.mmap | None, tuple[int, int
     return None, _NO_FILE
 
 
-def _view_of(memory: mmap.mmap | None, now_ns: int, ranks: dict[int, Sequence[int]]) -> RingView:
+def _view_of(memory: mmap.mmap | None, now_ns: int, names: dict[int, _Named]) -> RingView:
     if memory is None:
         return RingView(0, ())
     attempt = HEADER.unpack_from(memory, 0)[2]
     if _word(memory, LEFT_WORD):
         return RingView(attempt, ())
     num_groups = _word(memory, NUM_GROUPS_WORD)
-    states = (_read_group(memory, i, now_ns, ranks) for i in range(num_groups))
+    states = (_read_group(memory, i, now_ns, names) for i in range(num_groups))
     groups = tuple(state for state in states if state is not None)
     return RingView(attempt, groups, _word(memory, NUM_DROPPED_WORD))
 
 
 def _read_group(
-    memory: mmap.mmap, index: int, now_ns: int, ranks: dict[int, Sequence[int]]
+    memory: mmap.mmap, index: int, now_ns: int, names: dict[int, _Named]
 ) -> GroupState | None:
     offset = HEADER_BYTES + index * GROUP_BYTES
     for _ in range(_READ_TRIES_MAX):
@@ -303,13 +307,13 @@ def _read_group(
     if stores == 0:
         return None
     op, dtype, history, num_ahead = unpacked_call(call)
-    length, name, first, count = NAME.unpack_from(memory, offset + 2 * STATE.size)
-    if index not in ranks:
+    if index not in names:
         # A group's members never change, and are thousands in a large run.
-        ranks[index] = _as_range(struct.unpack_from(f"<{count}I", memory, ints_offset(first)))
+        names[index] = _read_name(memory, offset + 2 * STATE.size)
+    name, ranks = names[index]
     return GroupState(
-        group=name[:length].decode(errors="replace"),
-        ranks=ranks[index],
+        group=name,
+        ranks=ranks,
         entered_seq=entered,
         # A rank that waits for a collective uses the earlier ones' results only afterwards.
         finished_seq=max(finished, waited - 1),
@@ -321,6 +325,18 @@ def _read_group(
         sent_bytes=sent_bytes,
         num_ahead=num_ahead,
     )
+
+
+def _read_name(memory: mmap.mmap, offset: int) -> _Named:
+    length, name, first, count = NAME.unpack_from(memory, offset)
+    ranks = _as_range(struct.unpack_from(f"<{count}I", memory, ints_offset(first)))
+    return _shared(name[:length].decode(errors="replace"), ranks)
+
+
+@lru_cache(maxsize=64)
+def _shared(name: str, ranks: Sequence[int]) -> _Named:
+    """Return one object for all workers of a node: a report pickles an object once."""
+    return name, ranks
 
 
 def _as_range(ranks: tuple[int, ...]) -> Sequence[int]:
