@@ -264,7 +264,7 @@ def test_a_rank_that_waits_within_its_own_work_is_not_absent(
     (verdict,) = _of(tmp_path)
 
     assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.SLOW_DATA, (3,))
-    assert "rank 3 is in data" in verdict.evidence.lower()
+    assert "rank 3 has been in data" in verdict.evidence.lower()
 
 
 def test_a_call_that_was_left_out_long_ago_is_seen_by_the_hash(
