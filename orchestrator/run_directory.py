@@ -15,7 +15,7 @@ from itertools import groupby
 from math import isfinite, nan
 from typing import Any, Self, TypeAlias
 
-from orchestrator.core import Incident, RunStats, layout_text, without_late_lines
+from orchestrator.core import Incident, RunStats, without_late_lines
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
 from ucp_core.errors import StorageError
 from ucp_core.storage import (
@@ -420,7 +420,7 @@ def _step(document: Mapping[str, Any]) -> StepRecord:
         first_sample=int(document.get("order_start", 0)),
         step_s=float(document.get("step_s", 0.0)),
         num_workers=int(document.get("num_workers", 0)),
-        layout=layout_text(document.get("layout")),
+        layout=str(document.get("layout") or ""),
     )
 
 

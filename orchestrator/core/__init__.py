@@ -65,7 +65,6 @@ from orchestrator.core.handlers import (
     resume_without_journal,
 )
 from orchestrator.core.log import (
-    Basis,
     Compaction,
     Folded,
     Incident,
@@ -74,7 +73,6 @@ from orchestrator.core.log import (
     fold_on,
     incident_folder,
     is_event,
-    layout_text,
     starts,
     suspects_shown,
     transition_records,

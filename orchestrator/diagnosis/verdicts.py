@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from orchestrator.fault_kinds import FaultKind
 
@@ -30,7 +30,8 @@ class Guilty:
         )
 
 
-class Alternative(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Alternative:
     """Another kind that may be the true one."""
 
     kind: FaultKind
@@ -50,17 +51,8 @@ class Verdict:
     alternatives: tuple[Alternative, ...] = ()  #: Other possible kinds, the likeliest first.
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict as ``everstep diagnose --json`` shows it."""
-        return {
-            "kind": str(self.kind),
-            "guilty": asdict(self.guilty),
-            "confidence": self.confidence,
-            "since_s": self.since_s,
-            "evidence": self.evidence,
-            "alternatives": [
-                {"kind": str(kind), "guilty": asdict(guilty)} for kind, guilty in self.alternatives
-            ],
-        }
+        """Return the verdict as ``everstep diagnose --json`` and ``everstep status`` show it."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +69,6 @@ class Suspicion(Verdict):
     is_steady: bool = False
     #: Whether its work may have grown instead of its machine being slow; it is not convicted then.
     may_be_work: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the suspicion as ``everstep status`` shows it."""
-        return {
-            **Verdict.to_json(self),
-            "worker": self.worker,
-            "times": self.times,
-            "is_steady": self.is_steady,
-            "may_be_work": self.may_be_work,
-        }
 
 
 def is_agreed(one: Suspicion, suspects: Iterable[Suspicion], num_ranks: int) -> bool:

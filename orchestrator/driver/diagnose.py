@@ -202,7 +202,7 @@ def verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
         yield f"{one.kind}: {_who(one.guilty)}. Confidence {one.confidence:.2f}.{since}"
         yield f"  {one.evidence}"
         if one.alternatives:
-            others = (f"{kind} ({_who(guilty)})" for kind, guilty in one.alternatives)
+            others = (f"{other.kind} ({_who(other.guilty)})" for other in one.alternatives)
             yield f"  Alternatives: {'; '.join(others)}."
 
 

@@ -204,7 +204,7 @@ class Fleet:
         folded = core.fold_on(core.Folded(), segments, self.rules)
         fold_s = process_time() - began_s
         assert folded.state == self.shell.state, "the fold differs from the run"
-        basis = core.Basis(program="bench", rules="bench")
+        basis = "bench"
         place = self.shell.journal.place
         began_s = process_time()
         document = core.Compaction(basis=basis, place=place, folded=folded).document()

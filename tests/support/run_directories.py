@@ -109,7 +109,7 @@ def _metrics_line(step: int, attempt: int, workers: int) -> dict[str, Any]:
         "samples": 32,
         "step_s": STEP_S,
         "num_workers": workers,
-        "layout": {"pp": 1, "dp_replicate": 1, "dp_shard": workers, "cp": 1, "tp": 1, "ep": 1},
+        "layout": f"dp_shard={workers}",
     }
 
 

@@ -1,7 +1,7 @@
 """The journal's records: print, parse, compact, count. Pure."""
 
-from orchestrator.core.log.compaction import Basis, Compaction, Place
-from orchestrator.core.log.incident import Incident, incident_folder, layout_text
+from orchestrator.core.log.compaction import Compaction, Place
+from orchestrator.core.log.incident import Incident, incident_folder
 from orchestrator.core.log.journal_lines import (
     Folded,
     fold_on,

@@ -6,7 +6,7 @@ for a hint that has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -73,8 +73,14 @@ def decoder(hint: Any) -> Decoder:
     return _record(hint)
 
 
-def field_decoders(kind: Any) -> dict[str, Decoder]:
-    """Return the decoder of every field of a dataclass or a named tuple, by name."""
+def known_fields(kind: Any, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record that a document has: one of another version may lack some."""
+    decoders = _field_decoders(kind)
+    return {name: each(document[name]) for name, each in decoders.items() if name in document}
+
+
+@cache
+def _field_decoders(kind: Any) -> dict[str, Decoder]:
     names, hints = _names(kind), get_type_hints(kind)
     return {name: decoder(hints[name]) for name in names}
 
@@ -105,7 +111,7 @@ def _pair(*inners: Decoder) -> Decoder:
 
 
 def _record(kind: Any) -> Decoder:
-    decoders = field_decoders(kind)
+    decoders = _field_decoders(kind)
 
     def decode(value: Any) -> Any:
         if value.keys() != decoders.keys():

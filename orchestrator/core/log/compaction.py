@@ -41,18 +41,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Basis:
-    """The inputs of a fold besides the journal."""
-
-    program: str
-    rules: str  #: All ``RunRules``, as text.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Compaction:
     """A place in a journal, and the folded journal up to it."""
 
-    basis: Basis
+    #: Digest of the inputs of the fold besides the journal: the program, and all ``RunRules``.
+    basis: str
     place: Place
     folded: Folded
 
@@ -63,7 +56,7 @@ class Compaction:
         return json.dumps(head).encode() + b"\n" + text + b"\n"
 
     @classmethod
-    def read(cls, document: bytes, basis: Basis) -> Compaction:
+    def read(cls, document: bytes, basis: str) -> Compaction:
         """Read a compaction.
 
         Raises:
@@ -78,9 +71,10 @@ class Compaction:
             if (said["bytes"], said["crc32"]) != (len(text), crc32(text)):
                 raise CompactionError("it is not what was written: its checksum differs")
             body = json.loads(text)
-            for name, value in encode(basis).items():
-                if body["basis"][name] != value:
-                    raise CompactionError(f"it was made under another {name}", found=body["basis"])
+            if body["basis"] != basis:
+                raise CompactionError(
+                    "another version of everstep made it, or the settings were others"
+                )
             found: Compaction = _decode(body)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise CompactionError(f"it cannot be read: {type(error).__name__}: {error}") from error

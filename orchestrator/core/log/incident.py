@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from orchestrator.core.log.codec import decoder
+from orchestrator.core.log.codec import decoder, encode, known_fields
 from orchestrator.diagnosis import Suspicion
 from orchestrator.fault_kinds import FaultKind
 
@@ -130,15 +129,8 @@ class Incident:
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``incident.json`` holds."""
-        document = {name: getattr(self, name) for name in self.__slots__}
-        return {
-            **document,
-            "guilty": list(self.guilty),
-            "skipped": list(self.skipped),
-            "places": [list(place) for place in self.places],
-            "killed": [list(place) for place in self.killed],
-            "suspects": [one.to_json() for one in self.suspects],
-        }
+        document: dict[str, Any] = encode(self)
+        return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, number: int) -> Incident:
@@ -148,49 +140,9 @@ class Incident:
             document: As ``to_json`` returns it, perhaps of another version.
             number: Its number, if it does not say one.
         """
-        evidence = document.get("evidence", "")
-        instants = {
-            name: None if document.get(name) is None else float(document[name])
-            for name in ("t_fault_s", *(end for _, end in PHASES))
-        }
-        return cls(
-            number=int(document.get("number") or number),
-            kind=str(document.get("kind", "unknown")),
-            guilty=tuple(str(who) for who in document.get("guilty", ())),
-            evidence=evidence if isinstance(evidence, str) else json.dumps(evidence),
-            attempt=int(document.get("attempt") or 0),
-            lost_steps=int(document.get("lost_steps") or 0),
-            cost_usd=float(document.get("cost_usd") or 0.0),
-            layout_before=layout_text(document.get("layout_before")),
-            layout_after=layout_text(document.get("layout_after")),
-            other_layouts=tuple(
-                (str(layout), str(why)) for layout, why in document.get("other_layouts") or ()
-            ),
-            sources={str(k): int(v) for k, v in (document.get("sources") or {}).items()},
-            skipped=tuple(str(line) for line in document.get("skipped") or ()),
-            rule=str(document.get("rule") or ""),
-            verdict=str(document.get("verdict") or ""),
-            places=_places(document.get("places")),
-            killed=_places(document.get("killed")),
-            suspects=tuple(map(suspicion, document.get("suspects") or ())),
-            folder=str(document.get("folder") or ""),
-            is_start=bool(document.get("is_start")),
-            **instants,
-        )
-
-
-def _places(rows: Any) -> tuple[tuple[int, str, str], ...]:
-    return tuple((int(rank), str(worker), str(node)) for rank, worker, node in rows or ())
+        return cls(**{"number": number, "kind": "unknown", **known_fields(cls, document)})
 
 
 def incident_folder(number: int) -> str:
     """Return where an incident's document and evidence are, below the run directory."""
     return f"incidents/{number:04d}"
-
-
-def layout_text(layout: Any) -> str:
-    """Return a layout for people; it is stored as text or as degrees by axis."""
-    if isinstance(layout, Mapping):
-        used = [f"{axis}={degree}" for axis, degree in layout.items() if degree != 1]
-        return " x ".join(used) or "1 worker"
-    return str(layout or "")

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, cast, get_args
 
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.core.log.codec import Decoder, encode, field_decoders
+from orchestrator.core.log.codec import encode, known_fields
 from orchestrator.core.log.stats import RunStats
 from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
@@ -112,9 +112,7 @@ def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
     try:
         kind = _KINDS[record["kind"]]
         # A field with a default may be missing from an older record.
-        item: ev.Event | act.Action = kind(
-            **{name: each(record[name]) for name, each in _DECODERS[kind].items() if name in record}
-        )
+        item: ev.Event | act.Action = kind(**known_fields(kind, record))
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise JournalCorruptError(
             f"{where} cannot be read: {type(error).__name__}: {error}", record=dict(record)
@@ -167,10 +165,9 @@ def without_late_lines(segments: Sequence[bytes]) -> list[bytes]:
         segments: All segments of the journal, or the last ones, oldest first.
     """
     found = list(segments)
-    for begin, segment in enumerate(segments):
-        if begin and _first_kind(segment) == ev.RunResumed.__name__:
-            seq = _seq(segment[: segment.find(b"\n")])
-            found[:begin] = [_up_to(earlier, seq) for earlier in found[:begin]]
+    for begin in starts(segments)[1:]:
+        seq, _ = _head(segments[begin])
+        found[:begin] = [_up_to(earlier, seq) for earlier in found[:begin]]
     return found
 
 
@@ -182,7 +179,7 @@ def starts(segments: Sequence[bytes]) -> list[int]:
     return [
         index
         for index, segment in enumerate(segments)
-        if index == 0 or _first_kind(segment) == ev.RunResumed.__name__
+        if index == 0 or _head(segment)[1] == ev.RunResumed.__name__
     ]
 
 
@@ -239,32 +236,25 @@ def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, Journa
     return state, last
 
 
-def _first_kind(segment: bytes) -> str:
-    """Return the kind of a segment's first record; "" if it is torn, which ``read`` reports."""
-    try:
-        return str(json.loads(segment[: segment.find(b"\n")])["kind"])
-    except (ValueError, KeyError, TypeError):
-        return ""
-
-
 def _up_to(segment: bytes, seq: int) -> bytes:
     """Return a segment without the records at its end whose number is ``seq`` or higher."""
     end = segment.rfind(b"\n") + 1
     is_late = False
     while end:
         begin = segment.rfind(b"\n", 0, end - 1) + 1
-        if _seq(segment[begin:end]) < seq:
+        if _head(segment[begin:end])[0] < seq:
             break
         is_late, end = True, begin
     return segment[:end] if is_late else segment
 
 
-def _seq(line: bytes) -> int:
-    """Return the number of a record; -1 if it cannot be read, which ``read`` reports."""
+def _head(lines: bytes) -> tuple[int, str]:
+    """Return number and kind of the first record; -1 and "" if it is torn, as ``read`` reports."""
     try:
-        return int(json.loads(line)["seq"])
+        record = json.loads(lines[: lines.find(b"\n")])
+        return int(record["seq"]), str(record["kind"])
     except (ValueError, KeyError, TypeError):
-        return -1
+        return -1, ""
 
 
 def _compare(
@@ -309,4 +299,3 @@ _COUNTED = (act.RequestReservation, act.ReleaseReservation)
 _EVENTS = get_args(ev.Event)
 _EVENT_NAMES = frozenset(kind.__name__ for kind in _EVENTS)
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*_EVENTS, *get_args(act.Action))}
-_DECODERS: dict[type, dict[str, Decoder]] = {kind: field_decoders(kind) for kind in _KINDS.values()}

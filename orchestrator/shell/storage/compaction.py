@@ -82,9 +82,9 @@ def _from_compacted(store: Store, run_path: str, rules: core.RunRules) -> Readin
     return Reading(folded, num_written, place.journal_bytes)
 
 
-def basis_of(rules: core.RunRules) -> core.Basis:
-    """Return everything but the journal that its fold under ``rules`` depends on."""
-    return core.Basis(program=_program(), rules=repr(rules))
+def basis_of(rules: core.RunRules) -> str:
+    """Return a digest of everything but the journal that its fold under ``rules`` depends on."""
+    return sha256(f"{_program()} {rules!r}".encode()).hexdigest()
 
 
 @cache

@@ -11,7 +11,6 @@ from random import Random
 
 from orchestrator.core import (
     Action,
-    Basis,
     Compaction,
     ControllerStarted,
     Event,
@@ -75,8 +74,8 @@ class SimJournal:
         self._marked: tuple[int, RunState] | None = None
 
     @cached_property
-    def _basis(self) -> Basis:
-        return Basis(program="simulated", rules=repr(self._rules))
+    def _basis(self) -> str:
+        return repr(self._rules)
 
     def add(self, event: Event, state: RunState, actions: Sequence[Action]) -> None:
         """Take in an event, the state after it, and the actions that it led to."""

@@ -63,7 +63,7 @@ def test_a_rank_without_records_is_unknown_and_not_guilty() -> None:
 
     assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.UNDECIDED, ())
     assert "rank 3: no record of it" in verdict.evidence
-    assert verdict.alternatives[0][1].ranks == (3,)
+    assert verdict.alternatives[0].guilty.ranks == (3,)
 
 
 def test_a_rank_whose_records_have_gaps_is_not_guilty() -> None:

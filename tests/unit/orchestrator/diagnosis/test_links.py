@@ -202,14 +202,14 @@ def test_what_was_suspected_and_is_as_fast_as_others_is_not_slow() -> None:
 def test_a_node_may_be_slow_both_ways_and_of_two_nodes_nobody_is_told_apart() -> None:
     rates = {pair: 1e7 if "b" in pair else 1e8 for pair in permutations(NODES, 2)}
     (both,) = slow(rates, [("a", "b"), ("b", "c")], RANKS, {})
-    assert (both.kind, [kind for kind, _ in both.alternatives]) == (
+    assert (both.kind, [each.kind for each in both.alternatives]) == (
         FaultKind.SLOW_SENDER,
         [FaultKind.SLOW_RECEIVER],
     )
 
     (found,) = slow({("a", "b"): 1e7, ("b", "a"): 1e8}, [("a", "b")], RANKS, {})
     assert (found.kind, found.guilty.links) == (FaultKind.SLOW_LINK, ((0, 1),))
-    assert [kind for kind, _ in found.alternatives] == [
+    assert [each.kind for each in found.alternatives] == [
         FaultKind.SLOW_SENDER,
         FaultKind.SLOW_RECEIVER,
     ]

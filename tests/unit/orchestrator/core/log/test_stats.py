@@ -75,7 +75,7 @@ def test_an_incident_has_every_phase_on_the_clock() -> None:
         "cost_usd": 0.0,
         "layout_before": "dp_shard=2",
         "layout_after": "1 worker",
-        "other_layouts": (),
+        "other_layouts": [],
         "t_fault_s": 8.4,
         "t_detect_s": 8.5,
         "t_fence_s": 8.6,
