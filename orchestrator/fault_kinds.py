@@ -70,6 +70,8 @@ class FaultKind(StrEnum):
     NOT_FINITE = "not_finite", 2, FaultClass.USER
     # Copies of one state differ: a machine computed or kept something wrong.
     DIVERGED = "diverged", 3, FaultClass.INFRASTRUCTURE, Loss.NOTHING, True
+    # Two machines computed different things from the same (``train.recheck``).
+    CORRUPT = "corrupt", 3, FaultClass.INFRASTRUCTURE, Loss.NOTHING, True
     # It is not known which worker caused it, or none did.
     UNDECIDED = "undecided", 1, FaultClass.UNDECIDED, Loss.NOTHING, True
     UNLOADABLE = "unloadable", 1, FaultClass.INFRASTRUCTURE
@@ -86,9 +88,9 @@ class FaultKind(StrEnum):
     CONTROLLER_RESTART = "controller_restart", 0, None, Loss.NOTHING, False, True
     RESUME = "resume", 0, None, Loss.NOTHING, False, True
     COMPLETED = "completed", 0, None, Loss.NOTHING, False, True
-    # What reports or records show of ranks, beside the three above that are both: NOT_FINITE,
-    # DIVERGED, UNDECIDED. From records alone a process that is dead, frozen or holds its
-    # interpreter is ABSENT, and neither NOT_FINITE nor DIVERGED is seen.
+    # What reports or records show of ranks, beside those above that are both: NOT_FINITE,
+    # DIVERGED, CORRUPT, UNDECIDED. From records alone a process that is dead, frozen or holds its
+    # interpreter is ABSENT, and the first three are not seen.
     DEAD = "dead"
     FROZEN = "frozen"
     INTERPRETER_HELD = "interpreter_held"

@@ -80,6 +80,14 @@ class DivergedError(TaskError):
     """
 
 
+class CorruptError(DivergedError):
+    """A worker computed something wrong; all ranks raise it, and ``facts["ranks"]`` has that one.
+
+    It has all of them if that is not known. ``facts["sound_step"]`` is the last step of which the
+    state is known to be right.
+    """
+
+
 class NodeShortError(WorkerError):
     """The node has no memory or descriptors left for an attempt; another node may have."""
 

@@ -288,9 +288,12 @@ class Raised:
     #: The axis whose degree the script or the model cannot have, ``DEVICE_MEMORY`` if the device
     #: has too little of it, else "".
     refuses: str = ""
-    #: The ranks that numbers come from which are not finite, or whose copies of the weights
-    #: differ from the others'; empty if that is not known.
+    #: The ranks that numbers come from which are not finite, or whose results or copies of the
+    #: weights differ from the others'; empty if that is not known.
     ranks: tuple[int, ...] = ()
+    #: If a machine computed something wrong, the last step of which the state is known to be right;
+    #: else -1.
+    sound_step: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,6 +185,11 @@ class TrainSettings:
             it keeps only its part but sends more often. "auto" measures in the first step whether
             whole gradients fit. In deterministic mode sums have their own order.
         validation_every: Steps between two validations; 0 to validate at the end only.
+        recheck: Steps between two checks for silent data corruption, 0 for none. In a check all
+            workers compute the same micro-batch once more and compare the bits of its gradients,
+            which costs as much as one micro-batch more of each worker. A machine that computes
+            something else is left, and the run goes back to its newest version up to the last check
+            before. Needs ``deterministic``.
         not_finite: What to do with updates that are NaN or infinite.
     """
 
@@ -204,6 +209,7 @@ class TrainSettings:
     deterministic: bool = False
     reduce_gradients: Literal["auto", "once", "every_pass"] = "auto"
     validation_every: _Count = 0
+    recheck: _Count = 0
     not_finite: NotFiniteSettings = field(default_factory=NotFiniteSettings)
 
     @property
@@ -467,6 +473,7 @@ def between_keys(settings: Settings) -> list[str]:
             "train.reduce_gradients: every_pass changes nothing with train.deterministic, "
             "whose sums have their own order; leave one of them out"
         )
+    found += _recheck_problems(settings) if train.recheck else []
     if len(train.betas) != _NUM_BETAS:
         found.append(f"train.betas: {list(train.betas)} must be two numbers")
     if settings.checkpoint.keep == 1:
@@ -480,6 +487,23 @@ def between_keys(settings: Settings) -> list[str]:
         f"run.init_rename: {theirs!r} and {ours!r} need one '*' each, or none"
         for theirs, ours in run.init_rename.items()
         if (theirs.count("*"), ours.count("*")) not in {(0, 0), (1, 1)}
+    ]
+    return found
+
+
+def _recheck_problems(settings: Settings) -> list[str]:
+    train, parallel = settings.train, settings.parallel
+    found = []
+    if not train.deterministic:
+        found.append(
+            "train.recheck: compares bits, which are the same on all workers only with "
+            "train.deterministic: true; write that, or train.recheck: 0"
+        )
+    found += [
+        f"parallel.{axis}: train.recheck compares workers that compute all of a micro-batch, and "
+        f"with {degree} each computes a part: write parallel.{axis}: 1, or train.recheck: 0"
+        for axis, degree in (("tp", parallel.tp), ("pp", parallel.pp))
+        if degree > 1
     ]
     return found
 

@@ -263,7 +263,7 @@ class WorkerRaised:
     """The training code of ``worker`` raised; the process lives and has left the attempt.
 
     ``refuses`` says why the attempt's layout cannot train, if it cannot. ``ranks`` are the ranks
-    whose numbers are not finite. See ``protocol.Raised``.
+    whose numbers are not finite, or differ. See ``protocol.Raised``.
     """
 
     at_s: float
@@ -274,6 +274,7 @@ class WorkerRaised:
     traceback: str
     refuses: str = ""
     ranks: tuple[int, ...] = ()
+    sound_step: int = -1
 
 
 @value

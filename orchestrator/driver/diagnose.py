@@ -58,7 +58,9 @@ _WIDTHS: Final = {
 #: Kinds of verdicts that the run reached without its records. If a death truncates these, they
 #: blame the ranks that still computed. These also include kinds of suspicions that only keepers
 #: have.
-_TOLD: Final = frozenset({FaultKind.DEAD, FaultKind.NOT_FINITE, FaultKind.DIVERGED})
+_TOLD: Final = frozenset(
+    {FaultKind.DEAD, FaultKind.NOT_FINITE, FaultKind.DIVERGED, FaultKind.CORRUPT}
+)
 _PLANNED: Final = frozenset(kind for kind in FaultKind if kind.is_planned)
 _OF_LINKS: Final = frozenset(
     {FaultKind.LINK_DEAD, FaultKind.SLOW_LINK, FaultKind.SLOW_SENDER, FaultKind.SLOW_RECEIVER}

@@ -31,7 +31,7 @@ NOT_FINITE = "NotFiniteError"
 #: One report of such an error is proof.
 OF_ALL = frozenset({NOT_FINITE, "DataDiffersError", "MisfitError"})
 #: All ranks raise these when a machine is at fault.
-DIVERGED = "DivergedError"
+DIVERGED, CORRUPT = "DivergedError", "CorruptError"
 #: Errors that say what a rank knows of all others.
 PROVEN = frozenset({"ApartError", *OF_ALL})
 
@@ -101,8 +101,8 @@ class UserError:
 
     @property
     def is_of_copies(self) -> bool:
-        """Return whether copies of one state were found to differ."""
-        return self.error_type == DIVERGED
+        """Return whether copies of one state, or of one result, were found to differ."""
+        return self.error_type in (DIVERGED, CORRUPT)
 
     @property
     def is_of_data(self) -> bool:

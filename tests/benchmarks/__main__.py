@@ -39,6 +39,7 @@ QUICK: Final = {
     "bench_parity": "--mib 1 --repeat 1",
     "bench_planner": "",
     "bench_planning": "--ranks 1",
+    "bench_recheck": "--injected 3 --clean 10 --rounds 1",
     "bench_recorder": "--blocks 2",
     "bench_recovery": "--kills 1 --shrinks 1 --nodes 1",
     "bench_relayout": "--layers 2 --rounds 1",

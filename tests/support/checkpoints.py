@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -170,6 +170,14 @@ def save_not_finite(
     store: Store, state: State, *, step: int, sound_step: int, root: str = ROOT
 ) -> None:
     """Save ``state`` by one rank, which says that step ``sound_step`` is the newest finite one."""
+    extra = {NOT_FINITE: {"in_a_row": 1, "sound_step": sound_step}}
+    save_with(store, state, step=step, root=root, extra=extra)
+
+
+def save_with(
+    store: Store, state: State, *, step: int, extra: dict[str, Any], root: str = ROOT
+) -> None:
+    """Save ``state`` by one rank with small named values."""
     save_rank(
         store,
         join(root, checkpoint_name(step)),
@@ -178,7 +186,7 @@ def save_not_finite(
         rank=0,
         world_size=1,
         tensors=local_tensors(state, random_sharding(random.Random(step), state, 1)[0]),
-        extra={NOT_FINITE: {"in_a_row": 1, "sound_step": sound_step}},
+        extra=extra,
         param_groups=[],
         source={},
         fsync=False,

@@ -6,6 +6,7 @@ from ucp_core.lazy import lazy_door
 from ucp_core.native.catalogue import (
     BEST,
     NOT_FINITE,
+    RECHECKED,
     Collector,
     Found,
     best_steps,

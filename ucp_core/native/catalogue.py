@@ -39,6 +39,9 @@ NOT_FINITE = "not_finite"
 #: Where ``extra`` lists the best steps so far by a value: ``kept``, rows of step and value.
 BEST = "best"
 
+#: Where ``extra`` has the newest step whose state the machines are known to have computed right.
+RECHECKED = "rechecked"
+
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 #: The data of a rank, complete, or its record.
 _RANK_FILE = re.compile(r"a(\d{4,})-r\d{5,}\.(?:bin|json)")
@@ -200,6 +203,11 @@ def _sound_step(checkpoint: Checkpoint) -> int:
     return found if isinstance(found, int) else checkpoint.step
 
 
+def _checked_step(checkpoint: Checkpoint) -> int:
+    found = checkpoint.manifest.extra.get(RECHECKED)
+    return found if isinstance(found, int) else checkpoint.step
+
+
 def best_steps(checkpoint: Checkpoint) -> list[int]:
     """Return the steps up to this one that a run keeps for their value, best first."""
     told = checkpoint.manifest.extra.get(BEST)
@@ -303,16 +311,18 @@ class _Seen(NamedTuple):
     step: int
     sound_step: int  #: The newest step with finite weights, as this checkpoint records it.
     best: tuple[int, ...]  #: The best steps up to it.
+    checked_step: int  #: The newest step known to be computed right, as it records.
 
 
 class Collector:
     """Deletes directories older than the ``keep`` newest valid checkpoints.
 
     Newer directories may be unfinished and stay. With fewer than ``keep`` valid checkpoints it
-    deletes nothing. It never deletes the newest one with finite weights, nor the best ones that the
-    newest names (``best_steps``). A checkpoint that a reader holds (``reading``) stays until the
-    next call. On storage without locks a checkpoint is first withdrawn, so that no reader opens it;
-    a call at least ``grace_s`` later deletes it.
+    deletes nothing. It never deletes the newest one with finite weights, nor the newest one up to
+    the last check of the machines (``RECHECKED``), nor the best ones that the newest names
+    (``best_steps``). A checkpoint that a reader holds (``reading``) stays until the next call. On
+    storage without locks a checkpoint is first withdrawn, so that no reader opens it; a call at
+    least ``grace_s`` later deletes it.
 
     It never deletes what the next claimant of the run resumes from: that is at least as new as the
     newest checkpoint here, because the claimant begins after ``require_owner`` was asked.
@@ -363,8 +373,10 @@ class Collector:
         if len(kept) < self._keep:
             return []
         spared = {checkpoint_name(step) for step in kept[0][1].best}
-        finite = ((name, one[1:3]) for name, one in itertools.chain(kept, valid))
-        spared.add(_newest_finite(finite))
+        finite, checked = itertools.tee(itertools.chain(kept, valid))
+        spared.add(_newest_finite((name, one[1:3]) for name, one in finite))
+        bound = kept[0][1].checked_step
+        spared.add(next((name for name, one in checked if one.step <= bound), ""))
         doomed = [name for name in names[names.index(kept[-1][0]) + 1 :] if name not in spared]
         if doomed:
             require_owner()
@@ -394,6 +406,7 @@ class Collector:
                 checkpoint.step,
                 _sound_step(checkpoint),
                 tuple(best_steps(checkpoint)),
+                _checked_step(checkpoint),
             )
             if not self._store.appends:
                 self._complete[name] = found

@@ -252,6 +252,19 @@ class DataLoader:
             else:
                 yield read(samples.tolist())
 
+    def read_one(
+        self, order: DataOrder, *, seed: int, micro_batch: int, step: int, number: int
+    ) -> Any:
+        """Return one batch as ``batches`` yields it, read when it is needed; not of a stream."""
+        _, _, samples = next(
+            micro_batches_of(order, micro_batch=micro_batch, numbers=[number], first_step=step)
+        )
+        key, indices = random_seed("data", seed, step, number), samples.tolist()
+        if self._num_workers:
+            readers = self._readers or self._begin_readers()
+            return readers.result(readers.submit(_read_keyed, key, indices))
+        return Keyed()(key, self.read, indices) if self._draws else self.read(indices)
+
     def read(self, indices: list[int]) -> Any:
         """Return the batch of these samples, read here and now."""
         return _Reader(self.dataset, self._collate).read(indices)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ucp_core.errors import SupersededError, UcpError
 from workers import collectives
 from workers.errors import (
+    CorruptError,
     DivergedError,
     LayoutRefusedError,
     NodeShortError,
@@ -207,7 +208,7 @@ class _Attempt:
         if self._session is None and getattr(error, "errno", None) in _SHORT:
             raise NodeShortError(f"this node has no room for an attempt: {error}") from error
         if isinstance(error, DivergedError):
-            # A step whose copies differ does not count as completed.
+            # A step whose copies or results differ does not count as completed.
             step = error.facts["step"] - 1
         return Raised(
             attempt=attempt,
@@ -218,6 +219,7 @@ class _Attempt:
             ranks=tuple(error.facts["ranks"])
             if isinstance(error, NotFiniteError | DivergedError)
             else (),
+            sound_step=error.facts["sound_step"] if isinstance(error, CorruptError) else -1,
         )
 
     def _take_final(self) -> None:

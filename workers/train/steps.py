@@ -22,7 +22,7 @@ from workers.settings import Settings
 from workers.state import Stateful
 from workers.train.agreement import agree_on_data, agree_on_registered
 from workers.train.boundary import Boundary
-from workers.train.executor import GradientSums, ShardedModel, Step, room_of
+from workers.train.executor import GradientSums, Recheck, ShardedModel, Step, room_of
 from workers.train.same_samples import SameSamples, contents, inputs
 from workers.train.script_locals import ScriptLocals
 
@@ -81,6 +81,8 @@ class Steps:
         self._locals = ScriptLocals()
         #: None for data that is not compared.
         self._same: SameSamples | None = None
+        #: None if nothing is computed twice.
+        self._recheck: Recheck | None = None
 
     def compare(self, step: Step, loss_of: Callable[[Any], Any]) -> None:
         """Check now and then that a script reads the same for indices on every worker, and before.
@@ -135,6 +137,7 @@ class Steps:
                 boundary=self._boundary,
                 on_applied=self._applied,
             )
+            step.recheck = self._recheck
             yield step
             if self._ends(step):
                 break
@@ -199,6 +202,7 @@ class Steps:
                 mesh=sharded.mesh,
                 device=sharded.device,
             )
+        self._recheck = self._recheck_of(order, loader)
         if loader is None:
             upcoming = micro_batches_of(order, numbers=numbers, **first)
             return (samples for _, _, samples in upcoming), sums
@@ -208,6 +212,36 @@ class Steps:
         if self._same is not None:
             self._batches = self._compared(self._same, loader, self._batches, len(numbers))
         return self._batches, sums
+
+    def _recheck_of(self, order: DataOrder, loader: DataLoader | None) -> Recheck | None:
+        """Return what compares the results of workers, if the configuration asks for it."""
+        train, mesh = self._settings.train, self.sharded.mesh
+        if not train.recheck:
+            return None
+        if self._stream is not None:
+            raise TaskError(
+                "train.recheck has all workers compute the same micro-batch, and from a stream "
+                "each reads its own: hand over samples by index, or write train.recheck: 0"
+            )
+        size = train.micro_batch
+        if mesh.rank == 0 and not self.step:
+            share = mesh.layout.dp / (train.num_micro_batches * train.recheck)
+            log.warning(
+                "train.recheck: every %s steps each worker computes one micro-batch more, which is "
+                "%.2f %% of what it computes",
+                train.recheck,
+                100 * share,
+            )
+
+        def read(step: int, number: int) -> Any:
+            if loader is not None:
+                which = {"micro_batch": size, "step": step, "number": number}
+                return loader.read_one(order, seed=train.seed, **which)
+            start = order.positions(step)[0] + number * size
+            return order.samples(start, start + size)
+
+        where = mesh, self.sharded.device
+        return Recheck(train, *where, read=read, restored=self._restored, step=self.step)
 
     def _compared(
         self, same: SameSamples, loader: DataLoader, batches: Generator[Any], num: int
@@ -269,6 +303,8 @@ class Steps:
         }
         if self._same is not None:
             extra[_SAMPLES] = self._same.values()
+        if self._recheck is not None:
+            extra |= self._recheck.values()
         if self._stream is not None:
             extra[_STREAM] = self._stream.state()
         registered = self.sharded.registered.values()

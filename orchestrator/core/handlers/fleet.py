@@ -302,8 +302,10 @@ def free_reservations(transition: Transition, node: Node) -> list[int]:
     return [reservation for reservation in node.reservations if reservation not in used]
 
 
-def strike(transition: Transition, number: int) -> None:
+def strike(transition: Transition, number: int, *, is_certain: bool = False) -> None:
     """Note a proven failure of a worker on a node, and avoid the node if it stands out.
+
+    A node that is certain to fail again is avoided at once.
 
     The node is compared with the best other node: if all fail alike, they share a cause, and
     avoiding them would only idle healthy nodes. A node that was avoided is on trial afterwards.
@@ -323,7 +325,7 @@ def strike(transition: Transition, number: int) -> None:
     on_trial = not is_avoided and transition.now_s < node.avoid_until_s + node.avoided_s
     num_max = fewest + (1 if on_trial else rules.strikes_max)
     node = node._replace(strikes=strikes)
-    if len(strikes) >= num_max:
+    if is_certain or len(strikes) >= num_max:
         avoid_s = node.avoided_s if is_avoided else rules.avoid_s
         if on_trial:
             avoid_s = min(2 * node.avoided_s, rules.avoid_s_max)

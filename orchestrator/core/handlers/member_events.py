@@ -26,6 +26,7 @@ from orchestrator.core.transition import Transition
 from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import STORAGE, Refused, UserError
 from ucp_core.layout import ParallelLayout
+from ucp_core.lineage import counts
 from workers.protocol import DEVICE_MEMORY
 
 #: Weight of the newest step in the smoothed duration, which averages about ten steps.
@@ -89,12 +90,12 @@ def step_completed_fencing(transition: Transition, event: StepCompleted) -> None
     run.attempt.step = event.step
     if 0 < run.stop_at[0] <= event.step:
         run.stop_reason = run.stop_reason or run.stop_at[1]
-    if event.stored > run.stored:
+    if event.stored > run.stored and _counts(run, event.stored):
         # The run must not resume from an older version, so it reads storage before it loads one.
         run.stored, run.reads.stored_from = event.stored, run.reads.num + 1
     if not run.attempt.stepped:
         run.attempt.stepped = True
-        run.trained = run.attempt.number
+        run.trained = max(run.trained, run.attempt.number)
         if transition.rules.standby_per_node:
             run.fleet.short = tuple(range(len(run.fleet.node_ids)))
         run.attempt.trained_since_s = event.at_s
@@ -228,7 +229,10 @@ def worker_raised(transition: Transition, event: WorkerRaised) -> None:
         return
     error = UserError(rank, event.step, event.error, event.traceback)
     if error.is_of_copies:
-        _end_diverged(transition, error, event.ranks)
+        if event.sound_step < 0:
+            _end_diverged(transition, error, event.ranks)
+        else:
+            _end_corrupt(transition, error, event)
         return
     recovery.note_raised(transition, error)
     if error.is_not_finite:
@@ -292,10 +296,54 @@ def _end_diverged(transition: Transition, error: UserError, ranks: tuple[int, ..
     layout = run.attempt.layout
     if layout is not None and layout.dp_replicate > 2:  # noqa: PLR2004  a majority exists
         failed = failed._replace(guilty=tuple(worker for _, worker, _ in failed.places))
-        if run.cause is None or run.cause.kind is not FaultKind.DIVERGED:
+        if _is_news(run, FaultKind.DIVERGED):
             for rank in ranks:
                 fleet.strike(transition, run.attempt.nodes[rank])
     transition.follow(failed)
+
+
+def _end_corrupt(transition: Transition, error: UserError, event: WorkerRaised) -> None:
+    """Go back to the last version that was checked, and do without the machine that erred.
+
+    If all ranks are named, it is not known which of them did, and no node is left.
+    """
+    run = transition.run
+    failed = _of_ranks(transition, FaultKind.CORRUPT, error.message, event.ranks)
+    is_known = len(event.ranks) < len(run.attempt.members)
+    if is_known:
+        failed = failed._replace(guilty=tuple(worker for _, worker, _ in failed.places))
+    if _is_news(run, FaultKind.CORRUPT):
+        _go_back(run, event.sound_step)
+        for rank in event.ranks if is_known else ():
+            _leave_node(transition, run.attempt.members[rank], failed.evidence)
+    transition.follow(failed)
+
+
+def _leave_node(transition: Transition, guilty: int, why: str) -> None:
+    """Kill the workers of a node, or one of them if the run needs the others; avoid the node."""
+    run = transition.run
+    number = run.attempt.nodes[run.attempt.members.index(guilty)]
+    node = run.fleet.nodes[number]
+    fleet.strike(transition, number, is_certain=True)
+    can_leave = run.fleet.num_usable - node.usable >= transition.rules.min_workers
+    for worker in node.workers:
+        if can_leave or worker == guilty:
+            fleet.kill_worker(transition, worker, why)
+
+
+def _is_news(run: MutableRunState, kind: FaultKind) -> bool:
+    """Return whether no other rank has said it: all of them raise the same."""
+    return run.phase is not Phase.FENCING or run.cause is None or run.cause.kind is not kind
+
+
+def _go_back(run: MutableRunState, step: int) -> None:
+    """Let versions behind ``step`` count no more, as if an attempt had resumed there."""
+    following = run.attempt.number + 1
+    run.lineage, run.trained = (*run.lineage, (following, step)), following
+    run.stored = run.stored if run.stored <= step else 0
+    # Only a read that begins now says what is left.
+    run.committed, run.committed_in_memory = (0, 0), True
+    run.reads.pending, run.reads.seen = 0, False
 
 
 def _of_ranks(
@@ -372,6 +420,8 @@ def members_at_work(transition: Transition, event: MembersAtWork) -> None:
 
 def _know(run: MutableRunState, step: int, *, in_memory: bool) -> None:
     """Note a version of the current attempt if it is newer than the known one."""
+    if not _counts(run, step):
+        return
     version = (step, run.attempt.number)
     if not in_memory:
         run.stored = max(run.stored, step)
@@ -380,6 +430,11 @@ def _know(run: MutableRunState, step: int, *, in_memory: bool) -> None:
     if version > run.committed:
         run.committed = version
         run.committed_in_memory = in_memory
+
+
+def _counts(run: MutableRunState, step: int) -> bool:
+    """Return whether a version of the current attempt counts: the run may have to go back."""
+    return counts(step=step, attempt=run.attempt.number, lineage=run.lineage)
 
 
 def _members(transition: Transition, event: WorkerFormed | WorkerLeft) -> list[int]:

@@ -50,6 +50,7 @@ _FOUND: Final[Mapping[FaultKind, tuple[str, str]]] = {
     FaultKind.OUT_OF_MEMORY: ("exited", FaultKind.DEAD.value),
     FaultKind.NOT_FINITE: ("checked", FaultKind.NOT_FINITE.value),
     FaultKind.DIVERGED: ("compared", FaultKind.DIVERGED.value),
+    FaultKind.CORRUPT: ("computed_again", FaultKind.CORRUPT.value),
     FaultKind.UNDECIDED: ("", FaultKind.UNDECIDED.value),
     FaultKind.PEER_LOST: ("", FaultKind.UNDECIDED.value),
 }

@@ -358,6 +358,7 @@ def _left(at_s: float, worker: str, outcome: protocol.Outcome, unreached: str) -
             traceback=outcome.traceback,
             refuses=outcome.refuses,
             ranks=outcome.ranks,
+            sound_step=outcome.sound_step,
         )
     if isinstance(outcome, protocol.Unloadable) and outcome.found.misfits:
         name = join(protocol.CHECKPOINTS, checkpoint_name(outcome.step))

@@ -350,3 +350,35 @@ def test_copies_of_the_model_lose_a_node_and_get_it_back(
     history = read_history(config.run.directory)
     history.check_exactly_once(config)
     assert summary["final_loss"] < history.lines[0]["loss"] - 1.0, "it did not learn"
+
+
+def test_a_machine_that_computes_something_wrong_is_left_and_the_weights_end_equal(
+    nodes: Any, make_config: Callable[..., RunConfig], undisturbed: Any, tmp_path: Path
+) -> None:
+    """From step 12 on one process flips a bit in a matmul; the mean gradient takes it to all.
+
+    The check of step 10 was the last that agreed. Versions behind step 9 are not resumed from.
+    """
+    mark = tmp_path / "errs"
+    config = make_config(
+        run__script=Path(__file__).parents[2] / "support/train_corrupt.py",
+        run__arguments=["matmul:12:1:5:22", f"mark={mark}", "slow=0.02"],
+        train__steps=30,
+        train__recheck=5,
+        checkpoint__every_steps=3,
+        workers__max=3,
+    )
+    run = Launched(config, nodes)
+    before = reach(run, 3, workers=3)
+    bad = member(before, 1)
+
+    after = reach(run, 11, attempt=before["attempt"] + 1)
+    summary = _finish(run)
+
+    assert int(mark.read_text()) == bad["pid"], "another one was to err"
+    assert bad["node"] not in {member(after, rank)["node"] for rank in range(num_training(after))}
+    incident = next(each for each in summary["incidents"] if each["kind"] == "corrupt")
+    assert incident["guilty"] == [bad["worker"]]
+    assert "rank 1 computed another gradient of micro-batch" in incident["evidence"]
+    assert "The run goes back to its newest version up to step 9" in incident["evidence"]
+    _check_as_undisturbed(config, undisturbed)

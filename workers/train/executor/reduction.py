@@ -14,7 +14,7 @@ a step with 4 workers and 8 micro-batches, 14 % with 3 workers.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,10 +76,12 @@ class Reduction:
 
     Attributes:
         probe: Inspects this rank's contributions.
+        see: Takes contributions that are compared and not reduced; None if they are reduced.
     """
 
     def __init__(self) -> None:
         self.probe = Probe()
+        self.see: Callable[[Tensor], None] | None = None
         self.nodes: Sequence[Node | None] = ()
         self.is_last = False
 
@@ -141,6 +143,10 @@ class _OwnReduceScatter(ReduceScatter):
         op: Any,  # noqa: ARG002  always a sum, see ``workers.parallel.fsdp``
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
     ) -> None:
+        if self._reduction.see is not None:
+            self._reduction.see(input_tensor)
+            output_tensor.zero_()
+            return
         self._reduction.probe.see_gradient(input_tensor)
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
@@ -169,7 +175,7 @@ class _TreeReduceScatter(_OwnReduceScatter):
 
     def reduce_alone(self, output: Tensor) -> None:
         """Do the same in place for a group of one rank; do nothing in a larger one."""
-        if len(self._reduction.nodes) > 1:
+        if len(self._reduction.nodes) > 1 or self._reduction.see is not None:
             return
         (node,) = self._reduction.nodes
         assert node is not None, "a single rank has a micro-batch in every pass"

@@ -38,6 +38,7 @@ from workers.train.executor.not_finite import Finiteness
 from workers.train.executor.origin import Parts
 from workers.train.executor.own_changes import Changes, refuse_clipped
 from workers.train.executor.quotas import Pass
+from workers.train.executor.recheck import Recheck
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import Signals, refuse_readings
 
@@ -78,6 +79,7 @@ class Step:
         is_skipped: Whether the update was skipped because it was not finite, or overflowed under a
             ``GradScaler``; set by ``apply``.
         agreed: The signals of all workers, equal on all; set by ``apply``.
+        recheck: Compares what workers compute; None if nothing is compared.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Step:
         self._boundary = boundary
         self._finiteness = boundary.finiteness
         self._on_applied = on_applied
+        self.recheck: Recheck | None = None
         self._pass: Pass | None = None
         self._number_of_pass = 0
         self._tokens_read = 0
@@ -145,7 +148,8 @@ class Step:
 
         Random numbers of torch, NumPy and Python are keyed by seed, step and micro-batch, not by
         worker. NumPy's and Python's afterwards continue as before. With uneven quotas a worker may
-        repeat a micro-batch, whose gradient and loss do not count.
+        repeat a micro-batch, and with ``train.recheck`` it sometimes gets one of another worker;
+        its gradient and loss do not count.
 
         Raises:
             TaskError: A micro-batch was left without ``backward``, or this was called before.
@@ -162,6 +166,8 @@ class Step:
             )
         self._begin()
         with keeping_host_numbers():
+            if self.recheck is not None:
+                yield from self._rechecked(self.recheck)
             yield from self._micro_batches()
 
     def _begin(self) -> None:
@@ -180,14 +186,34 @@ class Step:
             self._sharded.buffers.begin_pass()
             self._begin_forward(0, number)
             yield mine
-            if self._is_open():
-                raise TaskError(
-                    f"a micro-batch of step {self.number} was left without step.backward(loss, "
-                    "tokens); call it once for each"
-                )
+            self._refuse_open()
             counts = one.counts and self._sharded.mesh.counts
             self._sharded.buffers.end_pass(one.micro_batch if counts else None, self.number)
             self._progress.micro_batch(number + 1)
+
+    def _rechecked(self, recheck: Recheck) -> Iterator[Any]:
+        """Yield the micro-batch that all workers compute in this step, if one is due."""
+        sharded = self._sharded
+        for number, samples in recheck.passes(self.number, sharded.shards):
+            for module in fsdp_modules(sharded.model):
+                module.set_requires_gradient_sync(True, recurse=False)
+                if sharded.keeps_gathered:
+                    module.set_reshard_after_backward(False, recurse=False)
+            self._pass = Pass(micro_batch=number, counts=False, syncs=True)
+            self._number_of_pass, sharded.reduction.see = 0, recheck.see
+            sharded.buffers.begin_pass()
+            self._begin_forward(0, 0, number)
+            yield samples
+            self._refuse_open()
+            sharded.reduction.see = None
+            sharded.buffers.end_pass(None, self.number)
+
+    def _refuse_open(self) -> None:
+        if self._is_open():
+            raise TaskError(
+                f"a micro-batch of step {self.number} was left without step.backward(loss, "
+                "tokens); call it once for each"
+            )
 
     def _read(self, number: int) -> Any:
         """Return the samples of a pass.
@@ -208,10 +234,12 @@ class Step:
         """Record that ``op`` of a pass begins, or with "" that the last one ends."""
         collectives.span(op, step=self.number, micro_batch=number, tokens=tokens)
 
-    def _begin_forward(self, stage: int, number: int) -> None:
+    def _begin_forward(self, stage: int, number: int, micro_batch: int | None = None) -> None:
         # A fence ends a step here at the latest: not every pass has a collective.
         collectives.check()
-        key = (self._train.seed, self.number, self._quota.passes[number].micro_batch)
+        if micro_batch is None:
+            micro_batch = self._quota.passes[number].micro_batch
+        key = (self._train.seed, self.number, micro_batch)
         # The same on all stages and parts, which call the loss function on the same samples.
         seed_all(random_seed(*key))
         self._progress.enter(WorkerPhase.FORWARD)
@@ -330,6 +358,9 @@ class Step:
             raise
         units.end_backward()
         self._span("")
+        see = self._sharded.reduction.see
+        if see is not None:
+            see(self._sharded.whole.drop_pass())
         self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
         if one is self._quota.passes[-1]:
             self._sharded.whole.end_passes()
@@ -344,7 +375,10 @@ class Step:
             summed = loss.detach().double() * tokens if tokens else torch.zeros(())
             self._sums[one.micro_batch] = (summed, tokens)
         # Even with a weight of zero, the rank takes part in every collective of the pass.
-        weighted = loss * float(tokens if one.counts else 0)
+        see = self._sharded.reduction.see
+        if see is not None:
+            see(loss.detach().reshape(1))
+        weighted = loss * float(tokens if one.counts or see is not None else 0)
         scaler = self._sharded.registered.scaler
         return scaler.scale(weighted) if scaler is not None else weighted
 
@@ -403,6 +437,8 @@ class Step:
         self._sharded.reduction.probe.clear()
         self._progress.enter(WorkerPhase.UPDATING)
         self._boundary.before_update()
+        if self.recheck is not None:
+            self.recheck.before_update(self._sharded.shards)
         if self.agreed.buffers and self._finiteness.in_a_row and self.is_skipped:
             self._sharded.buffers.restore()
         elif self.agreed.buffers:
@@ -412,6 +448,8 @@ class Step:
         self._span("optimizer")
         self._update()
         self._span("")
+        if self.recheck is not None:
+            self.recheck.after_update(self._sharded.shards)
         self._finiteness.updated(self.number, self._sharded)
         self.is_applied = True
         self._on_applied(self)

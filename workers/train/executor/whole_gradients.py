@@ -60,6 +60,14 @@ class WholeGradients:
                 self._seen.add(number)
                 shard.parameter.grad = None
 
+    def drop_pass(self) -> Tensor:
+        """Return the gradients of the first pass of a step, which does not count, and drop them."""
+        row = self._row()
+        for shard in self._shards:
+            if shard is not None:
+                shard.parameter.grad = None
+        return row
+
     def end_passes(self) -> None:
         """Make each parameter require a gradient again, which is inspected and dropped."""
         if self._seen:

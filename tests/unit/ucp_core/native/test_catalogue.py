@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import assert_loaded, save, save_not_finite, small_state, whole_need
+from tests.support.checkpoints import (
+    assert_loaded,
+    save,
+    save_not_finite,
+    save_with,
+    small_state,
+    whole_need,
+)
 from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.native import (
+    RECHECKED,
     collect_garbage,
     find_committed,
     load,
@@ -131,3 +139,15 @@ def test_the_newest_finite_version_is_never_deleted(has_locks: bool) -> None:  #
     collect_garbage(store, root, keep=2, lineage=lineage, grace_s=0.0)
     collect_garbage(store, root, keep=2, lineage=lineage, grace_s=0.0)
     assert "step-00000003" not in store.list(root)
+
+
+def test_the_version_of_the_last_check_is_never_deleted() -> None:
+    """Machines that erred since then are in all newer ones, however few are kept."""
+    store = MemoryStore()
+    for step, checked in ((1, 0), (2, 1), (3, 1), (4, 1), (5, 4), (6, 4), (7, 4)):
+        save_with(store, STATE, step=step, root="run", extra={RECHECKED: checked})
+        collect_garbage(store, "run", keep=2, lineage=LINEAGE)
+        newest = find_committed(store, "run", lineage=[*LINEAGE, (2, checked)])
+        assert checked == (newest.step if newest is not None else 0)
+
+    assert sorted(store.list("run")) == [f"step-{step:08d}" for step in (4, 6, 7)]

@@ -13,7 +13,8 @@ from tests.support.fake_ranks import built_of
 from ucp_core.layout import ParallelLayout
 from workers.errors import DivergedError
 from workers.parallel import ModelPlan
-from workers.train.boundary.replicas import _sum_of_words, odd_ones, refuse_diverged
+from workers.train.boundary.replicas import odd_ones, refuse_diverged
+from workers.train.executor import sum_of_words
 
 
 @pytest.mark.parametrize(
@@ -38,12 +39,12 @@ def test_the_odd_copy_is_named(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 def test_any_flipped_bit_changes_the_sum(dtype: torch.dtype) -> None:
     values = torch.arange(24, dtype=torch.float32).reshape(4, 6).to(dtype)[:, 1:5]
-    before = _sum_of_words(values)
+    before = sum_of_words(values)
 
     for bit in range(8 * values.element_size()):
         flipped = values.contiguous()
         flipped.view(torch.uint8)[2, bit // 8] ^= 1 << bit % 8
-        assert _sum_of_words(flipped) != before
+        assert sum_of_words(flipped) != before
 
 
 @pytest.mark.parametrize("is_other_kind", [True, False])

@@ -1,0 +1,63 @@
+"""Which worker has computed something wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.settings import Settings, problems
+from workers.train.executor.recheck import odd_ones
+
+
+@pytest.mark.parametrize(
+    ("results", "odd"),
+    [
+        # It always errs, with the same result or with others.
+        ([[7, 7], [8, 8], [7, 7]], (1,)),
+        ([[7, 7], [8, 9], [7, 7]], (1,)),
+        # It erred once: the second time it has the result of the others.
+        ([[7, 7], [7, 7], [8, 7]], (2,)),
+        ([[8, 7], [7, 7]], (0,)),
+        # Of two each has its own, or four are two pairs.
+        ([[7, 7], [8, 8]], (0, 1)),
+        ([[7, 7], [8, 9]], (0, 1)),
+        ([[7, 7], [7, 7], [8, 8], [8, 8]], (0, 1, 2, 3)),
+        ([[7, 7], [8, 8], [9, 7]], (0, 1, 2)),
+        # Kernels whose results vary.
+        ([[7, 8], [9, 7], [7, 7]], None),
+        ([[7, 8], [9, 6]], None),
+    ],
+    ids=str,
+)
+def test_what_stands_alone_is_wrong(results: list[list[int]], odd: tuple[int, ...] | None) -> None:
+    """A healthy machine is never blamed for what kernels or a tie do."""
+    assert odd_ones(results) == odd
+
+
+@given(st.integers(3, 8), st.data())
+def test_of_three_or_more_any_one_that_errs_is_named(num_ranks: int, data: st.DataObject) -> None:
+    """Whether it errs once, sometimes or always, and whatever it makes of it."""
+    bad = data.draw(st.integers(0, num_ranks - 1))
+    wrong = data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4).filter(any))
+    results = [[0] * 4 for _ in range(num_ranks)]
+    results[bad] = wrong
+
+    assert odd_ones(results) == (bad,)
+
+
+def test_what_cannot_be_compared_is_refused_by_name() -> None:
+    """A check that compares nothing would be trusted all the same."""
+    assert problems(_chosen(deterministic=True)) == []
+    (found,) = problems(_chosen(deterministic=False))
+    assert found.startswith("train.recheck: compares bits")
+    (found,) = problems(_chosen(deterministic=True, tp=2))
+    assert found.startswith("parallel.tp: train.recheck")
+
+
+def _chosen(*, deterministic: bool, tp: int = 1) -> Settings:
+    chosen = Settings()
+    train = replace(chosen.train, deterministic=deterministic, recheck=10)
+    return replace(chosen, train=train, parallel=replace(chosen.parallel, tp=tp))
