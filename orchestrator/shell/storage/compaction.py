@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from orchestrator import core
+from orchestrator import core, diagnosis, fault_kinds, traffic
 from orchestrator.errors import CompactionError, JournalCorruptError
 from orchestrator.policies import policies
 from orchestrator.run_directory import COMPACTED
@@ -98,8 +98,10 @@ def _program() -> str:
 
 def deciding_files() -> list[Path]:
     """Return the files of the modules that decide, in a fixed order."""
-    folders = [Path(folder) for package in (core, policies) for folder in package.__path__]
-    return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    rooms = (core, diagnosis, policies, traffic)
+    folders = [Path(folder) for room in rooms for folder in room.__path__]
+    found = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return [*found, Path(fault_kinds.__file__)]
 
 
 class CompactionFile:
