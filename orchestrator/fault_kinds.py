@@ -88,7 +88,7 @@ class FaultKind(StrEnum):
     CONTROLLER_RESTART = "controller_restart", 0, None, Loss.NOTHING, False, True
     RESUME = "resume", 0, None, Loss.NOTHING, False, True
     COMPLETED = "completed", 0, None, Loss.NOTHING, False, True
-    # What reports or records show of ranks, beside those above that are both: NOT_FINITE,
+    # Signs of ranks in reports or records, beside those above that are both: NOT_FINITE,
     # DIVERGED, CORRUPT, UNDECIDED. From records alone a process that is dead, frozen or holds its
     # interpreter is ABSENT, and the first three are not seen.
     DEAD = "dead"

@@ -1,4 +1,4 @@
-"""What launchers and schedulers of other kinds do to a process: their signals and variables.
+"""Handles what other launchers and schedulers do to a process: their signals and variables.
 
 Slurm's ``--signal=USR1@120`` sends the signal to every process of a step: to the command, which
 stops the run, and to workers, keepers and Ray's own processes, which it would end in mid-step.
@@ -20,15 +20,16 @@ from typing import Final
 
 #: The signals that schedulers send some time before they end a job.
 SCHEDULERS: Final = (signal.SIGUSR1, signal.SIGUSR2)
-#: The variables of torchrun, Slurm, Open MPI, MPICH, Intel MPI, MVAPICH and PMIx. What describes a
-#: job stays: its id, its array, its folders.
+#: The variables of torchrun, Slurm, Open MPI, MPICH, Intel MPI, MVAPICH and PMIx. Variables that
+#: describe a job stay: its id, its array, its folders.
 _PLACES: Final = re.compile(
     r"(LOCAL_|NODE_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|(TORCHELASTIC|OMPI|PMI|PMIX|MV2_COMM_WORLD)_\w+|MPI_LOCAL(RANKID|NRANKS)"
     r"|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NPROCS|TASK_PID|TASKS_PER_NODE|MPI_TYPE)"
     r"|SLURM_(NTASKS|STEP|PMI)\w*"
 )
-#: What a process must know to meet the others that torchrun, or another launcher, started with it.
+#: The facts with which a process meets the others that torchrun, or another launcher, started with
+#: it.
 _NEEDED: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -1,7 +1,7 @@
 """Parent-death watch: a node's processes end with their raylet, at once, as in a power loss.
 
 Ray checks for a dead raylet once a second in each process. In that second trainers would train on,
-possibly without a keeper, and lose what nobody copies.
+possibly without a keeper, and lose steps that no other node copies.
 """
 
 from __future__ import annotations

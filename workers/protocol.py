@@ -16,28 +16,28 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from ucp_core.layout import ParallelLayout
 from workers.packed import packed
 
-#: What has lost the controller computes no more after this: trainers leave at a step boundary, with
+#: Workers without a controller stop computing after this: trainers leave at a step boundary, with
 #: that step in storage, and wait. A controller that died is back after 1 s. Ray ends the processes
 #: of a node that has lost the head so much later, unless it is told otherwise (``lease_s``).
 LEASE_S: Final = 60.0
 #: They begin to leave after this share of it: a long step and a commit take their time.
 LEAVE_SHARE: Final = 0.75
 
-# What workers write in the run directory and others read.
-#: The committed versions in storage.
+# Files that workers write in the run directory and others read. : The committed versions in
+# storage.
 CHECKPOINTS: Final = "checkpoints"
 #: A line of JSON for each committed step.
 METRICS: Final = "metrics/rank0.jsonl"
 #: A line of JSON for each evaluation, and for each call of a script's ``session.log``.
 VALIDATION: Final = "metrics/validation.jsonl"
 VALUES: Final = "metrics/values.jsonl"
-#: What scripts print, a folder for each attempt and a log for each rank.
+#: Output of scripts, a folder for each attempt and a log for each rank.
 LOGS: Final = "logs"
 #: Written by rank 0 when it completes the last step.
 RESULT: Final = "result.json"
 #: Written by rank 0 when the script ends the run before its last step: the version it ends with.
 STOPPED: Final = "stopped.json"
-#: What scripts save for themselves by ``session.save``, a folder each.
+#: Weights that scripts save by ``session.save``, a folder each.
 SAVED: Final = "saved"
 
 #: An export to Hugging Face has these beside the weights: configurations, tokenizer. Written once.
@@ -81,7 +81,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Covered:
-    """What a node's parities of a version were computed from; see ``workers.parity.rebuild``."""
+    """The parts behind a node's parities of a version; see ``workers.parity.rebuild``."""
 
     tolerance: int  #: 1 or 2: how many nodes may be lost, and how many parities each keeps.
     place: int  #: The node's place in the group.
@@ -90,7 +90,7 @@ class Covered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRef:
-    """What a buffer of a keeper holds: a rank's part of a version, or a node's parities of one."""
+    """The content of a keeper's buffer: a rank's part of a version, or a node's parities of one."""
 
     node: str  #: Ray node id, hex.
     arena: str  #: Name of the arena on the node.
@@ -112,7 +112,7 @@ class PartRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """What a keeper holds in memory."""
+    """The versions that a keeper holds in memory."""
 
     node: str  #: Ray node id, hex.
     parts: tuple[PartRef, ...]  #: All complete versions in its arenas.
@@ -185,7 +185,7 @@ def stored_source(step: int, attempt: int) -> Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperOrder:
-    """What a keeper does in an attempt; sent to it at the start of every attempt."""
+    """A keeper's orders for an attempt; sent to it at the start of every attempt."""
 
     attempt: int  #: The attempt. The keeper's memory accepts nothing of older ones from now on.
     #: ``(attempt, resume_step)`` of every attempt up to this one, oldest first: tells which
@@ -326,7 +326,7 @@ class Unloadable:
 
     attempt: int
     step: int
-    found: FoundBad  #: What this rank found bad; empty if another rank failed.
+    found: FoundBad  #: The sources that this rank found bad; empty if another rank failed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +384,7 @@ GONE: Final = frozenset("XZ")
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ended, in one line for people; "" if nobody knows."""
+    """How a process ended, in one line for people; "" if that is unknown."""
 
     text: str
     is_out_of_memory: bool = False
@@ -460,7 +460,7 @@ class Digest:
     #: The steps that were completed since, oldest first; of more than ``NUM_COSTS_MAX`` the
     #: newest.
     costs: tuple[StepCost, ...] = ()
-    #: What it works at now: data, forward, backward or optimizer; "" if nothing is known.
+    #: Its present work: data, forward, backward or optimizer; "" if unknown.
     span: str = ""
     span_s: float = 0.0  #: For how long.
 
@@ -506,8 +506,8 @@ class WorkerReport:
     #: Processor time of the process's living children and of theirs, when it was last measured:
     #: while the node's workers stand still.
     children_s: float = 0.0
-    digest: Digest | None = None  #: What it says of its own work; None if it keeps no record of it.
-    #: Groups that did not fit its ring: it may wait in one of them, and nobody knows.
+    digest: Digest | None = None  #: Its report on its own work; None if it keeps no record of it.
+    #: Groups that did not fit its ring: it may wait in one of them unseen.
     num_dropped: int = 0
     #: How often its beating thread got a processor; 0 if that is not known. It grows while the
     #: process waits for its interpreter lock, and not while it is frozen.
@@ -517,10 +517,11 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """What is known on a node of its end."""
+    """A notice of a node's end, as the node knows it."""
 
-    what: str  #: Who said it and what happens, for people.
-    deadline_s: float  #: When, in seconds since the epoch; infinity if nobody said when.
+    what: str  #: The source and the event, for people.
+    #: Time of the end in seconds since the epoch; infinity if the source gave none.
+    deadline_s: float
     #: Seconds until then, by the clock of the node, when this was sent.
     left_s: float = field(default=math.inf, compare=False)
 
@@ -557,14 +558,14 @@ class NodeReport:
     node: str  #: Ray node id, hex.
     seq: int  #: Counts the reports of this keeper process; a gap means lost reports.
     workers: tuple[WorkerReport, ...]  #: One entry per worker process on the node.
-    #: What the keeper holds in memory; None if it keeps no snapshots.
+    #: The versions in the keeper's memory; None if it keeps no snapshots.
     inventory: Inventory | None = None
     stored_step: int = 0  #: The newest step that this keeper saw committed to storage; 0 if none.
     stored_attempt: int = 0  #: The attempt that committed it.
     #: One line per problem that reduces protection: no memory, a full or silent store, a peer
     #: that cannot be reached.
     problems: tuple[str, ...] = ()
-    notice: Notice | None = None  #: What is known there of the node's end; None if it stays.
+    notice: Notice | None = None  #: Notice of the node's end; None if it stays.
     #: The connections of its trainers that changed since they were last looked at, or that wait
     #: for an answer; now and then all of them. None: they were not looked at.
     flows: tuple[Flow, ...] | None = None

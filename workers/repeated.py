@@ -1,4 +1,4 @@
-"""A warning about what is tried again and again: said once, and counted."""
+"""Warns about a repeated failure once, and counts it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 class Repeated:
-    """Failures of one act. Whoever reads them learns of the first, and of their end.
+    """Failures of one act. The log shows the first, and their end.
 
     Args:
         log: Where they are said.

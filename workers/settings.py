@@ -148,7 +148,7 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotFiniteSettings:
-    """What to do with an update whose loss or gradient norm is NaN or infinite on any worker.
+    """Handling of an update whose loss or gradient norm is NaN or infinite on any worker.
 
     Attributes:
         action: "skip" omits the update on all workers: weights, buffers and optimizer keep their
@@ -190,7 +190,7 @@ class TrainSettings:
             which costs as much as one micro-batch more of each worker. A machine that computes
             something else is left, and the run goes back to its newest version up to the last check
             before. Needs ``deterministic``.
-        not_finite: What to do with updates that are NaN or infinite.
+        not_finite: Handling of updates that are NaN or infinite.
     """
 
     steps: _AtLeastOne = 200

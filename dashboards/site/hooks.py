@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: its pages are the documents of the project, where they are."""
+"""Hooks for mkdocs, whose pages are the documents of the project in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-#: Files that the pages are made of, show or link to.
+#: Files that make up the pages, or that pages show or link to.
 DOCUMENTS = ("*.md", "*.ipynb", "*.png", "LICENSE", "cluster_configs")
 
 
@@ -33,12 +33,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Lead links to a notebook to its page."""
+    """Make links to a notebook lead to its page."""
     return markdown.replace(".ipynb)", ".md)")
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show the double colon of docstrings, behind which code follows, as one."""
+    """Show the double colon before code in docstrings as a single colon."""
     return html.replace("::</p>", ":</p>")
 
 

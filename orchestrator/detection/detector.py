@@ -46,7 +46,7 @@ class Mark(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a process has shown beside progress."""
+    """Signs of a process beside its progress."""
 
     idle: Mark  #: When it was last seen to progress or to compute.
     asleep: Mark  #: When it was last seen to compute, in any thread.

@@ -189,7 +189,7 @@ def lagging(
     """Return the keys whose logarithms stand out from the noise of the others.
 
     Args:
-        slower: What ``logs`` returned for each key, by step.
+        slower: The result of ``logs`` for each key, by step.
         by_past: Keys that are compared with their own past; a past of few steps adds noise.
         now: Return only those of these keys whose newest, complete window stands out. None for all
             keys of which any window does.

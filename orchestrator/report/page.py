@@ -81,7 +81,7 @@ def live_part(told: RunDocument, seconds: Mapping[str, str], **more: Any) -> dic
 
     Args:
         told: The document of the run.
-        seconds: What each worker did in the last seconds, a letter per second.
+        seconds: The activity of each worker in the last seconds, a letter per second.
     """
     status = told.status
     keepers = {row["node"]: row for row in status["redundancy"]["keepers"]}

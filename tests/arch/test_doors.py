@@ -16,7 +16,7 @@ NO_OFFERS = {"__future__", "typing", "ucp_core.lazy"}
 
 
 def test_nobody_reaches_past_a_door() -> None:
-    """Whoever imports a file of another room breaks when that room is tidied."""
+    """An import of another room's file breaks when that room is tidied."""
     rooms = {_module(path) for path in python_files(*PACKAGES) if path.name == "__init__.py"}
     past = [
         f"{relative(path)}:{line}: {target}: import it from {door}"

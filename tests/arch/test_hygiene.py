@@ -38,7 +38,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def test_no_python_lives_in_cluster_configs() -> None:
-    """Code beside configuration would be run by nobody's tests."""
+    """No test would run code beside configuration."""
     strays = [
         relative(path)
         for path in (ROOT / "cluster_configs").rglob("*")

@@ -76,14 +76,14 @@ if TYPE_CHECKING:
 
 
 def test_no_arrow_between_rooms_goes_up() -> None:
-    """What `make rooms` prints is what CONTRIBUTING promises."""
+    """CONTRIBUTING promises the output of `make rooms`."""
     found = rooms.upward()
 
     assert not found, "\n".join(f"{here} imports {there}" for here, there in found)
 
 
 def test_every_room_is_in_the_picture() -> None:
-    """A room that imports nothing and that nobody imports is dead, or the graph misses it."""
+    """A room without imports that no other room imports is dead, or the graph misses it."""
     picture = rooms.picture()
 
     for package in PACKAGES:

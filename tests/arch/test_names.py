@@ -22,7 +22,7 @@ def test_no_file_hides_behind_an_underscore() -> None:
 
 
 def test_unit_tests_mirror_the_packages() -> None:
-    """A folder that moved leaves its tests behind, where nobody looks for them."""
+    """A folder that moved leaves its tests in an unexpected place."""
     units = ROOT / "tests/unit"
     folders = {path.parent.relative_to(units) for path in units.rglob("test_*.py")}
     strays = [
@@ -35,7 +35,7 @@ def test_unit_tests_mirror_the_packages() -> None:
 
 
 def test_names_that_torch_does_not_promise_are_in_one_file_a_room() -> None:
-    """Whoever moves to another torch reads these files, and the tests of what they name."""
+    """A move to another torch starts with these files, and the tests of the names in them."""
     private = re.compile(
         r"^(from torch\S* import .*\b_[a-z]\w+|from torch\S*\._\S* import|import torch\S*\._)"
         r"|\bdistributed_c10d\._|torch\._C\b|^from torch\S* import .*distributed_c10d"

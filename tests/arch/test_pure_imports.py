@@ -76,7 +76,7 @@ def test_workers_do_not_need_the_orchestrator() -> None:
     )
 
 
-#: What ``everstep --help`` may load of ours: its lines of help, exit codes and errors.
+#: Modules that ``everstep --help`` may load: its lines of help, exit codes and errors.
 HELP_MAY_LOAD = {
     "orchestrator",
     "orchestrator.cli",

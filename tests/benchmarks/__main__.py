@@ -19,7 +19,7 @@ from typing import Final
 
 from tests.benchmarks.common import origin
 
-#: What imports a peer, and the package without which it cannot be imported.
+#: Modules that import a peer, and the package that they need.
 PEERS: Final = {"DeepSpeed": "deepspeed", "torchdata": "torchdata"}
 #: The smallest settings: they show that a benchmark starts and ends, and their figures say nothing.
 QUICK: Final = {

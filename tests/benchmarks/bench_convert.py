@@ -8,7 +8,7 @@ Each conversion is a whole process, start included. ``direct_load`` needs no con
 ends with the same state in every rank: torch parameters and an optimizer's moments under ZeRO. Only
 the load itself counts, not the start of the ranks and their engines.
 
-The page cache is warm and nobody calls fsync. Every round writes into a fresh folder once dirty
+The page cache is warm and no program calls fsync. Every round writes into a fresh folder once dirty
 pages are gone, and the ways take turns, there and back. Memory is the sampled sum of the resident
 sizes of all processes of a way; bytes went through read and write calls. Ratios are of the best
 rounds, because other work on the machine only adds. The checkpoints hold random fp32 parameters and
@@ -112,7 +112,7 @@ def measure(command: list[str]) -> dict[str, float]:
     before, io = resource.getrusage(resource.RUSAGE_CHILDREN), _io()
     begun = time.perf_counter()
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    # What is installed keeps its byte code; ours, in a working copy, is compiled by the first way.
+    # Installed packages keep their byte code; the working copy is compiled by the first way.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment

@@ -1,4 +1,4 @@
-"""Whether ``everstep diagnose`` names the guilty and nobody else.
+"""Whether ``everstep diagnose`` names only the guilty.
 
     python -m tests.benchmarks diagnosis [--planted 200] [--clean 100] [--seed 1000]
         [--repeats 2] [--kinds kill stop ...] [--layouts dp tp pp copies]
@@ -6,12 +6,11 @@
 Generated traces (``tests/support/traces.py``) with one fault each, or with none but jitter, uneven
 work, recompiles, pauses or a cut in the middle of a step: right is the planted kind with the
 planted ranks or links alone, and nothing for a clean one. The seeds are not those of the unit
-tests. Then the real hangs and stragglers of ``tests/fixtures``, or of ``--data``.
-Then real faults in real runs (``injections``), by kind and layout: how often each was injected, the
-longest time to a suspicion and to a verdict, how often the right worker was named for the right
-reason, and how often a healthy one. A fault that nobody names within 20 s is neither. What the
-recorder costs is in ``bench_recorder``.
-``seconds`` is processor time of a trace, reading included.
+tests. Then the real hangs and stragglers of ``tests/fixtures``, or of ``--data``. Then real faults
+in real runs (``injections``), by kind and layout: how often each was injected, the longest time to
+a suspicion and to a verdict, how often the right worker was named for the right reason, and how
+often a healthy one. A fault not named within 20 s is neither. The recorder costs is in
+``bench_recorder``. ``seconds`` is processor time of a trace, reading included.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ten thousand nodes cost the controller: its decisions, its detector, its journal, its page.
+"""Measures the controller's costs of ten thousand nodes: decisions, detector, journal, page.
 
     python -m tests.benchmarks fleet [--nodes 10000] [--hours 1] [--storms rack pod ...]
         [--parts decisions detection] [--seconds 4] [--histories 0]
@@ -47,7 +47,7 @@ _TRACE_NODES: Final = 400
 #: Nodes of a rack share a switch.
 _RACK: Final = 32
 _RECOVERY_S: Final = 3600.0
-#: What must hold of 10,000 nodes.
+#: Bounds that must hold for 10,000 nodes.
 BARS: Final = {
     "worst decision, ms": 50.0,
     "detection, cores": 0.5,
@@ -176,7 +176,8 @@ class Fleet:
             self.shell.join()
 
     def _switch(self) -> None:
-        """The nodes behind it reach nobody; the others say so, and then the nodes are lost."""
+        """The nodes behind it reach no other node; the others report this, and then the nodes are
+        lost."""
         behind = self._first(_RACK)
         self.shell.cut_off(behind)
         self.shell.run_for(20.0)
@@ -185,7 +186,7 @@ class Fleet:
             self.shell.join()
 
     def _storage(self) -> None:
-        """It answers nobody for ten minutes, in which a worker dies."""
+        """It does not answer for ten minutes, in which a worker dies."""
         self.shell.stored = False
         self.shell.crash(self.shell.members_on(self._first(1)[0])[0])
         self.shell.run_for(600.0)

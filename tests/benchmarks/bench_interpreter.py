@@ -40,7 +40,7 @@ from workers.state import StateEntry
 
 SCALE: Final = 16
 BUS_BYTES_A_S: Final = 52e9 / SCALE
-#: Of 350m in bfloat16 on an H100.
+#: Times of 350m in bfloat16 on an H100.
 STEP_S: Final = 0.317
 MICRO_BATCHES: Final = 2
 #: A forward pass is told where it begins and ends, a backward pass where it begins.

@@ -1,4 +1,4 @@
-"""Slow links, senders and receivers: are they told apart, and how soon? What is an order worth?
+"""Slow links, senders and receivers: are they told apart, and how soon? How much is an order worth?
 
     python -m tests.benchmarks links
     python -m tests.benchmarks links --only faults --trials 30

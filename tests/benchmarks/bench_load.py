@@ -14,7 +14,7 @@ Four processes save a decoder's weights and Adam moments under fsdp 4, as FSDP2 
 - ``rows`` reads exactly the bytes needed and puts them in place: whole rows at most 8 MiB a call,
   parts of rows with a call each. No load that reads only these bytes can be faster.
 
-All ways fill the same tensors, which were written before, so nobody pays for fresh pages. The page
+All ways fill the same tensors, which were written before, so no way pays for fresh pages. The page
 cache is warm. ``alone`` is one rank while the others wait, with one and with two threads;
 ``together`` is all ranks at once, from the first start to the last end. The ways take turns in
 every round, and every result but the raw reads is compared with what was saved.
@@ -65,7 +65,8 @@ SLOTS = ("weight", "exp_avg", "exp_avg_sq")
 HIDDEN = {2048: 8192, 4096: 11008}
 READ_BYTES = 8 << 20
 RUN_S_MAX = 1800
-#: What each way is compared with. No load that reads can be faster than ``raw vs dcp`` says.
+#: The way that each way is compared with. No load that reads can be faster than ``raw vs dcp``
+#: says.
 PEERS = {
     "ours": ("raw", "rows", "dcp"),
     "native": ("native raw", "dcp"),

@@ -4,7 +4,7 @@
 
 ``seek`` is the time from asking for step 1,000,000 of a run with 512 samples a step until its first
 batch is there, in the process itself: rows in memory, JSON lines whose index is cached, and packed
-rows over those. Whoever reads with processes waits for their start as well, at any step.
+rows over those. A loader that reads with processes also waits for their start, at any step.
 
 ``throughput`` compares with torchdata's ``StatefulDataLoader`` over the same map-style dataset,
 with as many processes, batches of 8 samples of 1,024 tokens and their targets. Both take samples

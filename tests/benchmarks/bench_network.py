@@ -1,4 +1,4 @@
-"""What faults of the network, of machines and of the head do to a run on a real Ray cluster.
+"""Measures a run on a real Ray cluster under faults of the network, of machines and of the head.
 
     python -m tests.benchmarks network                       # each row once
     python -m tests.benchmarks network --only pair deaf --repeat 10 --hold 180
@@ -234,7 +234,7 @@ def head_killed(scene: Scene) -> dict[str, Any]:
 
 
 def _await_orphans(run: NetworkRun, fault_s: float) -> float | None:
-    """Return after how many seconds no machine made a step any more; None if they still do."""
+    """Return after how many seconds all machines stopped making steps; None if they still do."""
     while time.time() < fault_s + ORPHANS_S_MAX:
         if time.time() - max(fault_s, run.lines()[-1]["wall_time"]) > 20.0:
             return round(float(run.lines()[-1]["wall_time"]) - fault_s, 1)

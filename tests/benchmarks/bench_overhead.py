@@ -1,4 +1,4 @@
-"""What a failure-free run pays: for its session, and for being watched.
+"""Measures the costs of a failure-free run: of its session, and of being watched.
 
     python -m tests.benchmarks overhead --only bare [--models tiny llama-10m 125m]
     python -m tests.benchmarks overhead --only layouts [--models 10m]
@@ -6,10 +6,10 @@
 
 ``bare`` trains the same model in turns by a session, by a plain loop of FSDP2 as a tutorial has it
 (a unit per layer, the optimizer over DTensors, the loss read after every step), and by a loop
-``alike``: plain too, but with the session's units and its reduction. All are in the same
-processes, which recorded groups and plain ones of gloo or NCCL connect. ``wall`` and
-``processor`` are ratios, pair by pair of blocks. Snapshots are off, and nobody watches.
-It takes a CUDA device per worker where there are any; ``--cuda`` skips where there is none.
+``alike``: plain too, but with the session's units and its reduction. All are in the same processes,
+which recorded groups and plain ones of gloo or NCCL connect. ``wall`` and ``processor`` are ratios,
+pair by pair of blocks. Snapshots are off, and no keeper watches. It takes a CUDA device per worker
+where there are any; ``--cuda`` skips where there is none.
 
 ``layouts`` does the same for two tensor-parallel workers, and for two stages of a pipeline: beside
 them stands torch's ``parallelize_module`` or ``Schedule1F1B`` alone, with one small all-reduce for
@@ -18,10 +18,9 @@ norm and loss.
 ``watched``: keepers and controller run and are stopped (SIGSTOP) for a second each, in turn, and
 the steps of both kinds of seconds are compared: workers wait for neither, so nothing else changes.
 The processor time of keepers and controller stands beside that of as many idle Ray actors, because
-a part of it is Ray's own.
-What workers do to be watched (a record per collective, stores into the progress record) is counted
-per step and multiplied by its price, which is measured first. Snapshots are off; they have
-``bench_snapshot_steps``.
+a part of it is Ray's own. The work of being watched (a record per collective, stores into the
+progress record) is counted per step and multiplied by its price, which is measured first. Snapshots
+are off; they have ``bench_snapshot_steps``.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ def processor_shares(bench: Bench, watchers: list[int], seconds: float) -> dict[
     bench.settle()
     before = {pid: processor_s(pid) for pid in (*watchers, *idle)}
     begun_s = time.monotonic()
-    time.sleep(seconds)  # the stretch that is measured; nobody asks anything meanwhile
+    time.sleep(seconds)  # the measured stretch, without requests
     machine_s = (time.monotonic() - begun_s) * (os.cpu_count() or 1)
     used = {pid: processor_s(pid) - before[pid] for pid in before}
     for actor in actors:

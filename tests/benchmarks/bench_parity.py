@@ -1,4 +1,4 @@
-"""What parity costs beside a copy of the same bytes: making it, and rebuilding from it.
+"""Compares the cost of parity, making it and rebuilding from it, with a copy of the same bytes.
 
     python -m tests.benchmarks parity [--members 4] [--mib 32] [--repeat 7]
 
@@ -40,7 +40,7 @@ def measure(num_members: int, num_bytes: int, repeat: int) -> dict[str, dict[str
 
     Args:
         num_members: Files of the group, at least 2.
-        num_bytes: Of each.
+        num_bytes: Number of bytes of each.
         repeat: Rounds of which the best counts.
     """
     rng = np.random.default_rng(0)
@@ -52,7 +52,7 @@ def measure(num_members: int, num_bytes: int, repeat: int) -> dict[str, dict[str
     copies = [np.zeros(num_bytes, np.uint8) for _ in range(num_members)]
     rest = dict(enumerate(members[2:], 2))
     stripes = Stripes.of_parts([num_bytes] * num_members, tolerance=1)
-    # Of every other member the block that the first one's parity is of.
+    # For every other member, the block that the first one's parity covers.
     others = {place: [member] for place, member in enumerate(members) if place}
     num_folded = len(others) * stripes.block_bytes
 

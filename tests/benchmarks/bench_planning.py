@@ -1,4 +1,4 @@
-"""What planning costs at the largest scale that is trained in the open: arithmetic, no files.
+"""Measures planning at the largest scale of published trainings: arithmetic, no files.
 
     python -m tests.benchmarks planning --ranks 1 2 4 8 --json
 
@@ -131,7 +131,7 @@ class Saved(Mapping[TensorKey, TensorEntry]):
         for box, dp, tp in boxes_of(tensor.shape, tensor.cut, layout):
             rank = first + dp * layout.tp + tp
             size = 4 * box.num_elements
-            # Of as many digits as most have.
+            # With as many digits as most numbers have.
             crc32 = (1 << 32) - 1 - rank
             blocks = tuple(range(crc32, crc32 - -(-size // BLOCK_BYTES), -1))
             offset = self._offsets[key][tp > 0]

@@ -1,4 +1,4 @@
-"""What recording and abortability cost: per collective, per look of a keeper, per progress record.
+"""Measures recording and abortability: per collective, per look of a keeper, per progress record.
 
     python -m tests.benchmarks recorder [--blocks 40]
 

@@ -70,7 +70,7 @@ class Bench:
         """Wait until ``workers`` train, ``standbys`` wait, and ``steps`` passed in between.
 
         Args:
-            calm: Wait until nobody is suspected, too.
+            calm: Also wait until no rank is suspected.
         """
         status = self._until(
             lambda s: (

@@ -1,4 +1,4 @@
-"""What a second node's copy of a snapshot costs: from replicas, or over the network.
+"""Measures a second node's copy of a snapshot: from replicas, or over the network.
 
     python -m tests.benchmarks replicas [--megabytes 32] [--rounds 8] [--replicas 2]
 

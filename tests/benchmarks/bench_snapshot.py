@@ -6,7 +6,7 @@ One process holds a keeper's memory. Every writer is a process with the weights 
 that one of four FSDP workers has of a decoder. All writers at once, in turn
 
 - ``copy``: copy the bytes into the next buffer of their arena with one call of memcpy (numpy's);
-- ``tensors``: the same with a call per tensor, because nobody's state is one piece of memory;
+- ``tensors``: the same with a call per tensor, because a real state is not one piece of memory;
 - ``snapshot``: take a snapshot as training does. The tensors are copied into the next buffer, then
   another thread checksums them, writes the record and tells the keeper. The next snapshot starts
   after that; in a training, the second part runs beside the next step.
@@ -55,7 +55,7 @@ ROUND_BYTES: Final = 300_000_000
 READY_S_MAX: Final = 120.0
 RUN_S_MAX: Final = 900.0
 NODE_MIB: Final = 12 << 10
-#: What AdamW keeps beside its moments, as a record has it.
+#: AdamW's values beside its moments, as a record has them.
 EXTRA: Final = {"order_position": 1, "loss": 1.0, "optimizer": {"step": 1.0}}
 
 
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[3, 50, 300])
     parser.add_argument("--writers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--plain", action="store_true", help="copies as nobody has tuned them")
+    parser.add_argument("--plain", action="store_true", help="copies without any tuning")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not options.plain:

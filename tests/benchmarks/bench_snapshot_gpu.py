@@ -34,7 +34,7 @@ from workers.snapshot.writing import BLOCK_BYTES
 #: Issue of this part: of a pinned copy's speed, and of a step.
 COPY_TARGET: Final = 0.90
 STEP_TARGET: Final = 0.01
-#: Of a weight, its gradient and its two moments.
+#: Bytes of a weight, its gradient and its two moments.
 BYTES_A_PARAMETER: Final = 16
 TENSOR_BYTES: Final = 64 << 20
 

@@ -371,7 +371,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[3, 50, 300])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--plain", action="store_true", help="copies as nobody has tuned them")
+    parser.add_argument("--plain", action="store_true", help="copies without any tuning")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not options.plain:

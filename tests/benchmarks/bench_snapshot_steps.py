@@ -1,4 +1,4 @@
-"""What a snapshot after every step costs a training, and what storing every tenth step costs.
+"""Measures a training's cost of a snapshot after every step, and of storing every tenth step.
 
     python -m tests.benchmarks snapshot_steps [--states 3 200] [--only snapshots copies]
 
@@ -104,7 +104,7 @@ def train(
 
     Args:
         place: Which one.
-        job: What to train.
+        job: The training.
         nodes: Name, directory and keeper's process of every node.
         layout: How the model is spread.
         is_guarded: Whether it saves the share of its replica on the other node, too.
@@ -181,7 +181,7 @@ def run_ours(job: Job, folder: Path, *, copies: bool, replicas: int = 1) -> dict
     """Train with keepers; return costs, and what became of the snapshots.
 
     Args:
-        job: What to train.
+        job: The training.
         folder: For the run.
         copies: Whether keepers copy each other's snapshots.
         replicas: Copies of the model; of more than one the workers save each other's shares,
@@ -256,8 +256,8 @@ def costs(
     """Return what each way costs over the way "none".
 
     Args:
-        job: What was trained.
-        seen: What the meters of all ranks saw.
+        job: The training that was done.
+        seen: The readings of all ranks' meters.
         of_block: Makes one time of the step times of a block.
     """
     wall_s: dict[str, list[float]] = {way: [] for way in job.ways}

@@ -6,9 +6,9 @@
 
 Four nodes with a worker each and a head are machines of Linux namespaces, beside an S3 server that
 can fail. A fault has an index: its kind, whether a second one comes with it or while the run
-recovers, and its machines follow from the seed and the index. What an operator's tools do by
-themselves is done here: a machine that was lost is booted again, and ``everstep run`` is begun
-again where its command ended.
+recovers, and its machines follow from the seed and the index. The things that an operator's tools
+do by themselves is done here: a machine that was lost is booted again, and ``everstep run`` is
+begun again where its command ended.
 
 A sitting is one run; after so many faults it is stopped, resumed to its end, and compared with the
 same training in one process. A fault that a run does not survive ends its sitting, and what the run
@@ -71,8 +71,8 @@ class Sitting:
     """One run, and the faults made to it.
 
     Args:
-        operator: Of the run, which trains.
-        seed: Of the faults.
+        operator: Operator of the run, which trains.
+        seed: Seed of the faults.
         kept: Where the journals of faults that were not survived go.
     """
 

@@ -9,7 +9,7 @@ gives 120 s, GCP 30 s; it is compressed like all else); 0 takes nodes without a 
 
 Goodput is the work of the steps that count over what the nodes could have done at most: each node
 counts from its arrival until it is taken, at the pace of a micro-batch, of which each makes a whole
-number a step. What is missing is listed, as a share of all: workers that start, members that stand
+number a step. Missing costs are listed, as a share of all: workers that start, members that stand
 still, steps that were redone, and what a step takes beyond the pace.
 
 Beside it the same piece of the trace is computed for Ray Train, which restarts from a checkpoint,
@@ -290,7 +290,7 @@ def measure(name: str, hours: tuple[float, float], notice_s: float) -> dict[str,
         window = (begun_s, time.time())
         while bench.lines()[-1]["wall_time"] < window[1]:
             assert bench.run.summary() is None, "the run ended"
-            assert time.time() < window[1] + ACT_S_MAX, "the run makes no step any more"
+            assert time.time() < window[1] + ACT_S_MAX, "the run makes no more steps"
             time.sleep(0.1)
         lines, journal = bench.lines(), journaled(bench)
     lives = list(nodes.lives.values())

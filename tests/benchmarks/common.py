@@ -1,4 +1,4 @@
-"""What all benchmarks share: arithmetic, and where a figure comes from."""
+"""Shared by all benchmarks: arithmetic, and the origin of a figure."""
 
 from __future__ import annotations
 

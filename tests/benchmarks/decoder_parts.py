@@ -45,7 +45,7 @@ def shape_of(megabytes: int, num_workers: int) -> ModelShape:
 
 
 class DecoderPart:
-    """What one worker of ``world_size`` holds under FSDP, in one block of memory.
+    """The state of one worker of ``world_size`` under FSDP, in one block of memory.
 
     Attributes:
         entries: The tensors, views of the block.
@@ -66,7 +66,7 @@ class DecoderPart:
             for fqn, box in boxes.items():
                 tensor = block[start : start + box.num_elements].view(box.shape)
                 start += box.num_elements
-                # Written at once, so that nobody pays for fresh pages later; every row differs.
+                # Written at once, so that later writes need no fresh pages; every row differs.
                 rows = torch.arange(box.start[0], box.stop[0], dtype=torch.float32)
                 columns = (1,) * (len(box.shape) - 1)
                 tensor.copy_((rows + 7919 * len(self.entries)).view(-1, *columns).expand(box.shape))
@@ -83,7 +83,7 @@ def _chunk(shape: tuple[int, ...], rank: int, world_size: int) -> Box:
 
 
 def assignment(rank: int, world_size: int, *, attempt: int = 1) -> Assignment:
-    """Return the place of a worker in an attempt that nobody rendezvouses for."""
+    """Return the place of a worker in an attempt without a rendezvous."""
     return Assignment(
         attempt=attempt,
         rank=rank,

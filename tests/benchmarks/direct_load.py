@@ -32,7 +32,7 @@ class Engine:
 
     Args:
         checkpoint: Tells the shapes.
-        stage: Of ZeRO; parameters are cut at stage 3 only.
+        stage: Stage of ZeRO; parameters are cut at stage 3 only.
     """
 
     def __init__(self, checkpoint: Checkpoint, stage: int) -> None:

@@ -1,7 +1,7 @@
 """A shell without machines: it answers each order of the controller as a healthy cluster would.
 
-What it does itself costs the size of a node, so that the times are those of the controller: of its
-decision, of the records and of the numbers that are folded from them.
+Its own work costs the size of a node, so that the times are the controller's: of its decision, of
+the records and of the numbers that are folded from them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ COMMIT_EVERY = 6
 _START_S, _FORM_S, _LEAVE_S, _READ_S, _WIRE_S = 20.0, 5.0, 0.5, 0.2, 0.05
 #: Members on different nodes leave, or form, within this.
 _SPREAD_S = 0.5
-#: What the loop takes for an event and its line in the journal: meanwhile others come.
+#: Time of the loop for an event and its line in the journal, in which other events come.
 _CYCLE_S = 5e-4
-#: A node in so many had a connection with those that nobody reaches.
+#: One node in this many had a connection with the unreachable ones.
 _NEIGHBOURS = 100
 
 
@@ -195,7 +195,7 @@ class FleetShell:
             self._later(over_s * n / len(names), ev.NodeLost, node=node, cause=cause)
 
     def cut_off(self, nodes: Iterable[str]) -> None:
-        """Machines reach nobody any more, but their reports come: the others lose connections.
+        """Machines reach no other machine, but their reports come: the others lose connections.
 
         Those that had a connection with one of them say which; the others were reset by these.
         """

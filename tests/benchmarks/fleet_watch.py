@@ -2,7 +2,7 @@
 
 Nodes of 8 GPUs, in groups of the world, 8 tensor-parallel ranks each, and data-parallel ones across
 nodes. Three times are replayed: training, one in which one rank computes and the others wait, and
-one in which nobody is missing.
+one in which no member is missing.
 ``cores`` is processor time by watched time, of taking reports in and judging them. In it are the
 ``unpickling_cores``: Ray unpickles in another thread of the process, under the same lock.
 ``judged_ms_max`` is by the clock.

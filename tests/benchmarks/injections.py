@@ -158,7 +158,7 @@ def _clear(orders: Path) -> None:
 
 
 def _is_over(lines: Sequence[dict[str, Any]], kind: str, worker: str) -> bool:
-    """Return whether the run has said what it can; nobody is convicted of what ends by itself."""
+    """Return whether the run has said what it can; a fault that ends by itself convicts no rank."""
     if any(line["kind"] in _VERDICTS for line in lines):
         return True
     return kind in _SUSPENDS and any(one["worker"] == worker for one in _suspects(lines))

@@ -58,7 +58,7 @@ def train_plainly(place: Place, *, job: Job, save_every: int) -> dict[str, Any]:
 
     Args:
         place: Which worker.
-        job: What to train.
+        job: The training.
         save_every: Steps between two saves, in the blocks of the way ``async_save``.
     """
     warnings.simplefilter("ignore")

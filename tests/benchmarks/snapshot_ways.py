@@ -91,8 +91,8 @@ def by_way(
     """Return, for each way, what steps took and what copies did.
 
     Args:
-        job: What was trained.
-        seen: What the meter of a rank saw, with counts.
+        job: The training that was done.
+        seen: The readings of a rank's meter, with counts.
         small_ms: How long small copies took.
     """
     steps_s: dict[str, list[float]] = {way: [] for way in job.ways}

@@ -12,7 +12,7 @@ TOGETHER, RECOVERING = 0.12, 0.12
 
 
 class Kind(NamedTuple):
-    """What a kind of fault strikes, and how long it lasts at most.
+    """The target of a kind of fault, and its longest duration.
 
     Attributes:
         strikes: Two faults that belong together strike different machines, or different things.

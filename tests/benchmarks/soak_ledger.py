@@ -1,4 +1,4 @@
-"""What a soak keeps of each fault and each sitting, and what it makes of that in the end. Pure."""
+"""Keeps a soak's facts about each fault and each sitting, and summarises them in the end. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def blamed(
     """Return how many verdicts name workers, and the workers named that no fault hurt.
 
     Args:
-        records: Of the journal, since the fault.
+        records: Records of the journal, since the fault.
         machines: The machine of each worker.
         hurt: The machines that the fault, or the one before it, hurt.
     """
@@ -38,7 +38,7 @@ def time_parts(history: History, calm_s: float, wall_s: float) -> dict[str, floa
     """Return goodput, and where the rest of the time went, as shares of ``wall_s``.
 
     Args:
-        history: Of the run.
+        history: History of the run.
         calm_s: How long a step takes with all workers and without a fault.
         wall_s: How long the run was watched.
     """
@@ -118,7 +118,7 @@ def _num_judged(lines: Sequence[Mapping[str, Any]]) -> int:
 def table(result: Mapping[str, Any]) -> str:
     """Return what ``summed`` found as a text to read.
 
-    What grows is shown for the sitting in which it grew most.
+    A growing figure is shown for the sitting in which it grew most.
     """
     faults, ended = result["faults"], result["ended"]
     parts = ", ".join(f"{name} {100 * share:.1f} %" for name, share in result["time"].items())

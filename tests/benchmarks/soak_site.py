@@ -315,9 +315,9 @@ class Deed:
     """One fault at a place: what it does, what it hurts and how it is undone.
 
     Args:
-        operator: Of the run.
+        operator: Operator of the run.
         kind: A key of ``KINDS``.
-        status: Of the run before it.
+        status: Status of the run before it.
         free: The machines that train, in an order that was drawn.
         forward: Whether a clock is set forward.
     """

@@ -21,10 +21,10 @@ SEQUENCE_LENGTH: Final = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is trained, and in which blocks.
+    """The training, and the blocks of its state.
 
     Attributes:
-        shape: Of the decoder.
+        shape: Shape of the decoder.
         workers: How many.
         global_batch: Samples per step.
         rounds: Each has a block of every way.
@@ -32,10 +32,10 @@ class Job:
         ways: To save; the first is none.
         micro_batch: Samples in a pass.
         sequence_length: Tokens in a sample.
-        precision: Of the passes, as in ``TrainSettings``.
+        precision: Precision of the passes, as in ``TrainSettings``.
         compiled: Whether every block is compiled.
         probes: Whether small copies are timed meanwhile, and counts are kept.
-        layout: Of the workers; None to shard over them.
+        layout: Layout of the workers; None to shard over them.
     """
 
     shape: ModelShape
@@ -124,7 +124,7 @@ class Meter:
         self._beside_s: list[float] = []
         self._counts: list[Mapping[str, float]] = []
         self._num_steps = job.num_steps
-        #: What else is to be seen.
+        #: Further observations.
         self.more: dict[str, Any] = {}
 
     def tick(self, counts: Mapping[str, float] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Keepers' copies over a fabric of two spines: both are used, and a slow one holds up nobody."""
+"""Keepers' copies over a fabric of two spines: both are used, and a slow one holds up no other."""
 
 from __future__ import annotations
 

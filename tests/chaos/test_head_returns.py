@@ -33,7 +33,7 @@ def cluster() -> Iterator[NetworkCluster]:
     """Two nodes, a head and a Redis."""
     environment = {
         VARIABLE: str(WAIT_S),
-        # Whoever waits for a machine that vanished asks it again the later the longer it is away.
+        # A process that waits for a vanished machine retries less often the longer it is away.
         "RAY_grpc_client_keepalive_timeout_ms": "10000",
         # Behind whatever else runs here Ray's processes would take minutes to start.
         "RAY_worker_niceness": "0",

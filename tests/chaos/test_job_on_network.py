@@ -1,7 +1,7 @@
-"""A job that nobody looks after, on a cluster of which machines are cut off, taken and lost.
+"""An unattended job on a cluster whose machines are cut off, taken and lost.
 
-Machines are namespaces. What an operator's tools do by themselves is done here: a machine that was
-taken or lost is booted again.
+Machines are namespaces. The test does the work of an operator's tools: a machine that was taken or
+lost is booted again.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def played(directory: Path, scenario: Scenario) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_a_node_is_lost_at_every_moment(scenario: Scenario, tmp_path: Path) -> None:
-    """What was protected is loaded to the bit, and nothing that is loaded is anything else."""
+    """Protected versions are loaded to the bit, and no other bytes are loaded."""
     steps = [scenario.check(cluster).step for cluster in played(tmp_path, scenario)]
 
     # The last one died behind all that was going on.
@@ -48,7 +48,7 @@ def test_a_node_is_lost_at_every_moment(scenario: Scenario, tmp_path: Path) -> N
 def test_a_version_is_committed_though_a_node_is_lost_at_any_moment_of_that(
     tmp_path: Path,
 ) -> None:
-    """Its part may be half written, or whole with nobody who knows: who has a copy stores it."""
+    """Its part may be half written, or whole without a witness: a node with a copy stores it."""
     for cluster in played(tmp_path, _storing(Moment.STORE)):
         cluster.lose(0)
         found = cluster.recover()

@@ -1,4 +1,4 @@
-"""Faults of every kind in one run on a real network that nobody looks after: the same weights."""
+"""Faults of every kind in one unattended run on a real network: the same weights."""
 
 from __future__ import annotations
 

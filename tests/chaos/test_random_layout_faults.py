@@ -110,7 +110,7 @@ class Tormentor:
                     self._hurt[worker["node"]] += 1
                     return
             time.sleep(0.001)
-        pytest.fail(f"nobody came to {phase} of attempt {attempt}")
+        pytest.fail(f"no worker came to {phase} of attempt {attempt}")
 
 
 def _members(status: dict[str, Any]) -> list[dict[str, Any]]:

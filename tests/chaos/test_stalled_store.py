@@ -58,7 +58,7 @@ def memory(server: int, tmp_path: Path) -> Iterator[NodeMemory]:
 def test_training_never_waits_for_a_store_that_stopped(
     server: int, memory: NodeMemory, tmp_path: Path
 ) -> None:
-    """Connections stay open and nothing is answered: nobody fails, and so nobody tries again."""
+    """Connections stay open without answers: no call fails, and so none is tried again."""
     rank = Rank(SnapshotMemory(tmp_path / "node", "w0001"))
     entries = state()
     assert rank.ready(entries)

@@ -41,7 +41,7 @@ def _keeper_pid(status: dict[str, Any], node: str) -> int:
 
 
 def test_training_goes_on_and_is_protected_again(run: Launched) -> None:
-    """Else nothing would be copied nor stored any more, until the next fault takes it all."""
+    """Otherwise copying and storing would stop, until the next fault takes everything."""
     before = wait_for(run, _protected, timeout_s=ACT_S_MAX)
     assert before is not None
     node = str(member(before, 0)["node"])

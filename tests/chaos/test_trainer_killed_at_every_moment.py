@@ -19,8 +19,8 @@ from tests.support.snapshots import eventually
 pytestmark = pytest.mark.timeout(600)
 
 MOMENTS_MAX = 200
-#: Of two snapshots of two ranks: begun, filled, finished. There are more, but what two threads
-#: change at once counts once.
+#: Moments of two snapshots of two ranks: begun, filled, finished. There are more, but what two
+#: threads change at once counts once.
 MOMENTS_MIN = 2 * 2 * 3
 
 

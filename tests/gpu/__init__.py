@@ -1,4 +1,4 @@
-"""What only a GPU can show, with one command and on one GPU that several ranks share.
+"""Tests that need a GPU, with one command and on one GPU that several ranks share.
 
     python -m tests.gpu                 # the parts with the smallest settings that fit five minutes
     python -m tests.gpu kills groups    # some parts, as long as they take

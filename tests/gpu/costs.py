@@ -1,4 +1,4 @@
-"""What snapshots and the session cost one worker on a device, and what pinning memory delays."""
+"""Measures snapshots and the session on a device for one worker, and delays of pinning memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workers.models import PRESETS
 from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
 
-#: Of torch's own pinned memory; of a step's time; of a bare loop's step; and seconds.
+#: Shares of torch's own pinned memory, of a step's time and of a bare loop's step; and seconds.
 COPY_MIN, SNAPSHOT_MAX, SESSION_MAX, PINNING_S_MAX = 0.90, 0.01, 1.01, 0.5
 #: Bytes of the state whose memory is pinned.
 PINNED_BYTES: Final = 10_000_000_000

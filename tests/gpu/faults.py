@@ -19,9 +19,9 @@ RUN_S_MAX: Final = 150.0
 #: A rank whose kernel hangs seems to compute: nothing else bounds that.
 TIMEOUT_S: Final = 15
 SCRIPT: Final = Path(__file__).with_name("train_faulty.py")
-#: Of the step at which it happens: which rank does what. The last one ends the run.
+#: Rank and action by the step at which it happens. The last one ends the run.
 ONCE: Final = {6: (1, "illegal"), 14: (2, "hang"), 22: (3, "out of memory")}
-#: What a fault is told as. An illegal access ends the process too, which is an incident of its own.
+#: Kind of incident of a fault. An illegal access also ends the process, which is another incident.
 TOLD_AS: Final = {
     "illegal": ("exception", "crash"),
     "hang": ("hang",),
@@ -73,9 +73,7 @@ def _several(config: RunConfig, cluster: Any) -> None:
         seen = "no incident"
         if one is not None:
             back = f"back in {one.recovery_s:.2f} s" if one.recovery_s is not None else "not back"
-            seen = (
-                f"{one.kind} ({', '.join(one.guilty) or 'nobody'}), {back}, {one.lost_steps} lost"
-            )
+            seen = f"{one.kind} ({', '.join(one.guilty) or 'none'}), {back}, {one.lost_steps} lost"
         is_back = one is not None and one.recovery_s is not None
         tell("faults", f"{kind} on rank {rank}", seen, "trains on", ok=is_back)
 

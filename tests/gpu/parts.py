@@ -17,12 +17,12 @@ from tests.gpu.rows import tell
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """What a part may use.
+    """The means of a part.
 
     Attributes:
         on_cpu: Whether stand-ins run, on a machine without a GPU.
         full: Whether the whole settings are asked for; by default the smallest ones.
-        logs: Where run directories stay to be read; None if nobody will.
+        logs: Where run directories stay for reading; None to drop them.
     """
 
     on_cpu: bool

@@ -17,9 +17,9 @@ class Row:
 
     Attributes:
         part: The part that it belongs to.
-        what: What was looked at.
-        seen: What was seen.
-        bar: What it is to be; "" if nothing is asked of it.
+        what: The measured quantity.
+        seen: The measured value.
+        bar: The required value; "" without a requirement.
         ok: Whether it is so; None if nothing is asked, or it was skipped.
     """
 

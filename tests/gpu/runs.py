@@ -32,7 +32,7 @@ ACT_S_MAX: Final = 90.0
 NUM_WORKERS: Final = 4
 #: Kill to the end of the next step, and a stopped worker.
 KILL_P50_S, KILL_S_MAX, STOP_S_MAX = 1.0, 2.5, 3.5
-#: What losses after equal steps differ by at most.
+#: Largest difference of losses after equal steps.
 NEAR: Final = 0.5
 #: Trainings of four workers, by settings beside those of the demo.
 LAYOUTS: Final[dict[str, list[str]]] = {

@@ -1,4 +1,4 @@
-"""What tests share that train for real; each has a run of its own."""
+"""Shared by tests that train for real; each has a run of its own."""
 
 from __future__ import annotations
 

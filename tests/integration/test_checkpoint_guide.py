@@ -96,7 +96,7 @@ class Counted:
 
 
 class Titan(Counted):
-    """What torchtitan's ``Trainer`` has when it loads and saves (0.2)."""
+    """The attributes that torchtitan's ``Trainer`` has when it loads and saves (0.2)."""
 
     def __init__(self) -> None:
         super().__init__()

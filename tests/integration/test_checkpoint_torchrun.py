@@ -101,7 +101,7 @@ def test_one_process_loads_what_ranks_saved(folder: Path, name: str) -> None:
 
 
 def test_ranks_with_the_same_model_share_the_writing(folder: Path) -> None:
-    """Four copies would take four times the bytes, which nobody notices before the disk is full."""
+    """Four copies would take four times the bytes, unnoticed until the disk is full."""
     model = build()
     optimizer = adamw(model)
     checkpoint.load(folder / "copies", model=model, optimizer=optimizer)

@@ -306,7 +306,7 @@ def outlive_a_peer(place: Place) -> Any:
 
 
 def _wait_in_vain(place: Place) -> float:
-    """Leave the attempt after rank 0 has called what nobody else calls; return for how long."""
+    """Leave the attempt after rank 0 has called a collective alone; return for how long."""
     collectives.set_timeout(0.5)
     done = place.directory / "waited in vain"
     begun_s = time.monotonic()
@@ -345,7 +345,7 @@ def outlive_many(place: Place) -> list[list[int]]:
     """Lose one peer after the other while rank 0 waits for it; return what rank 0 holds."""
     seen = []
     if place.rank == 0:
-        # What a process keeps anyway.
+        # Things that a process keeps anyway.
         collectives.form(**place.formation(1, 1))
         collectives.leave()
         seen.append(_held())
@@ -403,7 +403,7 @@ def forget_late(place: Place) -> list[float]:
 
 
 def test_nobody_waits_for_a_group_whose_peer_hangs(tmp_path: Path) -> None:
-    """Whoever drops the last reference to it waits in gloo until the timeout."""
+    """The thread that drops the last reference to it waits in gloo until the timeout."""
     with running(forget_late, 2, tmp_path) as ranks:
         took_s = ranks.results()[0]
 

@@ -34,7 +34,7 @@ OTHER_METHODS = {"_end_coalescing", "_start_coalescing", "abort", "getBackendNam
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What runs the cases.
+    """The way in which the cases run.
 
     Attributes:
         name: As ``collectives.form`` and torch know it.
@@ -65,11 +65,11 @@ BACKENDS = [
 
 
 class Seen(NamedTuple):
-    """What one rank saw of a case, called one way.
+    """The results of one rank in a case, called one way.
 
     Attributes:
         refused: Why torch's own group does not do this, as the recorded one says, too.
-        wrong: What else was wrong.
+        wrong: Other errors.
         recorded: The operations, in order of their names.
     """
 
@@ -166,7 +166,7 @@ Found = tuple[Backend, list[tuple[dict[str, list[Seen]], set[str]]]]
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Found]:
-    """What all ranks saw, with the backend."""
+    """The results of all ranks, with the backend."""
     backend: Backend = request.param
     life = functools.partial(call_everything, backend)
     with running(life, NUM_RANKS, tmp_path_factory.mktemp(backend.name)) as ranks:
@@ -186,7 +186,8 @@ def seen_of(found: Found, name: str) -> list[Seen]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_torchs_own_group(found: Found, name: str) -> None:
-    """To the bit with gloo: reduce-scatter is expressed anew, and a changed order of sums shows."""
+    """To the bit with gloo: reduce-scatter is built from other calls, and a changed order of sums
+    shows."""
     assert {each.wrong for each in seen_of(found, name)} == {""}
 
 

@@ -1,4 +1,4 @@
-"""Four real ranks in FSDP traffic, one of which stops: it is named from outside, nobody else."""
+"""Four real ranks in FSDP traffic, one of which stops: only it is named, from outside."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.support.failing_store import WORLDS, How
 def test_death_at_any_change_loses_nothing(
     script: Script, kind: str, how: How, tmp_path: Path
 ) -> None:
-    """The instant that nobody thought of is the one that a killed machine finds."""
+    """A killed machine finds the instant that the author did not think of."""
     for num_changes in range(500):
         world = WORLDS[kind](tmp_path / str(num_changes))
         script.prepare(world)

@@ -158,7 +158,7 @@ def fill(model: nn.Module, kind: str) -> None:
             value = torch.randn(parameter.shape, generator=seed, dtype=torch.float64)
             value = value * 0.2 + (1 if "norm" in name else 0)
             if isinstance(parameter, DTensor):
-                # Each rank has made all of it: nobody has to send.
+                # Each rank has made all of it: no rank has to send.
                 placed = distribute_tensor(
                     value, parameter.device_mesh, parameter.placements, src_data_rank=None
                 )

@@ -1,4 +1,4 @@
-"""What somebody gets who installs everstep without the extra ``ray``."""
+"""everstep installed without the extra ``ray``."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def ring(tmp_path: Path) -> Iterator[list[KeeperProcess]]:
 
 @pytest.fixture
 def arenas(ring: list[KeeperProcess]) -> Iterator[list[Arena]]:
-    """Of every rank, by rank; two on each node."""
+    """The snapshots of every rank, by rank; two on each node."""
     made = [
         reserve(ring[rank // 2].door, f"w{rank}.0", body_bytes=BODY_BYTES, attempt=1)
         for rank in range(WORLD)
@@ -91,7 +91,7 @@ def test_a_lost_node_loses_no_version(
 def test_a_node_that_is_lost_while_it_is_copied_leaves_the_version_before(
     ring: list[KeeperProcess], arenas: list[Arena], delay_s: float
 ) -> None:
-    """Of the newest some ranks' parts may be here; the one before is here of all."""
+    """Some ranks' parts of the newest may be here; all ranks' parts of the one before are here."""
     assert eventually(lambda: all(arena.is_followed() for arena in arenas))
     _step(ring, arenas, 1)
     assert eventually(lambda: all(arena.is_copied() for arena in arenas))
@@ -110,9 +110,9 @@ def test_a_node_that_is_lost_while_it_is_copied_leaves_the_version_before(
 def test_ranks_go_on_soon_after_the_keeper_that_copied_them_was_killed(
     ring: list[KeeperProcess], arenas: list[Arena]
 ) -> None:
-    """Or after their own was: neither is there to say that nobody copies any more.
+    """Or after their own was: neither is there to say that copying has stopped.
 
-    What their own said last runs out by the clock, whoever else has something to do.
+    The last word of their own keeper expires by the clock, whatever else happens.
     """
     assert eventually(lambda: all(arena.is_followed() for arena in arenas))
     ring[1].kill()

@@ -129,7 +129,7 @@ def test_a_flipped_bit_of_a_copy_is_named_before_it_is_saved(run: Run) -> None:
 
 
 def test_a_row_of_them_goes_on_in_the_attempt_after_a_death(run: Run) -> None:
-    """Else a run whose workers die in it would begin to count anew, and never end."""
+    """Otherwise a run whose workers die in it would restart its count, and never end."""
     chosen = spoiled("4-8:nan")
     members = run.begin(chosen, num_workers=3)
     lefts = [trainer.left().outcome for trainer in members]

@@ -107,7 +107,7 @@ def test_they_train_as_in_plain_torch(
 
 @pytest.mark.parametrize("kind", ["own", "fused"])
 def test_their_bits_do_not_depend_on_the_number_of_workers(run: Run, kind: str) -> None:
-    """Nor on workers that die; the last of five has no micro-batch."""
+    """This includes workers that die; the last of five has no micro-batch."""
     seen = set()
     for num_workers in (1, 2, 3, 5):
         finish(run, settings(kind), num_workers=num_workers)

@@ -1,4 +1,4 @@
-"""What a script does on some workers and not on others, on real ones."""
+"""Scripts that do something only on some workers, on real ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fenced(run: Run, chosen: Settings, raises: int, num_workers: int) -> Outcome
 
 
 def test_what_one_rank_calls_alone_raises_there_and_names_where_the_others_are(run: Run) -> None:
-    """The next step waited for ever, and nobody was named; ``state_dict`` is told likewise."""
+    """The next step waited for ever, and no rank was named; ``state_dict`` is told likewise."""
     outcome = fenced(run, script("4:save:1"), raises=1, num_workers=3)
 
     assert isinstance(outcome, Raised)

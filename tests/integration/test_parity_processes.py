@@ -119,7 +119,7 @@ def test_two_lost_nodes_of_a_group_lose_no_version(group: _Group, lost: tuple[in
 def test_two_nodes_that_are_lost_while_parities_are_made_leave_the_version_before(
     group: _Group,
 ) -> None:
-    """Of the newest there may be parities on some nodes; the one before is there of all."""
+    """Some nodes may have parities of the newest; all nodes have those of the one before."""
     group.take(1)
     assert eventually(group.is_protected)
     group.take(2)

@@ -26,9 +26,9 @@ from workers.protocol import Completed, Raised
 from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 PORTS = ROOT / "tests/support/ports"
-#: The most lines that may be new. What only goes away does not count.
+#: The most lines that may be new. Removed lines do not count.
 NUM_NEW_MAX = {"nanogpt": 10, "titan": 40, "trainer": 2, "lightning": 30}
-#: What each imports. Only the packages of the last two may be missing.
+#: Imports of each script. Only the packages of the last two may be missing.
 NEEDS = {"nanogpt": "torch", "titan": "torch", "trainer": "transformers", "lightning": "lightning"}
 
 
@@ -52,7 +52,7 @@ def test_few_lines_of_a_script_change_and_the_guide_shows_all(port: str) -> None
     "name", ["nanogpt_plain", "nanogpt_elastic", "titan_plain", "titan_elastic"]
 )
 def test_a_script_runs_alone_and_learns(name: str, tmp_path: Path) -> None:
-    """The original too: else the lines that change would be those of a script that nobody has."""
+    """The original too: else the changed lines would be those of an invented script."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # The script itself, or one rank of torchrun's.
     rank = {

@@ -42,7 +42,7 @@ MakeNodes = Callable[[Settings, int, int], list[NodeProcess]]
 
 @pytest.fixture
 def make_nodes(run: Run, tmp_path: Path) -> Iterator[MakeNodes]:
-    """Nodes that know nothing of each other; nobody orders their keepers to copy."""
+    """Nodes that know nothing of each other; no controller orders their keepers to copy."""
     made: list[NodeProcess] = []
 
     def make(chosen: Settings, num_nodes: int, num_shards: int) -> list[NodeProcess]:

@@ -63,7 +63,7 @@ def test_what_is_read_is_left_until_the_reader_is_done(root: str) -> None:
 
 
 def test_a_killed_reader_holds_nothing(root: str) -> None:
-    """What a lease file would keep for hours, the kernel frees at once."""
+    """A lease file would last for hours; the kernel frees its lock at once."""
     store = LocalStore()
     with reader(join(root, "step-00000001"), seed=1) as process:
         process.send_signal(signal.SIGKILL)
@@ -115,7 +115,7 @@ def test_readers_and_a_collector_never_meet_in_a_checkpoint(tmp_path: Path) -> N
 
     assert status == 0
     assert num_loaded > 10
-    # What was held at the last call is left for the next one.
+    # Checkpoints held at the last call are left for the next one.
     newest = max(store.list(root))
     collect_garbage(store, root, keep=1, lineage=_LINEAGE)
     assert store.list(root) == (newest,)

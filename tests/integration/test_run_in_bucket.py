@@ -142,7 +142,7 @@ os._exit(9)
 def test_a_controller_that_dies_in_an_outage_leaves_its_lines(
     url: str, proxy: Proxy, tmp_path: Path
 ) -> None:
-    """What it decided was done, so its successor must know of it."""
+    """Its decisions were carried out, so its successor must know of them."""
     spool = str(tmp_path / "spool")
     proxy.faults = [Fault(method="PUT", within="journal", times=10_000, status=503)]
     dead = subprocess.run(

@@ -157,7 +157,7 @@ class BucketWorld:
     ids=type,
 )
 def test_death_at_any_request_loses_nothing(script: Script, bucket: str, proxy: Proxy) -> None:
-    """What a bucket holds is as safe from a killed machine as a local directory.
+    """A bucket's content is as safe from a killed machine as a local directory.
 
     Requests have no middle, and to die after one is to die before the next.
     """
@@ -375,7 +375,7 @@ def test_a_look_at_the_owner_of_a_run_is_one_request(bucket: str, proxy: Proxy) 
 
 
 def test_an_upload_whose_last_answer_was_lost_is_known_as_done(bucket: str, proxy: Proxy) -> None:
-    """Completed, the upload has no name any more, and the second attempt does not find it."""
+    """A completed upload has lost its name, and the second attempt does not find it."""
     store, root = quick_store(bucket)
     proxy.faults = [Fault(method="POST", within="uploadId", after=True)]
 
@@ -551,7 +551,7 @@ def test_a_second_writer_is_noticed(bucket: str) -> None:
         theirs.append(b"theirs\n")
 
     assert caught.value.facts["taken"]
-    # Who only appends goes on behind the other: a late line of an attempt that was fenced.
+    # A writer that only appends continues after the other: a late line of a fenced attempt.
     other.append(path, b"late\n")
     store.append(path, b"next\n")
     assert read_appended(store, path) == b"mine\nlate\nnext\n"

@@ -89,7 +89,8 @@ def recover(
 def growth(samples: Sequence[Usage]) -> dict[str, int]:
     """Return by how much the least that was held has grown, from an early to a late stretch.
 
-    What comes and goes (a thread that is about to end) does not count: it is not always there.
+    A thing that comes and goes (a thread that is about to end) does not count: it is not always
+    there.
     """
     stretch = len(samples) // 4
     early, late = samples[stretch : 2 * stretch], samples[-stretch:]

@@ -212,7 +212,7 @@ def test_an_attempt_that_resumes_from_the_last_step_still_ends_the_run(
 
 
 def test_an_exception_of_the_script_is_told_from_its_frames_on(run: Run) -> None:
-    """What the user has to see first is the user's own line, not the loop around it."""
+    """The user must see the script's own line first, not the loop around it."""
     chosen = Settings(
         run=RunSettings(directory="run", script=str(SUPPORT / "train_failing.py")),
         train=TrainSettings(steps=5, global_batch=4, micro_batch=2, warmup_steps=0),

@@ -165,7 +165,7 @@ def test_all_ranks_keep_the_pace_that_the_first_is_told(
 
     assert all(isinstance(outcome, Yielded) for outcome in outcomes), outcomes
     *before, _ = [line["step"] for line in lines(run) if line["snapshot"] == "taken"]
-    # What is due for storage while that is busy is stored late, on a step of neither interval.
+    # A version due for storage while storage is busy is stored late, on a step of neither interval.
     late = [step for step in before if step > stored[0] and step % 4]
     for steps in (stored, late):
         assert all(one // 6 < next_one // 6 for one, next_one in pairwise(steps)), steps
@@ -376,7 +376,7 @@ def test_a_version_of_another_model_in_memory_is_no_bad_one(
 def test_without_memory_the_trainers_store_as_they_did(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
-    """One node has no memory left for one worker: nobody's snapshot is worth anything then."""
+    """One node has no memory left for one worker: then no worker's snapshot is useful."""
     chosen = settings(text, steps=6)
     small = replace(chosen, snapshot=SnapshotSettings(node_memory_mib=1))
     make_nodes(small)

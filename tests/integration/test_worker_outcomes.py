@@ -1,4 +1,4 @@
-"""What a worker's actor tells of an attempt, whoever asks when. Ray is not started for it."""
+"""Answers of a worker's actor about an attempt, at any time and to any caller, without Ray."""
 
 from __future__ import annotations
 

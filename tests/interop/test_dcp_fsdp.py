@@ -93,7 +93,7 @@ def test_what_fsdp2_saved_is_read_bit_for_bit(run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def written(run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[Save]:
-    """What we wrote of it: from DCP itself and from a universal checkpoint, in each convention."""
+    """Our exports of it: from DCP itself and from a universal checkpoint, in each convention."""
     root = tmp_path_factory.mktemp("written")
     store = LocalStore()
     source = open_source(store, run.nested)
@@ -148,7 +148,7 @@ def test_stock_dcp_loads_it_under_the_same_layout_and_trains_on_alike(
 
 
 def test_stock_dcp_loads_it_in_a_single_process(run: Run, written: list[Save]) -> None:
-    """Without a process group, into a model that nobody sharded."""
+    """Without a process group, into an unsharded model."""
     for save in written:
         model, optimizer = build(1, 1)
 

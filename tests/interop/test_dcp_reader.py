@@ -1,4 +1,4 @@
-"""What torch saved on several processes is read bit for bit, however it was sharded."""
+"""Checkpoints that torch saved on several processes are read bit for bit, with any sharding."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sharded_states_are_read_bit_for_bit(
 def test_flat_parameters_of_the_first_fsdp_are_refused(
     commands: ForkedCommands, tmp_path: Path, kind: str
 ) -> None:
-    """Of what each rank gives under a parameter's own name, torch keeps the part of one rank."""
+    """Under a parameter's own name torch keeps only one rank's part."""
     commands.run(SCRIPT, [kind, str(tmp_path / "c")], num_ranks=4)
 
     with pytest.raises(UnsupportedVersionError, match=r"_flat_param.*SHARDED_STATE_DICT") as raised:

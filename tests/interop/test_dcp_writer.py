@@ -243,7 +243,7 @@ def _assert_same(found: Any, expected: Any, where: str) -> None:
 
 
 def test_what_a_user_saved_beside_the_model_comes_back_as_torch_gives_it(tmp_path: Path) -> None:
-    """A random state is a tuple, and nobody takes a list for one. Both ways, and both twice."""
+    """A random state is a tuple, and a list does not pass for one. Both ways, and both twice."""
     weights = {"0.weight": torch.randn(4, 3), "0.bias": torch.randn(4)}
     dcp.save({"model": weights, "mine": USER}, checkpoint_id=tmp_path / "in", no_dist=True)
     expected = _everything(str(tmp_path / "in"))
@@ -351,7 +351,7 @@ class _FailingStore(MemoryStore):
 
 
 def test_a_failed_export_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without metadata nobody could say what the data files are."""
+    """Without metadata the data files would have no meaning."""
     monkeypatch.setattr(dcp_writer, "FILE_BYTES", 2000)
     store = _FailingStore()
 

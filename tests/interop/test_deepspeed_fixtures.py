@@ -48,8 +48,8 @@ def test_native_checkpoints_are_read_bit_for_bit(name: str) -> None:
     folder = checkpoint_fixture(name)
     expected = _expected(folder)
     if name.startswith("mds"):
-        # What was gathered there is the ranks' shards one after the other, which no model of one
-        # rank could use: each has its q, then its k, then its v.
+        # The gathered tensor is the ranks' shards one after the other, which no model of one rank
+        # could use: each has its q, then its k, then its v.
         expected = {
             key: _by_parts(array) if "query_key_value" in key[0] else array
             for key, array in expected.items()

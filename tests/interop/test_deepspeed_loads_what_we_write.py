@@ -27,7 +27,7 @@ from ucp_core.native import Checkpoint
 from ucp_core.storage import LocalStore
 
 SCRIPT = "tests.support.train_deepspeed"
-#: Of the pipeline: first layers of its stages, and the layers at which its tied module stands.
+#: The pipeline: first layers of its stages, and the layers of its tied module.
 STAGES = {1: (0,), 2: (0, 2)}
 TIED_LAYERS = {"embed": (0, 4)}
 MEMORY_BYTES = 32 << 20
@@ -36,7 +36,7 @@ STEPS = 3
 LOSS_TOLERANCE = 1e-6
 BF16_TOLERANCE = 2e-2
 
-#: Of the model that is cut over tensor-parallel ranks.
+#: Parameters of the model that are cut over tensor-parallel ranks.
 RULES = Rules(
     (
         Rule(r"(up|gate)\.weight", Cut(0)),

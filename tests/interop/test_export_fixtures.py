@@ -1,4 +1,4 @@
-"""What the frameworks themselves saved goes out in every format and comes back the same."""
+"""Checkpoints of the frameworks go out in every format and come back the same."""
 
 from __future__ import annotations
 

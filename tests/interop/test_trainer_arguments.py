@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", reason="the extra hf is not i
 pytest.importorskip("accelerate", reason="the extra hf is not installed")
 
 GUIDE = Path(__file__).parents[2] / "workers/guide/trainer.md"
-#: What every case has, unless it says otherwise: four batches an epoch, in one order.
+#: Arguments of every case, unless it says otherwise: four batches an epoch, in one order.
 BASE = {
     "max_steps": 6, "gradient_accumulation_steps": 1, "train_sampling_strategy": "sequential",
     "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 3, "warmup_steps": 0,

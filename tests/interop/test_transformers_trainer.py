@@ -369,7 +369,7 @@ def test_epochs_are_cut_as_trainer_cuts_them(
         histories.append(_history(trainer))
         weights.append([one.detach().clone() for one in trainer.model.parameters()])
 
-    # What stands in for a batch that is not there counts for nothing, and is one sample.
+    # The stand-in for a missing batch counts for nothing, and is one sample.
     num_batches = 6 if "dataloader_drop_last" in given else 7
     assert seen[0] == _without_stand_ins(seen[1], seen[0], num_batches)
     assert len(histories[0]) == num_steps

@@ -1,8 +1,8 @@
 """Two and three claimants of one run on one directory, call by call in any order.
 
 Each is a thread that commits, collects and resumes as trainers, keepers and controllers do; it
-waits at every call of the store until the drawn schedule lets it go on. What one resumes from is
-never lost, whatever the older ones do meanwhile.
+waits at every call of the store until the drawn schedule lets it go on. The version that one
+resumes from is never lost, whatever the older ones do meanwhile.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TurnStore(MemoryStore):
 
 
 class World:
-    """What the claimants of a run share, and the books that are kept of it."""
+    """Objects that the claimants of a run share, and the books about them."""
 
     def __init__(self, schedule: list[int], *, looks: bool) -> None:
         self.store = TurnStore(schedule)

@@ -1,4 +1,4 @@
-"""Random attempts with a planted guilty rank: it is named, or nobody is."""
+"""Random attempts with a planted guilty rank: it is named, or none is."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ LIMITS = limits_from(0.2)
 def hung_attempts(draw: st.DrawFn) -> tuple[list[WorkerReport], int]:
     """Return the rows of an attempt that one rank holds up, and that rank.
 
-    The program is the same on all ranks: a random list of collectives, each in one of some
-    random groups. It is run with the rule of every collective (it ends when all members have
-    called it) until nobody but the guilty rank, which stops at a random place of its own
-    program, can go on.
+    The program is the same on all ranks: a random list of collectives, each in one of some random
+    groups. It is run with the rule of every collective (it ends when all members have called it)
+    until no rank but the guilty one, which stops at a random place of its own program, can go on.
     """
     num_ranks = draw(st.integers(2, 7))
     ranks = range(num_ranks)

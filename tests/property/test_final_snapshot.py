@@ -115,5 +115,5 @@ def test_whoever_leaves_or_dies_whenever_the_newest_common_version_stays(
     assert before is None or max(after) >= before
     for rank in ranks:
         mine = [version for version in rank.versions() if version[0] == 2]
-        # What a keeper goes by when it lets go of what older attempts left.
+        # The facts by which a keeper frees versions of older attempts.
         assert len(mine) < 2 or any(version[0] == 2 for version in after)

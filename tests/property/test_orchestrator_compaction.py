@@ -118,7 +118,7 @@ def test_a_damaged_document_is_never_taken_for_a_whole_one(cut: int, byte: int) 
         found = Compaction.read(changed, BASIS)
     except CompactionError:
         return
-    # Of the first line a blank may become another one.
+    # In the first line a blank may become another one.
     assert found.folded == Folded()
 
 

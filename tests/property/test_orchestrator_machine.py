@@ -13,7 +13,7 @@ RESERVATIONS = st.integers(1, 6)
 ATTEMPTS = st.integers(0, 4)
 STEPS = st.integers(0, 12)
 
-#: What a field may hold, by its name: small, so that events meet and contradict each other.
+#: Values of a field, by its name: few, so that events meet and contradict each other.
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "incarnation": st.integers(1, 3),
     "alive": st.lists(

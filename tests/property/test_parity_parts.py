@@ -195,7 +195,7 @@ def test_parts_of_many_windows_are_read_as_they_were(num_parities: int, places: 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 5])
 def test_a_node_keeps_what_the_others_part_costs_between_them(num_nodes: int) -> None:
-    """Of k nodes 1/(k-1) of a part: that is why it is not a copy."""
+    """With k nodes it takes 1/(k-1) of a part, unlike a copy."""
     parts = [_part(rank, 60_000) for rank in range(num_nodes)]
     for parity in _parities(parts, 1):
         assert 0 <= parity.held.data_bytes - 60_000 / (num_nodes - 1) <= 64
@@ -212,7 +212,7 @@ def test_a_lost_parity_alone_is_no_loss() -> None:
 
 @pytest.mark.parametrize(("num_parities", "places"), [(1, {0, 2}), (2, {0, 1, 3})])
 def test_more_losses_than_parities_are_refused(num_parities: int, places: set[int]) -> None:
-    """What would be computed is nobody's state."""
+    """The computed bytes would be no rank's state."""
     parts = [_part(rank, 1000 + rank) for rank in range(5)]
     group = _without(parts, _parities(parts, num_parities), places)
     with pytest.raises(ParityError, match="of a group of 5 are lost"):
@@ -228,15 +228,15 @@ def test_parts_of_another_version_are_refused() -> None:
         Group(parities[:2], [parts[0], other])
 
     longer = _part(1, 1001)
-    with pytest.raises(ParityError, match="did not go into the parity"):
+    with pytest.raises(ParityError, match="is not covered by the parity"):
         Group(parities[:2], [parts[0], longer])
 
 
 def test_parities_of_different_groups_are_refused() -> None:
-    """A group was formed anew in between, or one keeper was behind."""
+    """A group was formed again in between, or one keeper was behind."""
     parts = [_part(rank, 1000) for rank in range(4)]
     first, second = _parities(parts[:3], 1), _parities(parts[1:], 1)
-    with pytest.raises(ParityError, match="not of the same parts"):
+    with pytest.raises(ParityError, match="do not cover the same parts"):
         Group([first[0], second[1]], parts[:2])
 
 
@@ -347,7 +347,7 @@ def _is_padding(parts: Sequence[LocalPart], holder: int, at: int) -> bool:
 def test_what_replicas_fold_is_the_parity_of_their_shares(
     sizes: list[list[int]], window_bytes: int, seed: int
 ) -> None:
-    """Of tensors of any sizes in shares of any lengths, cut anywhere, into memory that was used."""
+    """Any sizes of tensors and lengths of shares, cut anywhere, into memory that was used."""
     rng = np.random.default_rng(seed)
     shares = [[rng.integers(0, 256, size, np.uint8) for size in share] for share in sizes]
     flat = [np.concatenate([*share, np.empty(0, np.uint8)]) for share in shares]

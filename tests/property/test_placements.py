@@ -122,7 +122,7 @@ def test_every_element_is_described_where_torch_puts_it(
 def test_all_ranks_together_save_every_element_once(
     case: tuple[tuple[int, ...], ParallelLayout, dict[str, Any]],
 ) -> None:
-    """What several ranks hold, a norm's weight under tensor parallelism, is saved in shares."""
+    """A norm's weight under tensor parallelism, which several ranks hold, is saved in shares."""
     shape, layout, placements = case
     whole = torch.arange(prod(shape), dtype=torch.float32).reshape(shape)
     boxes: list[Box] = []

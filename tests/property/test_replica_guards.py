@@ -1,4 +1,4 @@
-"""Who saves whose share: any nodes that may be lost leave every share somewhere."""
+"""Assignment of shares to guards: any nodes that may be lost leave every share somewhere."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_all_ranks_together_save_every_element_once(
 def test_shares_differ_by_one_row_at_most(
     shapes: list[tuple[tuple[int, ...], str]], num_shares: int
 ) -> None:
-    """Whoever got every remainder would be the one that all others wait for."""
+    """A rank that got every remainder would be the one that all others wait for."""
     parts = [(Box.full(shape), DTYPE_BYTES[dtype]) for shape, dtype in shapes]
     sizes = [
         sum(box.num_elements * parts[number][1] for number, box in share)

@@ -15,7 +15,7 @@ from orchestrator.policies.sharing import decide
 POLL_S = 2.0
 #: Every example takes milliseconds, and there are few runs to leave out.
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
-#: What is not taken is offered again before a test ends.
+#: Workers not taken are offered again before a test ends.
 RULES = SharingRules(deaf_s=60.0)
 
 
@@ -162,7 +162,7 @@ def test_equals_share_evenly(cluster: Cluster) -> None:
 @settings(max_examples=30, deadline=None, phases=NO_SHRINKING)
 @given(clusters(priorities=st.integers(0, 2), units=(1,)))
 def test_what_is_left_when_a_run_ends_is_taken(cluster: Cluster) -> None:
-    """A limit that outlives its reason would keep workers idle that nobody else wants."""
+    """A limit that outlives its reason would keep workers idle that no other run wants."""
     for _ in range(100):
         cluster.turn()
     cluster.runs[0].is_over = True

@@ -168,7 +168,7 @@ def test_more_losses_than_parities_are_refused() -> None:
 
 
 def test_what_does_not_fit_is_refused_and_not_cut() -> None:
-    """A member longer than its parity would be protected only in part, and nobody would know."""
+    """A member longer than its parity would silently be protected only in part."""
     p, q = np.zeros(64, np.uint8), np.zeros(128, np.uint8)
     with pytest.raises(ParityError, match="member 1 has 65 bytes, its parity 64"):
         parity.add([p], 1, bytes(65))

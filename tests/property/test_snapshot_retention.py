@@ -1,4 +1,4 @@
-"""What is written over and what is let go of, against a whole run that loses ranks and nodes.
+"""Overwriting and freeing of memory, against a whole run that loses ranks and nodes.
 
 The machine is a model of the run around the real decisions: ranks in lockstep, keepers that hold
 and copy, attempts that resume from the newest version that is complete.
@@ -71,7 +71,7 @@ def test_what_is_in_use_is_told_by_the_name() -> None:
 
 @pytest.mark.parametrize(("stored_step", "goes"), [(4, False), (5, False), (6, True)])
 def test_what_storage_has_newer_is_not_needed_in_memory(stored_step: int, *, goes: bool) -> None:
-    """Of the same step, memory is what the next attempt is loading from just now."""
+    """If both hold the same step, the next attempt is loading from memory just now."""
     left = HeldArena(name="w1.1", in_use=False, versions=(_held(0, 1, 5),))
     found = reapable([left], lineage=[(1, 0), (2, 5)], stored_step=stored_step)
     assert found == (["w1.1"] if goes else [])
@@ -130,7 +130,7 @@ class Run(RuleBasedStateMachine):
         self.ranks: list[_Rank] = []
         self.attempt, self.step = 1, 0
         self.lineage: list[Version] = [(1, 0)]
-        #: What every rank and its copy have, as far as the ranks know.
+        #: The version that every rank and its copy have, as far as the ranks know.
         self.kept: Version | None = None
         self.is_overtaken = False
         #: Newest versions that were complete, the newest last; at most two.
@@ -154,7 +154,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(masks=st.lists(st.integers(0, 255), min_size=1, max_size=5))
     def overtake(self, masks: list[int]) -> None:
-        """The ranks do not wait for their copies any more, of which some are made."""
+        """The ranks no longer wait for their copies, some of which are made."""
         for mask in masks:
             self._step(snapshot=True, pin=False, overtakes=True)
             self.copy(mask=mask)
@@ -213,7 +213,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 7))
     def reap(self, index: int) -> None:
-        """A keeper lets go of what nobody needs."""
+        """A keeper frees unneeded memory."""
         node = sorted(self.buffers)[index % len(self.buffers)]
         buffers = self.buffers[node]
         living = {rank.worker: rank.generation for rank in self.ranks if rank.node == node}
@@ -265,7 +265,7 @@ class Run(RuleBasedStateMachine):
         del self.buffers[node]
         self.ranks = [rank for rank in self.ranks if rank.node != node]
         self.completed = self._complete_versions()[-2:]
-        # What was resumed from after the loss before is on one node, until the next version is.
+        # The version resumed from after the last loss is on one node, until the next version is.
         is_own = bool(before) and before[-1][0] == self.attempt
         if self.is_overtaken:
             assert self.kept is None or self.kept in self._complete_versions()

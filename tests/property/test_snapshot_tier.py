@@ -69,7 +69,7 @@ def test_a_version_that_a_rank_has_not_finished_does_not_count() -> None:
 
 @given(st.integers(0, 1 << 20))
 def test_a_flipped_bit_is_never_loaded(position: int) -> None:
-    """In the data or in the record: memory errs, too, and nobody else looks."""
+    """In the data or in the record: memory also errs, and no other check looks."""
     state = make_state(3)
     with _arenas(2) as arenas:
         for rank, arena in enumerate(arenas):

@@ -1,4 +1,4 @@
-"""What is written for DeepSpeed, read again: the same state, whatever the target's layout was."""
+"""Checkpoints written for DeepSpeed, read again: the same state for any layout of the target."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_native_checkpoint_reads_back_as_it_was(
         return
     write()
 
-    # What is written says itself how it is cut.
+    # The written checkpoint says how it is cut.
     _assert_same(state, open_source(store, "out"))
 
 

@@ -1,4 +1,4 @@
-"""What goes out to another format and comes back is the same, and a single bit is noticed."""
+"""State that goes out to another format and comes back is the same, and a single bit is noticed."""
 
 from __future__ import annotations
 

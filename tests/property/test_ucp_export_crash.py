@@ -24,7 +24,7 @@ class _KilledError(Exception):
 
 
 class _KillingStore(MemoryStore):
-    """Does ``operations`` changes and then none any more."""
+    """Does ``operations`` changes and then no more."""
 
     def __init__(self, operations: int) -> None:
         super().__init__()

@@ -103,7 +103,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 def test_changed_trees_are_refused_or_harmless(which: int, seed: int, changes: int) -> None:
     """Every value of every field replaced, removed, moved or doubled; the seal is right.
 
-    What is accepted must be a manifest that prints and reads back.
+    An accepted text must be a manifest that prints and reads back.
     """
     rng = random.Random(seed)
     document = json.loads(DOCUMENTS[which])

@@ -218,7 +218,7 @@ def test_the_mean_of_copies_covers_the_tensor_in_each(seed: int, ranks: int) -> 
 
 @given(seed=SEEDS, tp=st.integers(1, 3), dp=st.integers(1, 3), cp=st.integers(1, 2))
 def test_targets_of_all_ranks_are_the_tensors(seed: int, tp: int, dp: int, cp: int) -> None:
-    """Each rank computes its own share, and nobody sees whether they fit together."""
+    """Each rank computes its own share, and no rank sees whether they fit together."""
     rng = random.Random(seed)
     layout = ParallelLayout(tp=tp, dp_shard=dp, cp=cp)
     spreads = {TensorKey(f"w{i}", "weight"): random_spread(rng, tp) for i in range(3)}

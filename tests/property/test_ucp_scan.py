@@ -74,7 +74,7 @@ def test_both_ways_read_the_same(seed: int, world_size: int) -> None:
 @settings(deadline=None, max_examples=50)
 @given(SEEDS, st.integers(1, 5), st.integers(1, 5))
 def test_both_ways_plan_the_same(seed: int, saved_by: int, loaded_by: int) -> None:
-    """Of tensors that are cut into ranges, and of those that are cut otherwise."""
+    """For tensors that are cut into ranges, and for others."""
     data, *_ = _saved(seed, saved_by)
     state = random_state(random.Random(seed))
     for held in random_sharding(random.Random(seed + 1), state, loaded_by):
@@ -95,7 +95,7 @@ def test_what_is_wrong_is_told_as_ever(seed: int, data: st.DataObject) -> None:
     """
     (text, *_) = _saved(seed, 2)
     if data.draw(st.booleans()):
-        # What was read before is told from its form.
+        # A text that was read before is recognised by its form.
         from_bytes(text)
     body = text[:-21]
     for _ in range(data.draw(st.integers(1, 3))):
@@ -165,7 +165,7 @@ _DOCUMENT = (
     ],
 )
 def test_every_number_is_checked(old: str, new: str, *, is_known: bool) -> None:
-    """What has the right form can still lead out of a file, a tensor or a list of checksums."""
+    """A text of the right form can still lead out of a file, a tensor or a list of checksums."""
     assert _DOCUMENT.count(old) >= 1
     if is_known:
         assert scan(_sealed(_DOCUMENT.encode())) is not None
@@ -187,7 +187,7 @@ def test_fragments_out_of_order_are_read_otherwise() -> None:
 
 
 def test_a_rank_makes_objects_of_what_it_needs_only() -> None:
-    """Of the fragments of a thousand ranks, one rank needs a few."""
+    """One rank needs a few of the fragments of a thousand ranks."""
     rows = 4096
     pieces = [
         f'{{"box":[[{row},{row + 1}]],"file":"a0001-r{row:05d}.bin","offset":0,"nbytes":4,'

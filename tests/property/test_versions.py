@@ -14,7 +14,7 @@ from workers.protocol import Covered, Held, Inventory, Member, PartRef
 
 NODES = ("a", "b", "c", "d")
 TOTAL = 6
-#: Of every part: no block of it is empty.
+#: Bytes of every part, so that no block of it is empty.
 SIZE_BYTES = 6400
 
 
@@ -67,7 +67,7 @@ def _parity(version: tuple[int, int], place: int) -> PartRef:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """What a loader would read of a buffer before it computes anything."""
+    """The record that a loader would read from a buffer before it computes anything."""
 
     held: Held
     data: bytes = b""

@@ -119,7 +119,7 @@ _PRICES = (*[(0.0,)] * 6, (1.0, 3.0), (1.0, 2.0, 3.0))
 #: seconds than a run survives in an hour.
 _BUDGETS = BudgetRules(user_max=100)
 
-#: What the machine learns of sources and of versions by.
+#: Events by which the machine learns of sources and versions.
 _TELLING = (
     ev.WorkerLeft,
     ev.WorkerFormed,
@@ -169,7 +169,7 @@ class History:
         self.observe = observe
         self.rng = rng = Random(seed)
         self.monitor = Monitor()
-        # What is drawn apart changes nothing else in the history.
+        # Separate draws change nothing else in the history.
         apart = Random(f"memory {seed}")
         drawn = _draw_tiers(rng, apart)
         tiers = tiers or drawn
@@ -221,7 +221,7 @@ class History:
         """Decide what happens when, up to the liveness phase."""
         rng, cluster = self.rng, self.cluster
         safety_s = 2.0 + self.rules.total_steps * STEP_S
-        # What members tell gathers while it is busy, and is then one event.
+        # Reports of members gather while it is busy, and are then one event.
         self.busy_s = _BUSY_S if self.seed % 3 == 0 else 0.0
         for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 12))):
             cluster.at(1.0 + rng.random() * safety_s, self._inject)
@@ -424,7 +424,7 @@ class History:
             cluster.perform(action)
         if dies:
             self._count_fault()
-            # What else was to be done is covered by the end of the run, which releases all.
+            # The end of the run, which releases all, covers everything else that was to be done.
             self.died_at_the_end = self.state.phase in TERMINAL
             lost = (action for action in actions[done:] if isinstance(action, KillWorker))
             self.monitor.kill_lost.update(action.worker for action in lost)
@@ -572,7 +572,7 @@ class History:
         if outcome.outcome == "failed" and _WITHOUT_STATE in outcome.reason:
             self.is_lost = self.monitor.failed_without_state(cluster)
             if not self.is_lost:
-                # What was behind it is damaged too.
+                # Everything behind it is also damaged.
                 self.expected = "completed"
             return
         why = f"the run {outcome.outcome}: {outcome.reason}"
@@ -590,7 +590,7 @@ class History:
         require(self.expected != "failed", "L1", "a bug of the user's code was not seen")
         total = min(self.rules.total_steps, cluster.ends_at)
         says = "the script stopped" in outcome.reason
-        require(not says or total < self.rules.total_steps, "L1", f"nobody stopped: {why}")
+        require(not says or total < self.rules.total_steps, "L1", f"the run did not stop: {why}")
         done = any(
             step >= total and self.monitor.counts(step, attempt)
             for step, attempt in self.cluster.storage.commits

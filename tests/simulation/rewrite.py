@@ -1,4 +1,4 @@
-"""``python -m tests.simulation.rewrite``: write the machine's answers into the scenarios anew."""
+"""``python -m tests.simulation.rewrite``: write the machine's answers into the scenarios again."""
 
 from pathlib import Path
 

@@ -21,7 +21,7 @@ _EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
 
 
 def answer(text: str) -> str:
-    """Return a scenario with the machine's answers written anew.
+    """Return a scenario with new answers of the machine.
 
     Raises:
         ValueError: A line is not of the form that is described above.

@@ -54,7 +54,7 @@ def check(world: Outages, faults: list[Fault]) -> None:
         if not own:
             well_s.append(total_s)
             continue
-        # Who was repaired was kept out for no longer than it was broken.
+        # A repaired node was kept out no longer than it was broken.
         broken_s = sum(min(f.end_s, world.now_s) - f.begin_s for f in own)
         while_broken_s = sum(
             max(0.0, min(end_s, f.end_s) - max(begin_s, f.begin_s))
@@ -65,7 +65,7 @@ def check(world: Outages, faults: list[Fault]) -> None:
         if any(f.end_s - f.begin_s > HOUR_S for f in own if f in failing):
             ill_s.append(total_s)
     assert max(well_s) <= min(ill_s)
-    # Who stays broken is tried a few times, and then as seldom as the rules say.
+    # A node that stays broken is tried a few times, and then as seldom as the rules say.
     num_named = world.kinds["crash"] + world.kinds["hang"]
     broken_s = sum(min(fault.end_s, world.now_s) - fault.begin_s for fault in failing)
     assert num_named <= 10 * len(failing) + 1.2 * broken_s / rules.avoid_s_max

@@ -22,7 +22,7 @@ CHUNK = 250
 
 @pytest.mark.parametrize("first", range(0, NUM_HISTORIES, CHUNK))
 def test_every_promise_holds_in_every_history(first: int) -> None:
-    """Faults meet each other in orders that nobody thinks of; S1 to S3, S5, S6, L1 and L2 hold."""
+    """Faults meet each other in unexpected orders; S1 to S3, S5, S6, L1 and L2 hold."""
     campaign = run_campaign(range(first, first + CHUNK))
 
     assert not campaign.failures, "\n".join(
@@ -136,7 +136,7 @@ def test_a_seed_is_one_history() -> None:
 
 
 def test_histories_without_faults_lose_nothing() -> None:
-    """What the checkers count must come from the faults, not from the virtual cluster."""
+    """Violations that checkers count must come from faults, not from the virtual cluster."""
     for seed in range(40):
         history = History(seed, fault_limit=0)
         history.cluster.start_failure = 0.0

@@ -1,4 +1,4 @@
-"""What the journal's numbers say, against the truth of the virtual cluster."""
+"""Compares the journal's numbers with the truth of the virtual cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orchestrator.core import (
 from tests.simulation.history import History
 
 NUM_HISTORIES = 300
-#: Of sums of a whole run.
+#: Tolerance for sums of a whole run.
 _ROUNDING_S = 1e-6
 
 

@@ -1,4 +1,4 @@
-"""What a check of the simulation raises: a promise of the design was broken."""
+"""The error of a check of the simulation: a promise of the design was broken."""
 
 from __future__ import annotations
 

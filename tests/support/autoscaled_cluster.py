@@ -91,7 +91,7 @@ class AutoscaledCluster:
     """A head without workers, and nodes as they are asked for.
 
     Args:
-        types: Of nodes, by name: ``{"resources": ..., "labels": ..., "max_workers": ...}``.
+        types: Types of nodes, by name: ``{"resources": ..., "labels": ..., "max_workers": ...}``.
     """
 
     def __init__(self, types: Mapping[str, NodeType]) -> None:

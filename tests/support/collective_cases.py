@@ -25,7 +25,7 @@ class Caller:
 
     Attributes:
         group: The recorded group of all ranks, or torch's own.
-        is_async: Whether collectives return work that is waited for afterwards.
+        is_async: Whether collectives return work, for which the case waits afterwards.
     """
 
     def __init__(self, group: Any, device: torch.device, *, is_async: bool) -> None:
@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
     Attributes:
         run: Calls them; returns what they leave.
-        records: What it must record on each rank, in any order.
+        records: The records that each rank must make, in any order.
         records_on_device: The same where the tensors are on a device.
         ways: Values of ``async_op`` that it is called with.
     """

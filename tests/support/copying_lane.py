@@ -42,7 +42,7 @@ class Done:
 
 
 class CopyingLane:
-    """A ``workers.memory.cuda.CopyStream``. What the processor was asked for is done at once.
+    """A ``workers.memory.cuda.CopyStream``. Requests to the processor are done at once.
 
     Its bus is busy until an update comes, which is when a copy can go wrong; a second at most, for
     states that no update follows. It writes down how many shares each state left in, a line of its

@@ -1,4 +1,4 @@
-"""What processes do to checkpoints, and what must be true wherever they die on the way."""
+"""Operations of processes on checkpoints, and facts that must hold wherever they die."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _OLD, _NEW, _OTHER = small_state(1), small_state(2), small_state(3)
 
 
 class Script(ABC):
-    """What a process does, and what must be true whatever became of it.
+    """An operation of a process, and the facts that must hold whatever became of it.
 
     Attributes:
         num_changes_min: Fewer would mean that not every change was counted.
-        lineage: Of the run.
+        lineage: Lineage of the run.
     """
 
     num_changes_min: int
@@ -136,7 +136,7 @@ class Collect(Script):
             except CheckpointNotFoundError:
                 assert step < 5
                 continue
-            # What can still be opened is whole.
+            # A checkpoint that can still be opened is whole.
             assert verify(checkpoint) == []
             need = whole_need(small_state(step))
             load(checkpoint, need)

@@ -34,7 +34,7 @@ class Chunk:
 
 @dataclass(kw_only=True)
 class Save:
-    """What one save is to hold.
+    """The content of one save.
 
     Attributes:
         tensors: Shape and chunks by key.

@@ -48,10 +48,10 @@ class Param:
 
     Attributes:
         name: Its name.
-        shape: Of the whole.
+        shape: Shape of the whole.
         cut: Dim along which tensor parallel ranks hold it; None: each holds all of it; or a
             function from the whole and the number of ranks to the shards.
-        group: Of the optimizer.
+        group: Group of the optimizer.
         role: ``trained``, ``frozen`` or ``buffer``.
         stages: Pipeline stages that hold it.
     """
@@ -128,7 +128,7 @@ def native(  # noqa: PLR0913 - the axes of a layout
 
     Args:
         params: The model.
-        stage: Of ZeRO, 1 to 3.
+        stage: Stage of ZeRO, 1 to 3.
         dp: Data parallel ranks.
         tp: Tensor parallel ranks.
         pp: Pipeline stages; names then begin with the number of their layer.

@@ -1,4 +1,4 @@
-"""What the scripts that run real DeepSpeed share: models, how they are cut, what a rank holds."""
+"""Shared by scripts that run real DeepSpeed: models, their cuts, the parts of a rank."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Whole(nn.Module):
 
 
 class Parallel(nn.Module):
-    """Of layers that DeepSpeed cuts over tensor parallel ranks, a frozen one among them."""
+    """Layers that DeepSpeed cuts over tensor parallel ranks, one of them frozen."""
 
     def __init__(self, *, biased: bool, inner: int = 10) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def logits(module: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_ranks(case: dict[str, Any]) -> dict[str, Any]:
-    """Return how DeepSpeed is told of sequence parallel ranks, if there are any."""
+    """Return DeepSpeed's argument for sequence parallel ranks, if there are any."""
     if "sp" not in case:
         return {}
     if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:

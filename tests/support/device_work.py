@@ -16,7 +16,7 @@ class DeviceWork:
     Attributes:
         broken: The device's own failure, with which every question about it fails from then on.
         num_waited: How often streams were made to wait for it.
-        outputs: What it keeps alive.
+        outputs: The tensors that it keeps alive.
     """
 
     has_begun: bool = False

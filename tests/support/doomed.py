@@ -1,8 +1,8 @@
 """Processes that end at a chosen moment of what they do: one moment after the other, none drawn.
 
 A process counts the moments of a kind as it comes to them, at every line of the project's code in
-each of its threads, and sends itself a signal at the chosen one. Whoever tries all of them has
-the process die everywhere, also where nobody would have thought of.
+each of its threads, and sends itself a signal at the chosen one. A test that tries all of them has
+the process die everywhere, also in unexpected places.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STORE_FILE = str(local.__file__)
 
 
 class Moment(StrEnum):
-    """What a doomed process counts."""
+    """The events that a doomed process counts."""
 
     #: Something has changed in the memory that it fills: a header, a chunk, a record.
     CHANGE = "change"

@@ -1,8 +1,8 @@
 """A few nodes on this machine with what a run has of them in memory, and no orchestrator.
 
-Keepers are processes that can be told when to die. What trainers write is written here, by hand,
-so that who has finished what is known; what a run would resume from after a loss is decided by
-the orchestrator's own rules, from what the keepers that are left say they hold.
+Keepers are processes that die on request. This module writes the trainers' versions by hand, so
+that who has finished what is known; what a run would resume from after a loss is decided by the
+orchestrator's own rules, from what the keepers that are left say they hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 __all__ = ["Cluster", "Loaded", "Protect", "state_of"]
 
 _BODY_BYTES = 1 << 17
-#: A keeper that died is waited for as long as it takes to notice.
+#: Time that it takes to notice a dead keeper.
 _SETTLE_S_MAX = 120.0
 
 
@@ -39,7 +39,7 @@ class Protect:
     Attributes:
         copies: On so many others; 0 for parities.
         parities: In each group.
-        group_size: Of the groups; 0 makes one of all.
+        group_size: Nodes of a group; 0 makes one group of all.
     """
 
     copies: int = 0
@@ -49,12 +49,12 @@ class Protect:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a run goes on from, and what was found on the way.
+    """The version that a run continues from, and the damage found on the way.
 
     Attributes:
-        step: Of the version.
+        step: Step of the version.
         source: "memory" or "storage".
-        bad: What was found damaged, or could not be read.
+        bad: Sources that were damaged or could not be read.
     """
 
     step: int
@@ -66,7 +66,7 @@ class Cluster:
     """Nodes with one rank each. ``close`` ends them.
 
     Args:
-        directory: Of everything.
+        directory: Directory of all files.
         num_nodes: How many.
         protect: How.
     """
@@ -195,7 +195,7 @@ class Cluster:
             inventories = [node.inventory() for node in self.left()]
         except (EOFError, OSError):
             return False
-        # What a rank knows is what those say who follow it already; here all of them count.
+        # A rank knows only the reports of its present followers; here all followers count.
         parts = Counter(
             (part.held.attempt, part.held.step, part.held.rank)
             for one in inventories

@@ -21,8 +21,8 @@ from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
 __all__ = ["CALM_STEPS", "DOOMED_STEPS", "DoomedRun"]
 
-#: Of the first attempt, which nothing happens to, and of the second. One of the latter's steps is
-#: to be stored.
+#: Steps of the undisturbed first attempt, and of the second. One of the latter's steps is to be
+#: stored.
 CALM_STEPS = STORED_EVERY - 2
 DOOMED_STEPS = 2
 
@@ -31,7 +31,7 @@ class DoomedRun:
     """The nodes, and the trainers of one attempt after the other. ``close`` ends them.
 
     Args:
-        directory: Of everything.
+        directory: Directory of all files.
     """
 
     def __init__(self, directory: Path) -> None:

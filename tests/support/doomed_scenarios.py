@@ -1,4 +1,4 @@
-"""What is going on when a node dies, and what must be true wherever that catches it."""
+"""Operations during which a node dies, and facts that must hold wherever that catches them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Scenario:
     """Step 1 is protected and stored; then something goes on, in which a node dies.
 
     Attributes:
-        name: Of the test.
+        name: Name of the test.
         num_nodes: How many there are.
         protect: How they protect each other.
-        moment: What of node 0 is counted.
-        act: What goes on until it is done, or the node has died.
+        moment: The events of node 0 that are counted.
+        act: The operation, until it is done or the node has died.
         lost_before: A node that was lost before that; -1 for none.
         also_lost: Nodes that are lost together with it.
         sources: Where the run may go on from.
@@ -75,7 +75,7 @@ def load(cluster: Cluster) -> None:
 
 
 def protect_again(cluster: Cluster) -> None:
-    """Go on with the nodes that are left: what they have is protected anew, then what is new."""
+    """Go on with the nodes that are left: their versions are protected again, then new ones."""
     members = [member for member in cluster.members if cluster.nodes[member] in cluster.left()]
     cluster.begin(members, resume=1)
     cluster.settle()
@@ -139,7 +139,7 @@ SCENARIOS = (
         act=protect_again, lost_before=2,
     ),
     Scenario(
-        name="protecting again what nobody else has", num_nodes=4, protect=COPY,
+        name="protecting again versions without a copy", num_nodes=4, protect=COPY,
         moment=Moment.CHANGE, act=protect_again, lost_before=3, sources=(MEMORY, STORAGE),
     ),
     Scenario(

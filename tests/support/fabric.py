@@ -79,7 +79,7 @@ class Fabric:
     """Nodes that reach each other by every spine.
 
     Args:
-        mbit_s: Of each direction of each link.
+        mbit_s: Mbit per second of each direction of each link.
     """
 
     def __init__(self, num_nodes: int = 4, num_spines: int = 2, *, mbit_s: float = 200.0) -> None:

@@ -27,7 +27,7 @@ class DiedError(BaseException):
 
 
 class How(StrEnum):
-    """What becomes of the change at which the process dies."""
+    """The fate of the change at which the process dies."""
 
     BEFORE = "before"
     WITHIN = "within"
@@ -73,7 +73,7 @@ class World(Protocol):
     """A storage and the process that uses it.
 
     Attributes:
-        store: What the process uses; after a death, what the next one uses.
+        store: The store of the process; after a death, the store of the next one.
         root: Where in it.
         fate: When the process dies.
     """
@@ -150,7 +150,7 @@ class LocalWorld:
         return written
 
 
-#: What changes a file system, as far as the store and the standard library use it.
+#: Calls that change a file system, as far as the store and the standard library use them.
 _CALLS = {
     "ftruncate", "link", "mkdir", "open", "posix_fallocate", "remove", "rename", "replace",
     "rmdir", "truncate", "unlink",

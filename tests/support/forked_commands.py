@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 ROOT = Path(__file__).parents[2]
-#: Of a command that failed, so much of the end of what it printed is shown.
+#: Length of the end of a failed command's output to show.
 SHOWN_CHARACTERS = 8000
 
 
@@ -112,7 +112,7 @@ def _fork(order: dict[str, Any], rank: int) -> int:
             "LOCAL_WORLD_SIZE": world_size,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(order["port"]),
-            # Who ordered has the store: no rank has to find a free port.
+            # The ordering process has the store: no rank has to find a free port.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         sys.argv = [order["module"], *order["arguments"]]
@@ -127,7 +127,7 @@ def _fork(order: dict[str, Any], rank: int) -> int:
 
 
 if __name__ == "__main__":
-    # What commands print goes to the log, so that answers stand alone.
+    # The output of commands goes to the log, so that answers stand alone.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(sys.argv[1:], sys.stdin, answers)

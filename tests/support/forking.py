@@ -17,7 +17,7 @@ from pathlib import Path
 
 #: Guards against a hang; some seconds on an idle machine.
 SECONDS_MAX = 240.0
-#: What is not installed is left out.
+#: Missing packages are left out.
 _IMPORTS = [
     "tests.support.trainers",
     "tests.support.doomed",
@@ -42,10 +42,10 @@ def run_script(
     """Be ``python SCRIPT ARGUMENTS`` in ``directory``; return what it printed, without an error.
 
     Args:
-        script: What is run.
+        script: The script to run.
         directory: Where, an absolute path.
-        arguments: Of the script.
-        environment: What is added to the environment.
+        arguments: Arguments of the script.
+        environment: Additions to the environment.
     """
     words = [str(script), *arguments]
     process = forking().Process(target=_run, args=(words, str(directory), environment or {}))

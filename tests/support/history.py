@@ -95,8 +95,8 @@ def check_lost_steps(
     """Assert that an incident counts all steps that were redone, and that none was protected.
 
     Args:
-        directory: Of the run.
-        incident: Of its summary; it left the process of rank 0 alive.
+        directory: Directory of the run.
+        incident: The incident in its summary; it left the process of rank 0 alive.
         from_node_loss: Whether memory of a node was lost, and not just a trainer.
     """
     history, attempt = read_history(directory), incident["attempt"]
@@ -104,7 +104,7 @@ def check_lost_steps(
     after = next((line["step"] for line in history.lines if line["attempt"] > attempt), None)
     protected_step = history.protected_step(attempt, from_node_loss=from_node_loss)
     assert after is None or after > protected_step, incident
-    # Rank 0 may have been killed, as it did not leave in time: then nobody knows for sure.
+    # Rank 0 may have been killed, as it did not leave in time: then it is uncertain.
     if _first_rank_left(directory, attempt):
         assert incident["lost_steps"] >= num_redone, incident
 

@@ -29,7 +29,7 @@ class Installed:
     """An environment with the wheel and the packages of this interpreter, and no checkout.
 
     Args:
-        wheel: What ``build_wheel`` returned.
+        wheel: The result of ``build_wheel``.
         directory: Where the environment is made, and commands run.
         without: Packages that it lacks.
     """

@@ -33,7 +33,7 @@ class Journaled:
     """An incarnation of a controller in a cluster where everything is answered at once.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         claim: Number of the claim that begins under it.
         fault_every: Steps after which a worker crashes.
         spool: Where lines wait for a store that does not append.

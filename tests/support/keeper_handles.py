@@ -28,7 +28,7 @@ class Call:
 
 
 class Handle:
-    """What a keeper's Ray handle offers, answered in this process."""
+    """The methods of a keeper's Ray handle, answered in this process."""
 
     def __init__(self, node: str, steps: tuple[int, ...], rank: int) -> None:
         self.orders: list[KeeperOrder] = []
@@ -55,7 +55,7 @@ class Handle:
 
 @dataclass
 class ClusterTable:
-    """What Ray's head knows of the nodes, handed to the watcher in its place.
+    """The nodes known to Ray's head, handed to the watcher in its place.
 
     Attributes:
         rows: Ray's row of each node.
@@ -145,7 +145,7 @@ class Handles(dict[str, Handle]):
     """The keepers by node.
 
     Attributes:
-        nodes: What the shell knows of the nodes.
+        nodes: The shell's facts about the nodes.
     """
 
     def __init__(self, nodes: Nodes) -> None:

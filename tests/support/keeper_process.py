@@ -45,7 +45,7 @@ class KeeperProcess:
     peer: Peer
 
     def follow(self, peers: Sequence[Peer]) -> None:
-        """Have it copy what the ranks of these write, and of nobody else."""
+        """Make it copy the versions of these nodes' ranks only."""
         self._tell({"copies_of": list(map(_packed, peers))})
 
     def protect(self, group: ParityGroup) -> None:

@@ -1,8 +1,8 @@
 """Hours of the spot market, replayed by the planner and by an oracle that knows what comes. Pure.
 
 Both pay for each change: the pause that was measured, and the time to load by the network what a
-worker has in the new layout at most. What steps take and which layouts fit is the forecast for
-GPUs; the planner does not know it, but sees the steps of what it trained, and what was refused.
+worker has in the new layout at most. The times of steps and the layouts that fit are the forecast
+for GPUs; the planner does not know it, but sees the steps of what it trained, and what was refused.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class LinkLab:
         racks: The rack of each, "A" or "B"; "" for one switch.
         between: The rate of the cable between the racks.
         fast: The rate of all other cables.
-        size_bytes: Of an all-reduce.
+        size_bytes: Bytes of an all-reduce.
         pause_s: Between two.
     """
 
@@ -135,7 +135,7 @@ class LinkLab:
         return answer
 
     def train(self, order: Sequence[str]) -> None:
-        """Let trainers begin anew with these machines as ranks, in this order."""
+        """Let trainers restart with these machines as ranks, in this order."""
         for rank, node in enumerate(order):
             place = {"rank": rank, "world": len(order), "host": self.addresses[order[0]][0]}
             self.ask(node, train={**self._train, **place})

@@ -79,7 +79,7 @@ def collector(status: Callable[[], dict[str, Any]] = dict) -> RunCollector:
 
 
 def told_of(status: dict[str, Any], stats: RunStats, samples: int = 1) -> RunDocument:
-    """Return what is told of a run with that status and those numbers."""
+    """Return the document of a run with that status and those numbers."""
     return RunDocument(
         stats=stats, scale=Scale(0, samples, 0), cost=status.get("cost", {}), status=status
     )

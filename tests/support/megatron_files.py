@@ -195,7 +195,7 @@ def _buffers(
             group = f"chained_0.{group}" if has_experts else group
             ranks = [rank + tp * replica + dp * tp * stage for replica in range(dp)]
             for slot in SLOTS:
-                # What two stages share has a bucket of its own.
+                # Parameters that two stages share have a bucket of their own.
                 buckets: list[list[torch.Tensor]] = [[]]
                 for key, layer in own:
                     tensor = values[slot][key] if layer is None else values[slot][key][layer]

@@ -126,12 +126,12 @@ FORMATS: dict[str, Callable[[Path], object]] = {
 
 
 class Outcome(NamedTuple):
-    """What became of a mutation.
+    """The result of a mutation.
 
     Attributes:
         number: The seed within its format.
-        kind: Of the mutation.
-        told: What it changed.
+        kind: Kind of the mutation.
+        told: The change that it made.
         result: ``refused``, ``equal``, ``different``, or a violation: ``hang``, ``crash``, ``ran``,
             ``touched``, ``read``, ``memory``.
         what: The error, or what differs.

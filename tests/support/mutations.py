@@ -27,10 +27,10 @@ _ZIP_SUFFIXES = (".pt", ".bin", ".pth")
 
 
 class Mutated(NamedTuple):
-    """What was done.
+    """A mutation that was done.
 
     Attributes:
-        kind: Of ``KINDS``.
+        kind: One of ``KINDS``.
         told: To whom, for a person.
     """
 
@@ -45,7 +45,7 @@ def mutate(folder: Path, rng: random.Random, outside: Path, kind: str = "") -> M
         folder: The copy of a checkpoint.
         rng: Chooses.
         outside: A folder with the file ``secret``, which links lead to; a payload makes ``ran``.
-        kind: Of the change; empty: any.
+        kind: Kind of the change; empty: any.
     """
     for _ in range(_TRIES):
         chosen = kind or rng.choice(sorted(KINDS))

@@ -2,7 +2,7 @@
 
 A machine has its own network, processes, host name, shared memory and ``/etc/hosts``; only files
 are shared. A switch, itself a network namespace, connects them, and faults are made in it, so that
-nobody is told: packets go missing, no connection is closed and no link goes down.
+no program is notified: packets go missing, no connection is closed and no link goes down.
 
 Nothing outlives the process that made it, however that ends: the kernel ends the machines with it,
 and their network goes with its last process. Needs root, and ``ip`` and ``tc`` of iproute2.
@@ -52,7 +52,7 @@ _BIN = Path(sys.executable).parent
 _PREFIX = "everstep-network-"
 #: Ends a process with the one that started it, also if that one is killed.
 _TIED = ("setpriv", "--pdeathsig", "KILL")
-#: Takes whatever is redirected to it: its other end listens to nobody.
+#: Takes whatever is redirected to it: its other end drops everything.
 _VOID = "void"
 #: Preferences of the filters of the switch, so that each can be taken back alone.
 _ALL, _PAIR = 10, 100
@@ -178,9 +178,9 @@ class Switch:
             self._process.stdout.readline()
             self._ip("link", "add", "bridge", "type", "bridge")
             self._ip("link", "set", "bridge", "up")
-            self._ip("link", "add", _VOID, "type", "veth", "peer", "name", "nobody")
+            self._ip("link", "add", _VOID, "type", "veth", "peer", "name", "nowhere")
             self._ip("link", "set", _VOID, "up")
-            self._ip("link", "set", "nobody", "up")
+            self._ip("link", "set", "nowhere", "up")
         except BaseException:
             self.close()
             raise
@@ -285,7 +285,7 @@ class NetworkCluster:
     Args:
         num_nodes: Beside the head.
         cpus_per_node: Workers that fit on each.
-        number: Of clusters that shall not be taken for one another, from 0: its network is
+        number: Number of the cluster, from 0, to distinguish several: its network is
             10.213.NUMBER.0/24.
         has_dashboard: Whether the head takes jobs, on ``jobs``.
         has_redis: Whether the head may come back: what it knows is kept in a Redis on a machine of
@@ -438,7 +438,7 @@ class NetworkCluster:
         ]  # fmt: skip
 
     def plug_in_host(self) -> None:
-        """Let this process reach the machines; nobody else learns of it."""
+        """Let this process reach the machines; no other process learns of it."""
         device = f"everstep{self._number}"
         self._switch.add("host", os.getpid(), device=device)
         _call("ip", "addr", "add", f"{host_of(OUTSIDE, self._number)}/24", "dev", device)

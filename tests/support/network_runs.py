@@ -35,7 +35,7 @@ def digest_alone(folder: Path, steps: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a fault did to a run, in seconds since the fault.
+    """The effects of a fault on a run, in seconds since the fault.
 
     Attributes:
         detected_s: Until the attempt was fenced; None for a change that was planned.
@@ -43,8 +43,8 @@ class Outcome:
         step_s: Until the end of the first step of a later attempt.
         lost_steps: Completed steps that were redone.
         named: The machines that were held responsible.
-        kinds: Of the incidents.
-        evidence: Of the last of them.
+        kinds: Kinds of the incidents.
+        evidence: Evidence of the last of them.
     """
 
     detected_s: float | None
@@ -81,7 +81,7 @@ class NetworkRun:
 
     Args:
         cluster: Where it is begun.
-        directory: Of the run, which may be there already.
+        directory: Directory of the run, which may be there already.
         pace_s: How long a step takes with four workers.
         has_metadata: Whether the machines have a metadata service; ``announce`` speaks for it.
         settings: Further ones, as on the command line.

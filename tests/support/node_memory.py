@@ -29,10 +29,10 @@ class NodeProcess:
         node: Its name.
         directory: Where its trainers find it.
         run: The run directory.
-        settings: Of the training.
+        settings: Settings of the training.
 
     Attributes:
-        secret: What it asks of peers and loaders; another one after each start.
+        secret: The secret that it requires of peers and loaders; a new one after each start.
     """
 
     def __init__(self, node: str, directory: Path, run: Path, settings: Settings) -> None:
@@ -66,7 +66,7 @@ class NodeProcess:
         return self._process.pid
 
     def tend(self, living: Sequence[str]) -> None:
-        """Have it let go of what nobody needs, as its keeper does with every report."""
+        """Make it free unneeded memory, as its keeper does with every report."""
         self._ask("tend", set(living))
 
     def inventory(self) -> Inventory:

@@ -25,7 +25,7 @@ from tests.support.failing_store import DiedError, Fate
 _START_S_MAX = 240.0
 #: Clients of s3fs, by the URL that they speak to.
 _CLIENTS: dict[str, dict[str, Any]] = {}
-#: Of a connection alone, and not of the next hop.
+#: Headers of a single connection, not of the next hop.
 _HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "host", "expect"}
 
 
@@ -99,13 +99,13 @@ def _answers(url: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What the proxy does to requests that match, ``times`` times.
+    """The proxy's action on requests that match, ``times`` times.
 
     Attributes:
-        method: Of HTTP.
+        method: HTTP method.
         within: Is part of the path and query.
         times: How often; the following ones pass.
-        share: Of the requests that match; the same ones in every run if they come in one order.
+        share: Share of the matching requests; the same in every run if they come in one order.
         status: Answered instead of the server; 0: the connection breaks.
         code: S3's name of the error.
         after: The server gets the request first, so that only its answer is lost.
@@ -126,14 +126,14 @@ class Fault:
 
 @dataclass
 class Proxy:
-    """What a proxy saw and what it shall do.
+    """The requests that a proxy saw, and its orders.
 
     Attributes:
-        url: Of the proxy.
+        url: URL of the proxy.
         faults: The first one that matches and is not used up is applied.
         seen: ``METHOD path?query`` of every request.
         meeting: Where requests to read wait for one another, if at all.
-        fate: When the one behind it dies, if at all: then nothing is answered any more.
+        fate: When the one behind it dies, if at all: then it stops answering.
     """
 
     url: str
@@ -237,7 +237,7 @@ def proxied(
 ) -> Iterator[Callable[[], Proxy]]:
     """Pass requests on to ``server_url``, but for the faults; yield what begins a new proxy.
 
-    All of them have one URL. The one before sees and spoils nothing any more.
+    All of them have one URL. The earlier one no longer sees or spoils anything.
     """
     listener = _Listener((host, port), _Handler)
     listener.behind = server_url.removeprefix("http://")

@@ -53,7 +53,7 @@ _SHOWS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What was wrong with a server, from when to when in seconds, and how it shows."""
+    """The fault of a server, its beginning and end in seconds, and its symptom."""
 
     node: str
     begin_s: float
@@ -97,7 +97,7 @@ class Outages:
     """Replays faults through the machine.
 
     Attributes:
-        state: Of the machine.
+        state: State of the machine.
         outcome: How the run ended; None while it goes on.
         kinds: Attempts that ended, by incident.
         charged_max: Most faults that counted at once in the budget's window.
@@ -217,7 +217,7 @@ class Outages:
             server.faults.append(Fault(node=server.name, begin_s=0.0, end_s=0.0, shows="gone"))
             self._repair(server.faults[0])
 
-    # What the machine orders
+    # Orders of the machine
 
     def _request_reservation(self, action: act.RequestReservation) -> None:
         self._pending[action.reservation] = action

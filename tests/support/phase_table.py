@@ -32,11 +32,11 @@ def markdown() -> str:
             if handler is not None:
                 handlers[handler.__name__] = handler
         lines.append(f"| `{kind.__name__}` | " + " | ".join(_merged(cells)) + " |")
-    lines += ["", "What follows each phase:", ""]
+    lines += ["", "The successors of each phase:", ""]
     for phase in _COLUMNS:
         after = ", ".join(other.upper() for other in Phase if other in EDGES[phase])
         lines.append(f"- {phase.upper()}: {after}")
-    lines += ["", "What each handler does:", ""]
+    lines += ["", "The work of each handler:", ""]
     for name, handler in sorted(handlers.items()):
         first = (inspect.getdoc(handler) or "").partition("\n\n")[0].replace("\n", " ")
         room = handler.__module__.rpartition(".")[2]

@@ -33,7 +33,7 @@ class Stage:
     Attributes:
         busy: When it computes.
         waits: When it does not, until its last pass.
-        marks: What its blocks tell; the first is where the step begins.
+        marks: The marks of its blocks; the first is the beginning of the step.
     """
 
     busy: list[Span] = field(default_factory=list)

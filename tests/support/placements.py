@@ -1,4 +1,4 @@
-"""What a plan of redundancy over the network survives, from who keeps what alone."""
+"""Computes the losses that a plan of redundancy over the network survives, from the plan alone."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class PowerLog:
     """Follows the system calls of this process below a directory.
 
     Attributes:
-        lost: What could have been lost at the instant when a manifest got its name.
+        lost: The writes that could be lost at the instant when a manifest got its name.
         num_commits: How many manifests got theirs.
     """
 

@@ -21,11 +21,11 @@ JOIN_S_MAX = 240.0
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a process is told: which one it is and where the others are found.
+    """The instructions of a process: its rank and the address of the others.
 
     Attributes:
         rank: Its number among the processes.
-        port: Of the store on this machine.
+        port: Port of the store on this machine.
         directory: Where pages and rings are kept.
     """
 

@@ -30,7 +30,7 @@ def reach(
     """Return the status once the run trains at ``step`` or behind it.
 
     Args:
-        run: That is waited for.
+        run: The run to wait for.
         step: At least this one.
         workers: Exactly so many train; any number if None.
         attempt: At least this one.

@@ -125,7 +125,7 @@ def _incident(fault: Fault, at_s: float, workers: int) -> dict[str, Any]:
     return {
         "kind": fault.kind,
         "guilty": list(fault.guilty),
-        "evidence": f"process of {', '.join(fault.guilty) or 'nobody'} is gone",
+        "evidence": f"process of {', '.join(fault.guilty) or 'no worker'} is gone",
         "t_fault_s": at_s,
         **{name: at_s + share * fault.pause_s for name, share in shares.items()},
         "lost_steps": fault.lost_steps,

@@ -18,7 +18,7 @@ WAIT_S_MAX = 20.0
 
 @dataclass(eq=False)
 class Task:
-    """What the device was asked for; a mark of the place behind it."""
+    """The work that the device got, and a mark after it."""
 
     run: Callable[[], object]
     after: tuple[Mark, ...] = ()

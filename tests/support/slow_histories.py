@@ -20,7 +20,7 @@ from tests.support.histories import calm
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Digest, StepCost
 
-#: Of a rank and a step: how many times the usual work takes, seconds more, wait for data, tokens.
+#: By rank and step: factor on the usual work, additional seconds, wait for data, tokens.
 Work: TypeAlias = tuple[float, float, float, int]
 Works: TypeAlias = Callable[[int, int], Work]
 USUAL: Work = (1.0, 0.0, 0.001, 0)
@@ -40,7 +40,7 @@ NUM_STEPS = 60
 
 
 class Place(NamedTuple):
-    """What a history is drawn from, its layout and nodes, and the step from which it differs."""
+    """The draws of a history, its layout and nodes, and the step from which it differs."""
 
     draw: Random
     layout: ParallelLayout

@@ -1,7 +1,7 @@
 """A trainer process that takes snapshots and loads them again for as long as it is asked to.
 
 It is two ranks at once, each with memory at the keeper of a node of its own, so that every load
-takes one part from near and one over the wire. What it holds is looked at from outside.
+takes one part from near and one over the wire. Its resources are measured from outside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Attempt", "SoakRank", "SoakTrainer", "Usage", "run_attempt", "usage_
 
 ROWS, COLUMNS = 4096, 64
 WORLD = 2
-#: Of so many snapshots one is stored.
+#: One of this many snapshots is stored.
 STORED_EVERY = 5
 _ANSWER_S_MAX = 240.0
 _ARENA = "memfd:everstep"
@@ -39,12 +39,12 @@ _ARENA = "memfd:everstep"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a process holds.
+    """The resources of a process.
 
     Attributes:
         memory_kib: Resident, shared memory included.
         files: Open file descriptors.
-        threads: Of the operating system.
+        threads: Threads of the operating system.
         arenas: Mappings of snapshot memory.
     """
 
@@ -210,7 +210,7 @@ def run_attempt(ranks: Sequence[SoakRank], attempt: Attempt) -> int:
     step = attempt.lineage[-1][1]
     for _ in range(attempt.num_snapshots):
         step += 1
-        _wait(lambda: not any(one.is_behind() for one in writers), "nobody copies")
+        _wait(lambda: not any(one.is_behind() for one in writers), "no peer copies")
         pins = step % STORED_EVERY == 0 and not any(one.is_pinned() for one in writers)
         for rank, writer in zip(ranks, writers, strict=True):
             assert writer.capture(rank.state(step))

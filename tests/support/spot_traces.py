@@ -34,7 +34,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a policy pays for changes, in the unit of the trace that is replayed.
+    """A policy's costs of changes, in the unit of the replayed trace.
 
     Attributes:
         loss: From the loss of a node until the rest have made a step again.
@@ -126,9 +126,9 @@ def node_hours(changes: Sequence[Change], end: float) -> float:
 def replayed(changes: Sequence[Change], end: float, costs: Costs) -> float:
     """Return which share of their time the nodes train, if changes cost what ``costs`` says.
 
-    All stand still from a loss on; another loss meanwhile begins this anew. Newcomers enter
-    together, once one is ready and the last growth is ``costs.interval`` ago. Who is lost trained,
-    as long as there is one who did. No work is lost and no step is slower than it must be.
+    All stand still from a loss on; another loss meanwhile restarts this. Newcomers enter together,
+    once one is ready and the last growth is ``costs.interval`` ago. A loss takes a node that
+    trains, as long as there is one. No work is lost and no step is slower than it must be.
     """
     assert changes[0].at == 0.0, "a trace begins at 0.0"
     members, coming = changes[0].num_nodes, list[float]()

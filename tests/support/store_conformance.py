@@ -1,4 +1,4 @@
-"""What every store must do. A new one subclasses ``StoreConformance`` and says how to make it."""
+"""Every store passes this. A new one subclasses ``StoreConformance`` and says how to make it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StoreConformance(ABC):
 
     @abstractmethod
     def make(self, tmp_path: Path) -> tuple[Store, str]:
-        """Return an empty store and a directory in it that nobody else uses."""
+        """Return an empty store and a directory in it for this test alone."""
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> tuple[Store, str]:

@@ -22,9 +22,9 @@ def rebuild_shares(
     """Bring back the shares of lost nodes.
 
     Args:
-        stripes: Of the group.
+        stripes: Stripes of the group.
         shares: Those that are left, by node.
-        parities: What is left of them, by node.
+        parities: The remaining parities, by node.
         targets: Writable, for every lost node, as long as its share.
 
     Raises:

@@ -38,7 +38,7 @@ class Trace:
     """Rows of a trace, and what was planted in it.
 
     Attributes:
-        kind: A kind of verdict, or "" if nobody is to blame.
+        kind: A kind of verdict, or "" if no rank is to blame.
         links: Each (sender, receiver).
         now_s: When a healthy run was looked at; None for a whole trace or a hang.
     """

@@ -63,7 +63,7 @@ def train(session: Session) -> None:
                 return
 
 
-#: What looks like whole weights and is not.
+#: Things that look like whole weights and are not.
 PICKLED: dict[str, Callable[[Any, Any], Any]] = {
     "state_dict": lambda model, _: model.state_dict(),
     "layer": lambda model, _: model.layers[0].state_dict(),

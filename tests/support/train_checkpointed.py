@@ -139,7 +139,7 @@ def save_others(folder: Path) -> None:
     train(hybrid, moments, 3)
     checkpoint.save(folder / "hybrid", 1, model=hybrid, optimizer=moments)
 
-    # What a rank knows of the others is least here: each of two stages is on two ranks.
+    # A rank knows least of the others here: each of two stages is on two ranks.
     name = "up" if rank % 2 else "down"
     stage = nn.ModuleDict({name: build().get_submodule(name)})
     checkpoint.save(folder / "stages", 1, model=stage, optimizer=adamw(stage))

@@ -44,7 +44,8 @@ _FUSED_ADAM = deepspeed.runtime.engine.FusedAdam
 
 
 class Sequence(nn.Module):
-    """Of which every sequence parallel rank sees a part of each sequence, and attention all."""
+    """A model in which every sequence parallel rank sees a part of each sequence, and attention
+    all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class Sequence(nn.Module):
 
 
 class Twins(nn.Module):
-    """Of layers that begin alike, the first ones frozen."""
+    """Layers that begin alike, the first ones frozen."""
 
     def __init__(self) -> None:
         super().__init__()

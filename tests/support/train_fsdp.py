@@ -37,7 +37,7 @@ class Save(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a process found; ``state`` by fqn and slot, of whole tensors."""
+    """The findings of a process; ``state`` has whole tensors by fqn and slot."""
 
     losses: list[float]
     state: dict[tuple[str, str], npt.NDArray[Any]]
@@ -81,7 +81,7 @@ class Model(nn.Module):
 
 
 def build(fsdp: int, tp: int) -> tuple[Model, torch.optim.Optimizer]:
-    """Return model and optimizer, sharded unless both degrees are 1 and nobody else is there."""
+    """Return model and optimizer, sharded unless both degrees are 1 and there is no other rank."""
     torch.manual_seed(0)
     model = Model()
     if dist.is_initialized():

@@ -50,7 +50,7 @@ class HaltingAdamW(torch.optim.AdamW):
 
 def train(session: Session) -> None:
     """Fit random numbers."""
-    # What is left behind is looked at here, and not whether a busy machine is quick enough.
+    # This looks at the remains, and not at whether a busy machine is quick enough.
     for module, name in _BOUNDS:
         setattr(module, name, 60.0)
     places = Path(session.settings.data.source)

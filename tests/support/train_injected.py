@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from everstep import ModelPlan, Session, run
 
 PHASES = ("data", "forward", "backward", "update")
-#: How long a rank stands still, if nobody ends it, and for how many calls it is slow.
+#: How long a rank stands still, if it is not ended, and for how many calls it is slow.
 STILL_S, SLOW_CALLS = 25, 60
 _PACE_S = 0.01
 #: Length of a forward pass: half of it more is beyond what a busy machine adds.

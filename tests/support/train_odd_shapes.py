@@ -69,7 +69,7 @@ PLAN = ModelPlan(
 
 
 class Own(torch.optim.Optimizer):
-    """As AdamW, by angles, with a decaying rate. What it keeps is in three places."""
+    """As AdamW, by angles, with a decaying rate. Its state is in three places."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})

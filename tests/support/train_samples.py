@@ -40,7 +40,7 @@ class Samples:
         return one + (CHANCE.random() if WRONG == "chance" else added[0]), numbers[index]
 
 
-#: What is added to all samples.
+#: The value added to all samples.
 added = [0.0]
 
 

@@ -129,7 +129,7 @@ class Watch:
         return found[0]
 
     def until_still(self, for_s: float) -> None:
-        """Look until nobody has progressed for so long; there must be no verdict."""
+        """Look until no rank has progressed for so long; there must be no verdict."""
 
         def still() -> bool:
             time.sleep(LOOK_S)

@@ -1,4 +1,4 @@
-"""What the commands of ``ucp`` share: app, options, opening a source, progress, output."""
+"""Shared by the commands of ``ucp``: app, options, opening a source, progress, output."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class WorkItem(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a worker found."""
+    """The result of a worker."""
 
     item: WorkItem
     blocks: tuple[int, ...]  #: crc32 of every block of the target's tensors in the item, in order.

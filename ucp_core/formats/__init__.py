@@ -1,4 +1,4 @@
-"""Checkpoints of other frameworks, opened as any other: recognised, described, never copied."""
+"""Recognises and opens checkpoints of other frameworks, without copying them."""
 
 from typing import TYPE_CHECKING
 

@@ -64,7 +64,7 @@ _WRITERS = {
 _WEIGHTS_ONLY = frozenset({"huggingface"})
 #: Formats that hold only tensors of the model and its optimizer.
 _MODEL_ONLY = frozenset({"deepspeed", "deepspeed-universal", "huggingface", "megatron-core"})
-#: Beginnings and ends of the files that Hugging Face keeps beside weights, and that no code is in.
+#: Prefixes and suffixes of the files beside Hugging Face's weights that hold no code.
 _BESIDE_BEGINNINGS = (
     "added_tokens",
     "chat_template",
@@ -78,14 +78,14 @@ _BESIDE_BEGINNINGS = (
     "vocab",
 )
 _BESIDE_ENDS = (".json", ".txt", ".model", ".jinja")
-#: Whether every file must survive a loss of power before the commit.
+#: Option of every format: whether all files must survive a loss of power before the commit.
 _COMMON = frozenset({"fsync"})
 #: Names of the formats.
 FORMATS = tuple(_WRITERS)
 
 
 def lies_beside(name: str) -> bool:
-    """Return whether it is the name of a configuration or a tokenizer's file, without code."""
+    """Return whether a name belongs to a configuration or tokenizer file, which hold no code."""
     return name.startswith(_BESIDE_BEGINNINGS) and name.endswith(_BESIDE_ENDS)
 
 
@@ -99,7 +99,7 @@ def export(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> None:
-    """Write ``checkpoint`` as ``format``; only its writer is imported.
+    """Write ``checkpoint`` as ``format``, and import only that format's writer.
 
     Args:
         checkpoint: The source, of any format.
@@ -107,9 +107,9 @@ def export(
         directory: Must not hold a checkpoint.
         format: One of ``FORMATS``.
         memory_bytes: Limit for the buffers.
-        progress: Called with the bytes done and the bytes of all that is written.
-        **options: Options of that format's writer, and ``fsync``: whether every file must survive
-            a loss of power before the commit.
+        progress: Called with the bytes written so far and the total.
+        **options: Options of that format's writer, and ``fsync``: whether all files must survive a
+            loss of power before the commit.
 
     Raises:
         UcpError: The format or the option is unknown, ``directory`` is in use, or the format cannot
@@ -128,14 +128,14 @@ def export(
         )
     refuse_inside(checkpoint, store, directory)
     write = getattr(import_module(writer.module), writer.function)
-    # A conversion has a claim of its own, which can be continued.
+    # A conversion has a claim of its own, because a later command can continue it.
     held = nullcontext() if format == "universal" else claimed(store, directory)
     with reading(checkpoint), held:
         write(checkpoint, store, directory, memory_bytes=memory_bytes, progress=progress, **options)
 
 
 def refuse_inside(checkpoint: Checkpoint, store: Store, directory: str) -> None:
-    """Refuse a destination that is the source's folder, or the one of its tags, or inside it."""
+    """Refuse a destination that is, or is inside, the source's folder or that of its tags."""
     source, target = checkpoint.given or checkpoint.directory, directory
     if is_local(store) and is_local(checkpoint.store):
         source, target = os.path.realpath(source), os.path.realpath(target)
@@ -148,13 +148,13 @@ def refuse_inside(checkpoint: Checkpoint, store: Store, directory: str) -> None:
 
 
 def _service(store: Store) -> object:
-    """Return what two stores of the same files have in common."""
+    """Return a value that is equal for stores of the same files."""
     below = getattr(store, "below", store)
     return getattr(below, "service", below)
 
 
 def options_of(format: str) -> frozenset[str]:  # noqa: A002 - as above
-    """Return the names of the options that a format has of its own."""
+    """Return the names of a format's own options."""
     return _WRITERS[format].options
 
 
@@ -164,7 +164,7 @@ def warnings_of(
     format: str,  # noqa: A002 - as above
     dtype: str | None = None,
 ) -> list[str]:
-    """Return what a user must know of an export to a format, perhaps in ``dtype``, for people."""
+    """Return warnings for the user about an export to a format, perhaps cast to ``dtype``."""
     if format == "huggingface":
         from ucp_core.formats.huggingface import float32, writer
 
@@ -192,7 +192,7 @@ def exported(checkpoint: Checkpoint, *, format: str) -> list[TensorEntry]:  # no
 
 
 def left_behind(checkpoint: Checkpoint, *, format: str) -> list[str]:  # noqa: A002 - as above
-    """Return what the format cannot hold of the checkpoint, for people."""
+    """Return the parts of the checkpoint that the format cannot hold, for people."""
     roles = checkpoint.manifest.roles
     found: list[str] = []
     if format in _MODEL_ONLY:

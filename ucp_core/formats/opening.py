@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ucp_core.language import Rules
 
-#: Asked in this order: a folder of Megatron-core is also one of torch DCP.
+#: The order matters: a folder of Megatron-core is also one of torch DCP.
 _FORMATS = ("deepspeed", "megatron_core", "megatron", "dcp", "huggingface")
 
 _NATIVE = "everstep"
@@ -29,7 +29,7 @@ _NATIVE = "everstep"
 def recognise(store: Store, directory: str) -> str | None:
     """Return the name of the format of ``directory``, or None if none is known.
 
-    ``everstep`` is our own; the others have their ``NAME``.
+    ``everstep`` is the universal format; the others have the ``NAME`` of their package.
     """
     if _is_native(store, directory):
         return _NATIVE
@@ -46,15 +46,16 @@ def open_source(
     tag: str | None = None,
     memory_bytes: int | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint of any known format; only headers and pickles are read.
+    """Open a checkpoint of any known format; read only headers and pickles.
 
     Args:
         store: The storage.
         directory: The checkpoint, or the folder that holds it under a tag.
-        rules: How tensors are sharded, for sources that do not say so, and which are tied.
+        rules: How tensors are sharded, and which are tied, for sources that do not say so.
         rename: New fqn by the source's fqn; applies to every slot, group, tie and role.
         tag: Chooses one of several checkpoints in ``directory``, if the format has tags.
-        memory_bytes: Most memory for what another framework's files hold beside tensors. Default:
+        memory_bytes: Most memory for the content of another framework's files besides tensors.
+            Default:
             6 GiB.
 
     Raises:
@@ -62,7 +63,7 @@ def open_source(
         CheckpointCorruptError: It contradicts itself, or a file is missing or damaged.
         PatternError: A tensor's pattern is unknown, or does not fit its shards.
         ForeignClassError: A pickle holds an unknown class; nothing was executed.
-        MemoryBudgetError: Its pickles, or small values, would take more than ``memory_bytes``.
+        MemoryBudgetError: The pickles or small values would take more than ``memory_bytes``.
         UnsupportedVersionError: The source says that it cannot be converted.
         StorageError: A file cannot be read.
     """
@@ -95,14 +96,15 @@ def _open(
                 tag=tag,
             )
         return open_checkpoint(store, directory)
-    # Its files may have their names already, which would pass for those of Hugging Face.
+    # The files of a conversion may already have their names, which Hugging Face's reader would
+    # accept.
     is_unfinished = bool(store.list(join(directory, UNFINISHED_NAME)))
     found = None if is_unfinished else _recognised(store, directory)
     if found is None:
         if is_unfinished:
             what = (
-                "holds a conversion that did not end: give the same ucp convert again, which "
-                "continues it; or an export, which does not go on: remove what it left"
+                "holds an unfinished conversion or export: run the same ucp convert again to "
+                "continue a conversion; remove the files of an export"
             )
         elif not store.exists(directory):
             what = "does not exist"

@@ -1,6 +1,6 @@
-"""Reads and prints the header of a safetensors file; input is never trusted.
+"""Reads and writes the header of a safetensors file; it never trusts the input.
 
-Layout by https://github.com/huggingface/safetensors: 8 bytes of length, a JSON object that
+The layout is from https://github.com/huggingface/safetensors: 8 bytes of length, a JSON object that
 names dtype, shape and ``data_offsets`` of every tensor, then the data without gaps.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LENGTH_BYTES = 8
 #: Most headers fit into this first request.
 _FIRST_BYTES = 64 << 10
-#: The limit of the reference implementation: a header is read into memory.
+#: The limit of the reference implementation, which keeps a header within memory.
 HEADER_BYTES_MAX = 100_000_000
 #: torch and numpy stop at 64.
 _NDIM_MAX = 64
@@ -47,7 +47,7 @@ class Header(NamedTuple):
 
 
 class _DuplicateNameError(Exception):
-    """JSON names a member twice; the parser would drop one of the two."""
+    """JSON that names a member twice; the parser would drop one of the two."""
 
 
 def read_header(
@@ -94,7 +94,7 @@ def parse_header(text: bytes, data_bytes: int, where: str) -> Header:
     document = _document(text, where)
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        _refuse(where, None, "has a __metadata__ that is not an object of texts")
+        _refuse(where, None, "has a __metadata__ that is not an object of strings")
     tensors = [_tensor(name, value, data_bytes, where) for name, value in document.items()]
     tensors.sort(key=lambda t: (t.start_byte, t.stop_byte))
     stop_byte = 0
@@ -106,7 +106,7 @@ def parse_header(text: bytes, data_bytes: int, where: str) -> Header:
             _refuse(where, tensor.name, f"follows a gap of {tensor.start_byte - stop_byte} bytes")
         stop_byte, previous = tensor.stop_byte, tensor.name
     if stop_byte != data_bytes:
-        _refuse(where, None, f"has {data_bytes} bytes of data, its tensors are {stop_byte}")
+        _refuse(where, None, f"has {data_bytes} bytes of data, but its tensors have {stop_byte}")
     return Header(tuple(tensors), metadata)
 
 
@@ -189,7 +189,7 @@ def print_header(
 
     Args:
         tensors: Name, dtype and shape in the order of the data.
-        metadata: Any texts; transformers expects ``{"format": "pt"}``.
+        metadata: Any strings; transformers expects ``{"format": "pt"}``.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset_bytes = 0

@@ -1,4 +1,4 @@
-"""Plans the files of a universal checkpoint: where every byte will be. Pure."""
+"""Plans the files of a universal checkpoint, down to the place of every byte. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: The default size of the Hugging Face tools.
 FILE_BYTES_MAX = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
-#: The family of tensors that are no part of the model; no slot has this one.
+#: The family of tensors that are not part of the model; no slot has this name.
 OUTSIDE = "outside"
 _SAFE_SLOT = re.compile(r"[A-Za-z0-9_]+")
 
@@ -43,7 +43,8 @@ class TargetFile(NamedTuple):
 def target_files(state_map: StateMap, roles: Mapping[str, str]) -> tuple[TargetFile, ...]:
     """Return a family of files for each slot of ``state_map``.
 
-    Tensors that are no part of the model have one of their own: other tools load all weights.
+    Tensors that are not part of the model have a family of their own, because other tools load all
+    weights.
     """
     by_family: dict[str, list[TensorEntry]] = {}
     for key, entry in sorted(state_map.entries.items()):
@@ -99,7 +100,7 @@ def _target_file(name: str, entries: Sequence[TensorEntry]) -> TargetFile:
 
 
 def _family(slot: str) -> str:
-    """Return the prefix of a slot's files; other tools look for ``model``."""
+    """Return the prefix of a slot's files; other tools expect ``model`` for weights."""
     if slot == "weight":
         return "model"
     if slot in ("model", OUTSIDE) or not _SAFE_SLOT.fullmatch(slot):

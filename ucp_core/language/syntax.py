@@ -319,7 +319,7 @@ _WORDS: dict[str, Pattern] = {
     "replicated": Replicated(),
     "average": Average(),
 }
-#: What the other patterns need.
+#: Fields that the other patterns need.
 _NEEDED = {
     "cut": "a dim, as in cut: 0 or cut: {dim: 0, parts: [64, 16, 16]}",
     "grid": "cuts and degrees: {cuts: [0, 1], degrees: [2, 4]}",

@@ -1,4 +1,4 @@
-"""The document that defines a checkpoint: parse, validate, print, merge. Pure."""
+"""Parses, validates, prints and merges the documents that define checkpoints. Pure."""
 
 from ucp_core.manifest.document import (
     FileEntry,

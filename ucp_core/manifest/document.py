@@ -1,4 +1,4 @@
-"""The document that defines a checkpoint: parse, print, merge. Pure.
+"""Parses, prints and merges the documents that define checkpoints. Pure.
 
 ``SPEC.md`` is normative. Three kinds share one form: the manifest of a universal checkpoint, the
 manifest of a native distributed one, and the record that each rank writes.
@@ -31,9 +31,9 @@ VERSION = 1
 #: opens smaller manifests without it; programs that read the records of ranks have it loaded.
 _MANIFEST_COLUMNS_BYTES_MIN = 256 << 10
 _RECORD_COLUMNS_BYTES_MIN = 8 << 10
-#: Members of objects that stand for one value which JSON lacks (``workers.state.registered``).
+#: Members of objects that stand for a value that JSON lacks (``workers.state.registered``).
 _ONE_VALUE = frozenset({"as", "base64", "float", "items", "tuple"})
-#: Most entries of a document that cannot be read as columns; they take 10 s and 250 MB.
+#: Most entries of a document that cannot be read as columns. So many take 10 s and 250 MB.
 _ENTRIES_MAX = 1 << 20
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class Kind(StrEnum):
-    """The content of a document; the value of its ``format``."""
+    """The kind of a document, as its ``format`` names it."""
 
     UNIVERSAL = "everstep-universal"
     DISTRIBUTED = "everstep-distributed"
@@ -63,7 +63,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """A file of the checkpoint: its size, and the crc32 of all its bytes."""
+    """The size of a checkpoint's file, and the crc32 of all its bytes."""
 
     num_bytes: int
     crc32: int
@@ -82,25 +82,27 @@ class Manifest:
 
     kind: Kind
     step: int  #: The optimizer step after which the state was taken.
-    attempt: int  #: The attempt that took it (fencing token).
-    state_map: StateMap  #: All tensors and their fragments; in a rank record, those of that rank.
+    attempt: int  #: The attempt that saved the state (fencing token).
+    #: All tensors with their fragments; in a rank record, only that rank's fragments.
+    state_map: StateMap
     files: Mapping[str, FileEntry]  #: Every data file by its name in the directory.
     #: The optimizer's groups: ``params`` (fqns) and hyper-parameters.
     param_groups: Sequence[Mapping[str, Any]] = ()
-    #: Small named values, JSON. In a universal manifest: name to file.
+    #: Small named values as JSON; in a universal manifest, the file of each value.
     extra: Mapping[str, Any] = field(default_factory=dict)
-    source: Mapping[str, Any] = field(default_factory=dict)  #: The writer; free, JSON.
+    source: Mapping[str, Any] = field(default_factory=dict)  #: Any JSON about the writer.
     world_size: int = 0  #: Ranks that saved; 0 in a universal manifest.
     rank: int = -1  #: The rank of a record; -1 in a manifest.
-    #: In a record: other ranks may have saved the same boxes, and values of their own in ``extra``.
+    #: Whether, in a record, other ranks may have saved the same boxes, and their own values in
+    #: ``extra``.
     uncoordinated: bool = False
     ties: Mapping[str, str] = field(default_factory=dict)  #: Alias to the fqn that has an entry.
-    #: ``frozen``, ``buffer`` or ``extra`` by fqn; trained parameters have none.
+    #: Role by fqn: ``frozen``, ``buffer`` or ``extra``. Trained parameters have none.
     roles: Mapping[str, str] = field(default_factory=dict)
     #: The policies for everything else in a foreign checkpoint.
     items: Mapping[str, Item] = field(default_factory=dict)
-    #: How the shards of ranks made up a tensor, in the text form of ``RULES.md``; only in
-    #: universal manifests of sharded sources.
+    #: Pattern by which ranks sharded a tensor, in the text form of ``RULES.md``. Only universal
+    #: manifests of sharded sources have patterns.
     patterns: Mapping[TensorKey, Any] = field(default_factory=dict)
 
 
@@ -108,8 +110,9 @@ def parse(document: Any, *, where: str = "manifest") -> Manifest:
     """Return the manifest that ``document`` describes.
 
     Raises:
-        UnsupportedVersionError: A newer format.
-        CheckpointCorruptError: Lists every problem; they are in ``facts["problems"]``.
+        UnsupportedVersionError: The format is newer.
+        CheckpointCorruptError: The document has problems. The error lists all of them, also in
+            ``facts["problems"]``.
     """
     if isinstance(document, dict) and document.get("format") in FORMATS:
         version = document.get("version")
@@ -207,9 +210,9 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
     """Return the document that ``parse`` reads back to an equal manifest.
 
     Raises:
-        UcpError: A tie or a role is of a tensor that has no entry.
+        UcpError: A tie or a role names a tensor that has no entry.
     """
-    assert manifest.kind is not Kind.FOREIGN, "a foreign checkpoint has no document of this form"
+    assert manifest.kind is not Kind.FOREIGN, "a foreign checkpoint has no document"
     tensors: dict[str, dict[str, Any]] = {}
     patterns = manifest.patterns if manifest.kind is Kind.UNIVERSAL else {}
     for key, entry in sorted(manifest.state_map.entries.items()):
@@ -292,10 +295,10 @@ _SEAL_BYTES = len(b',"crc32":"00000000"}\n')
 
 
 def to_bytes(manifest: Manifest, *, tensors: str | None = None) -> bytes:
-    """Return the document as one line of JSON that ends with the crc32 of what precedes it.
+    """Return the document as one line of JSON that ends with the crc32 of all preceding bytes.
 
     Args:
-        tensors: The text of its tensors if the caller has printed it; the map is empty then.
+        tensors: The text of the tensors if the caller has printed it. The map must then be empty.
 
     Raises:
         UcpError: ``extra``, ``param_groups`` or ``source`` is not JSON.
@@ -304,8 +307,8 @@ def to_bytes(manifest: Manifest, *, tensors: str | None = None) -> bytes:
         text = json.dumps(to_json(manifest), separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UcpError(
-            f"extra, param_groups or source cannot be kept as JSON: {error}; "
-            "numbers must be finite, tensors belong into the tensors",
+            f"extra, param_groups or source cannot be kept as JSON: {error}; numbers must be "
+            "finite, and tensors belong under tensors",
         ) from error
     if tensors is not None:
         assert not manifest.state_map.entries, "tensors come from one place"
@@ -320,8 +323,9 @@ def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
 
     Raises:
         ChecksumMismatchError: The bytes are damaged, cut short or edited.
-        CheckpointCorruptError: Lists every problem of the document; or it is too large.
-        UnsupportedVersionError: A newer format.
+        CheckpointCorruptError: The document has problems, all of which the error lists, or is too
+            large.
+        UnsupportedVersionError: The format is newer.
     """
     seal = _SEAL.fullmatch(data, max(0, len(data) - _SEAL_BYTES))
     if seal is None:
@@ -331,7 +335,8 @@ def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
     found = crc32(memoryview(data)[: seal.start()])
     if found != int(seal[1], 16):
         raise ChecksumMismatchError(
-            f"{where} is damaged: its crc32 is {found:08x}, written was {seal[1].decode()}",
+            f"{where} is damaged: its crc32 is {found:08x}, but it was written as "
+            f"{seal[1].decode()}",
             where=where,
         )
     is_record = data.startswith(_RECORD_START)
@@ -345,7 +350,7 @@ def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
     if num_entries > _ENTRIES_MAX:
         raise CheckpointCorruptError(
             f"{where} has {num_entries} entries of tensors and files; a document that is not "
-            f"printed as SPEC.md, 2 says may have {_ENTRIES_MAX}",
+            f"printed as SPEC.md, section 2 says may have at most {_ENTRIES_MAX}",
             where=where,
         )
     try:
@@ -362,13 +367,13 @@ def merge(records: Sequence[Manifest]) -> Manifest:
     ``params`` of a group are the union over all ranks, because a pipeline stage knows only its
     own. The block size is the largest of any rank.
 
-    Of records that are ``uncoordinated``, a box that several ranks saved counts once, and ``extra``
-    has the values of all ranks. Where ranks have other values under one name, or of one buffer,
-    that of the lowest rank counts.
+    In records that are ``uncoordinated``, a box that several ranks saved counts once, and ``extra``
+    has the values of all ranks. If ranks have different values under one name, or for one buffer,
+    the lowest rank's value counts.
 
     Raises:
         CheckpointCorruptError: Two ranks disagree on the dtype, the shape or the elements of a
-            tensor, or the largest block size is no multiple of another rank's.
+            tensor, or the largest block size is not a multiple of another rank's.
         UncoveredRegionError: The ranks together do not hold every element exactly once.
     """
     records = sorted(records, key=lambda record: record.rank)
@@ -397,7 +402,7 @@ def merge(records: Sequence[Manifest]) -> Manifest:
 
 
 def _joined(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return objects as one; where they differ, the first one counts."""
+    """Merge objects into one; where they differ, the first one counts."""
     found: dict[str, Any] = {}
     for one in values:
         for name, value in one.items():
@@ -414,8 +419,8 @@ def _merged_entries(
     """Return the tensors with the fragments of all records.
 
     Args:
-        repeated: Of boxes that several ranks saved, keep that of the lowest; the names of tensors
-            whose values may differ. None if each box is saved once.
+        repeated: Names of tensors whose values may differ between ranks. A box that several ranks
+            saved is then kept from the lowest rank. None if each box is saved once.
     """
     maps = [record.state_map for record in records]
     tables = [getattr(state_map.entries, "table", None) for state_map in maps]
@@ -467,7 +472,7 @@ def _with_blocks(
 ) -> Sequence[Fragment]:
     """Return a rank's fragments with checksums of blocks of ``block_bytes``.
 
-    A snapshot has smaller blocks than what another rank saved itself.
+    A snapshot has smaller blocks than a file that another rank saved itself.
     """
     small_bytes = record.state_map.block_bytes
     if small_bytes == block_bytes:

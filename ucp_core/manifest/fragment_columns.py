@@ -1,12 +1,13 @@
-"""Reads the fragments of a large document as columns, if it is printed as SPEC.md, 2 says. Pure.
+"""Reads the fragments of a large document as columns, if it is printed as in SPEC.md, section 2.
 
-A document is mostly its lists of fragments. They are cut out of the text and compared with their
-expected form, number by number, with numpy; the small rest is read as JSON. Everything that looks
-different (spacing, unknown keys, replicas, damage) is left to ``ucp_core.manifest.validation``,
-and nothing is accepted here that it would refuse.
+A document is mostly its lists of fragments. This module cuts them out of the text and compares them
+with their expected form, number by number, with numpy. It reads the small rest as JSON. It leaves
+everything that looks different (spacing, unknown keys, replicas, damage) to
+``ucp_core.manifest.validation``, and accepts nothing that validation would refuse. The module is
+pure.
 
-msgspec was tried instead (100,000 fragments, 10 MB): it takes 1.8 times as long and 2.6 times as
-much memory, and it does not notice two members of one name.
+For 100,000 fragments, 10 MB, msgspec takes 1.8 times as long and 2.6 times as much memory, and does
+not notice two members with one name.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ _HEAD = re.compile(
 )
 _LIST = b',"fragments":['
 _BEHIND = b',"param_groups":['
-#: Replaces a list that was cut out; JSON does not contain it.
+#: Replaces a list that was cut out. JSON cannot contain it.
 _MARK = b"NaN"
 #: Lists are compared in chunks of this size, whose temporary arrays (10 times as large) stay in the
 #: cache.
 _CHUNK_BYTES = 1 << 18
 #: Boxes are padded to the most dims of any tensor; with more, padding would outgrow the text.
 _NDIM_MAX = 8
-#: ``np.fromstring`` reads that many digits without overflow.
+#: Number of digits that ``np.fromstring`` reads without overflow.
 _DIGITS_MAX = 18
 _KNOWN_MAX = 8
 #: A list of 1,000 ranks has 0.2 MB.
 _LIST_BYTES_MAX = 16 << 20
-#: Numbers of a fragment beside its box and blocks: two in the file's name, offset, size, the 32
-#: of the key ``crc32``, and its value.
+#: Count of numbers in a fragment besides its box and blocks: two in the file's name, offset, size,
+#: the 32 in the key ``crc32``, and its value.
 _NUM_FIXED = 6
 #: Bound of the numbers in a file's name.
 _NAME_NUMBER_MAX = 1 << 31
@@ -74,7 +75,7 @@ class Scanned(NamedTuple):
 
 
 def scan(data: bytes) -> Scanned | None:
-    """Return a document's content, or None if it has to be read value by value."""
+    """Return a document's content, or None if it must be read value by value."""
     head = _HEAD.match(data)
     behind = data.find(_BEHIND, head.end()) if head else -1
     if head is None or behind < 0:
@@ -116,8 +117,8 @@ class _Known(NamedTuple):
     num_digits: Numbers  #: Digits of the others.
 
 
-#: By form. The ranks of a pipeline stage, and their next versions, differ in numbers only, which
-#: makes a record of 0.2 MB 8 times as fast to read.
+#: Known texts by form. The records of a pipeline stage's ranks, and of their next versions, differ
+#: only in numbers. A known form makes reading a record of 0.2 MB 8 times as fast.
 _known: dict[bytes, _Known] = {}
 
 
@@ -138,7 +139,7 @@ def _read_known(text: bytes) -> _Read | None:
 def _learn(
     text: bytes, cut: _WithoutLists, tensors: _Tensors, firsts: Numbers, shape: _Shape
 ) -> None:
-    """Remember a text whose numbers were all compared at once."""
+    """Remember a text if all its numbers were compared at once."""
     numbers = _numbers(text)
     if numbers is None:
         return
@@ -197,9 +198,9 @@ def _read(text: bytes) -> _Read | None:
 class _WithoutLists(NamedTuple):
     """The text of tensors without its lists of fragments."""
 
-    text: bytes  #: Has a mark where a list was.
-    begins: list[int]  #: Where the inside of each list began.
-    ends: list[int]  #: Where it ended.
+    text: bytes  #: The text with a mark in place of each list.
+    begins: list[int]  #: Position at which the inside of each list began.
+    ends: list[int]  #: Position at which the inside of each list ended.
 
 
 def _without_lists(text: bytes) -> _WithoutLists | None:
@@ -209,7 +210,7 @@ def _without_lists(text: bytes) -> _WithoutLists | None:
     done = 0
     while (low := text.find(_LIST, done)) >= 0:
         low += len(_LIST)
-        # Names of our files have no brackets.
+        # Names of everstep's files have no brackets.
         high = low if text.startswith(b"]", low) else text.find(b"}]", low) + 1
         if not high:
             return None
@@ -224,7 +225,7 @@ def _without_lists(text: bytes) -> _WithoutLists | None:
 
 
 class _Tensors(NamedTuple):
-    """Everything about tensors but their fragments; shared, so nobody may change it."""
+    """Everything about tensors except their fragments. Shared, so do not change it."""
 
     document: dict[str, Any]
     listed: TableTensors
@@ -262,7 +263,10 @@ def _tensors(text: bytes) -> _Tensors | None:
 
 
 class _Rows(NamedTuple):
-    """Fragments in the order of the text; see ``Table``. Files have the numbers of their names."""
+    """Fragments in the order of the text; see ``Table``.
+
+    Files are given by the numbers in their names.
+    """
 
     bounds: Numbers
     places: Numbers
@@ -299,7 +303,7 @@ class _Numbers(NamedTuple):
     """The numbers of a text."""
 
     form: NDArray[np.uint8]  #: The text with 0 for every number.
-    starts: Numbers  #: Where each number begins.
+    starts: Numbers  #: Position at which each number begins.
     values: Numbers
     num_digits: Numbers
     is_padded: NDArray[np.bool_]  #: Whether a number has leading zeros.
@@ -359,7 +363,7 @@ def _shape(numbers: _Numbers, ndims: Numbers, ndim_max: int) -> _Shape | None:
 
 
 def _rows(numbers: _Numbers, shape: _Shape) -> _Rows | None:
-    """Return the fragments, or None if a number is printed in another way or too large."""
+    """Return the fragments, or None if a number is printed differently or too large."""
     values = np.append(numbers.values, (0, 1))
     attempt, rank, offset, num_bytes, is_32, crc32 = values[shape.fixed].T
     blocks = values[shape.blocks]

@@ -1,4 +1,4 @@
-"""Reads a document's JSON and finds every problem of it, each with its path. Pure."""
+"""Reads a document's JSON and finds all its problems, each with its path. Pure."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 #: The values of ``format``.
 FORMATS = ("everstep-universal", "everstep-distributed", "everstep-rank-record")
-#: More than any tensor or file has; larger numbers come from damage or malice.
+#: More elements or bytes than any tensor or file has. Larger numbers come from damage or malice.
 _INT_MAX = 1 << 60
 _NDIM_MAX = 32
 CRC_MAX = (1 << 32) - 1
 _FILE_NAME = re.compile(r"(?:extra/)?[A-Za-z0-9_%][A-Za-z0-9_.%-]*")
 _FILE_NAME_MAX = 240
-#: Roles of tensors that are no trained parameters.
+#: Roles of tensors that are not trained parameters.
 ROLES = ("frozen", "buffer", "extra")
 #: Policies for an item of a foreign checkpoint.
 POLICIES = ("reshard", "replicate", "reseed", "drop")
-#: Damage can nest deeper than ``repr`` can follow.
+#: A damaged document can be nested deeper than ``repr`` can follow.
 _QUOTE = reprlib.Repr()
 _QUOTE.maxlevel = 3
 _QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = 60
@@ -34,19 +34,19 @@ _QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = 60
 
 def _refuse_constant(name: str) -> Any:
     """Refuse NaN and infinities, which Python accepts."""
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def load_json(data: bytes, *, constant: Callable[[str], Any] = _refuse_constant) -> Any:
-    """Return the value that JSON text describes.
+    """Return the value of a JSON text.
 
     Args:
-        data: UTF-8.
+        data: The text in UTF-8.
         constant: Returns the values of ``NaN`` and infinities; by default they are refused.
 
     Raises:
-        ValueError: It is not JSON.
-        RecursionError: It is nested too deeply.
+        ValueError: The text is not JSON.
+        RecursionError: The text is nested too deeply.
     """
     return json.loads(data, object_pairs_hook=_object, parse_constant=constant)
 
@@ -72,7 +72,7 @@ def validate(document: Any) -> list[Problem]:
 
 
 def validate_tensors(tensors: dict[str, Any]) -> list[Problem]:
-    """Return every problem of a native document's tensors, whose fragments are left out."""
+    """Return every problem of a native document's tensors, without their fragments."""
     checker = _Checker()
     checker.tensors(tensors, is_whole=False)
     return checker.problems
@@ -138,7 +138,7 @@ class _Checker:
         self._ties(tensors)
 
     def _name(self, name: str, path: str) -> None:
-        # A lone surrogate cannot be printed, nor be a key of a safetensors file.
+        # A lone surrogate cannot be printed, and cannot be a key of a safetensors file.
         if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
             self._add(path, "is not a name: it cannot be written as UTF-8")
 
@@ -221,7 +221,7 @@ class _Checker:
                 self._fragment(item, f"{here}.fragments[{index}]", own, itemsize)
 
     def _pattern(self, pattern: Any, path: str) -> None:
-        # Later versions of the language may have other words.
+        # Later versions of the rule language may have other words.
         is_word = isinstance(pattern, str)
         if not (pattern is None or is_word or (isinstance(pattern, dict) and len(pattern) == 1)):
             self._add(path, f"must be a word, or an object of one, is {_short(pattern)}")
@@ -259,7 +259,7 @@ class _Checker:
     def _location(
         self, entry: dict[str, Any], path: str, num_elements: int | None, itemsize: int | None
     ) -> None:
-        """Check that bytes lie in a known file, and are as many as the box has."""
+        """Check that the bytes lie in a known file, and that their number fits the box."""
         ok_offset = self._integer(entry.get("offset"), f"{path}.offset")
         ok_bytes = self._integer(entry.get("nbytes"), f"{path}.nbytes")
         self._integer(entry.get("crc32"), f"{path}.crc32", high=CRC_MAX)

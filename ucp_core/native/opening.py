@@ -42,7 +42,7 @@ UNFINISHED_NAME = ".tmp-convert"
 WITHOUT_ELEMENTS = "without_elements"
 #: Begins the names of averages of weights.
 AVERAGE: Final = "average/"
-#: What is frozen, a buffer, no part of the model, or tied.
+#: Names that are frozen, buffers, outside the model, or tied.
 RELATIONS = "relations"
 #: Role by the key of its names there.
 _ROLES: Final = {"frozen": "frozen", "buffers": "buffer", "extra": "extra"}

@@ -42,7 +42,7 @@ _RESERVE_BYTES = 32 << 20
 #: Elsewhere the C library may reserve space by writing every block.
 _RESERVING_TYPES = {"ext4", "xfs", "btrfs"}
 
-#: What to tell the user after a system error; it follows the path.
+#: Text for the user after a system error, following the path.
 ADVICE = {
     errno.ENOENT: "does not exist",
     errno.ENOTDIR: "lies below a file, which should be a folder: move that file away",

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: What services call the identity of an object's content (S3 and HTTP, GCS, Azure).
+#: Services' names for the identity of an object's content (S3 and HTTP, GCS, Azure).
 _OF_CONTENT: Final = ("ETag", "md5Hash", "generation", "etag", "checksum")
-#: What other services know about a file.
+#: Other services' names for the time of a file.
 _OF_TIME: Final = ("mtime", "modified", "last_modified", "LastModified", "created")
 #: Object stores: a file appears once it is complete. In fsspec's memory store it appears at once.
 _ATOMIC_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "oss"}

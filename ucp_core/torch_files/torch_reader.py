@@ -195,7 +195,7 @@ class _Storages:
 
 
 class _Template(NamedTuple):
-    """What files with one tensor each can have in common."""
+    """The common structure of files with one tensor each."""
 
     small_bytes: int  #: Where its small records begin.
     small: bytes  #: The small records.

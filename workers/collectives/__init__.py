@@ -1,9 +1,10 @@
 """Recorded, abortable process groups over gloo and NCCL.
 
-``form`` an attempt's groups, use ``torch.distributed`` as usual, ``leave``. ``abort`` ends every
-wait of an attempt from outside. The record ring shows to any process what the groups do.
+``form`` creates an attempt's groups, which ``torch.distributed`` uses as usual, and ``leave``
+releases them. ``abort`` ends every wait of an attempt from outside. The record ring shows every
+process what the groups do.
 
-torch 2.14 can re-form a group by itself (``dist._reconfigure``). It is not used:
+torch 2.14 can re-form a group by itself (``dist._reconfigure``). everstep does not use that:
 
     four ranks over gloo, medians          these groups      torch's reconfigure
     abort ends a wait                      in 6 ms           no, the timeout does
@@ -17,7 +18,7 @@ torch 2.14 can re-form a group by itself (``dist._reconfigure``). It is not used
 
 A wait that never ends keeps one of the two threads of a gloo group. After two such waits, the group
 that reconfigure formed does no work until their timeout. The 8 to 27 ms that it saves are small
-beside a lost timeout. Figures: ``tests/benchmarks/RESULTS.md``.
+compared with a lost timeout. The figures are from ``tests/benchmarks/RESULTS.md``.
 """
 
 from workers.collectives.errors import AbortedError, CollectiveError, GroupError, unreached

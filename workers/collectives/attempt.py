@@ -1,4 +1,4 @@
-"""One attempt in this process: how to abort its waits, and what must outlive it."""
+"""Holds one attempt in this process: aborts its waits, and keeps objects that must outlive it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.collectives.places import Places
 from workers.collectives.waiting import Waiter, helpers
 from workers.records import RecordRing
 
-#: How often to poll works on a device; the resolution of their times.
+#: Period of polling works on a device, which is the resolution of their times.
 _SETTLE_S: Final = 0.05
 #: How often to look whether the device has caught up: far less than what is enqueued for it.
 _AHEAD_LOOK_S: Final = 0.0002
@@ -96,13 +96,14 @@ class Attempt:
             threading.Thread(target=self._settle, daemon=True, name="settle").start()
 
     def connect(self, store_host: str, store_port: int, rank: int) -> dist.Store:
-        """Return a client of the rendezvous store, and start to publish where this rank waits.
+        """Return a client of the rendezvous store, and start to publish this rank's waits.
 
         Raises:
             AbortedError: The attempt was aborted.
             CollectiveError: The store does not answer.
         """
-        # A client per attempt: an old connection may have stopped in the middle of a request.
+        # Each attempt has its own client, because an old connection may have stopped in the middle
+        # of a request.
         store = self.interruptible(
             f"connecting to the store at {store_host}:{store_port}",
             lambda: dist.TCPStore(
@@ -121,9 +122,9 @@ class Attempt:
         return store
 
     def abort(self) -> int:
-        """Wake every thread that waits in this attempt; return how many waits there were.
+        """Wake every thread that waits in this attempt, and return the number of waits.
 
-        Work on a device ends soon afterwards; this does not wait for it.
+        Work on a device ends soon afterwards, but this does not wait for it.
         """
         with self._lock:
             is_first = not self.aborted.is_set()
@@ -138,7 +139,7 @@ class Attempt:
         return len(waiters)
 
     def fail(self, error: CollectiveError) -> None:
-        """Abort the attempt because a collective failed on the device: its peers wait there."""
+        """Abort the attempt because a collective failed on the device, where its peers wait."""
         with self._lock:
             if not self.aborted.is_set():
                 self._failure = error
@@ -161,7 +162,7 @@ class Attempt:
             group.set_timeout(timeout)
 
     def waiter(self) -> Waiter:
-        """Return an event that ``abort`` sets; set already if it has been called."""
+        """Return an event that ``abort`` sets. It is already set if ``abort`` was called."""
         waiter = Waiter()
         with self._lock:
             self._waiters.add(waiter)
@@ -208,8 +209,8 @@ class Attempt:
         self._on_device.setdefault(group, deque()).append(work)
 
     def note_begun(self, group: int) -> None:
-        """Note that the newest work of a group has started: older work need not be kept."""
-        # Others may have been settled meanwhile.
+        """Note that the newest work of a group has started, so that older work can be dropped."""
+        # Other works may have been settled meanwhile.
         with contextlib.suppress(IndexError):
             self._on_device[group][-2].give_up()
 
@@ -227,12 +228,12 @@ class Attempt:
             return list(itertools.takewhile(lambda one: one is not group, self._groups))
 
     def interruptible(self, doing: str, build: Callable[[], _T]) -> _T:
-        """Return ``build()``, run where an abort need not wait for it.
+        """Return ``build()``, which runs in a thread that an abort need not wait for.
 
         Raises:
             AbortedError: The attempt was aborted first; the call continues until the timeout, and
                 its result is dropped.
-            CollectiveError: It failed, for example because a member did not come.
+            CollectiveError: The call failed, for example because a member did not come.
         """
         waiter = self.waiter()
         built: list[_T] = []
@@ -261,7 +262,7 @@ class Attempt:
         raise self.error(f" while {doing}", "form")
 
     def leave(self) -> list[Leftovers]:
-        """Close the records and release the groups; return what an abort left in flight."""
+        """Close the records and release the groups; return work that an abort left in flight."""
         self._left.set()
         self.look_at_devices()
         if self.places is not None:
@@ -285,10 +286,10 @@ class Attempt:
         """Record which collectives the device has reached and finished since the last look.
 
         A device runs each group's collectives in the order of their calls, but one group's may wait
-        for ever while others continue.
+        forever while others continue.
         """
         if not self._looking.acquire(blocking=False):
-            # Another thread looks, perhaps for long: a third one may hold the driver.
+            # Another thread is looking, perhaps for long, because a third one may hold the driver.
             return
         try:
             for queue in list(self._on_device.values()):
@@ -304,7 +305,7 @@ class Attempt:
 
 
 class Leftovers:
-    """The rest of a group (if ``of`` one) that the transport may still use.
+    """The rest of a group (``of``, if any) that the transport may still use.
 
     ``held`` are the last references to it, except for the group's own.
     """
@@ -316,16 +317,16 @@ class Leftovers:
 
     @property
     def are_referred_to(self) -> bool:
-        """Return whether the group, which also holds them, still has references."""
+        """Return whether the group, which holds the same objects, still has references."""
         return self._group() is not None
 
     def drop(self) -> None:
-        """Drop them, which may take until the timeout; torch releases the GIL for it."""
+        """Drop the references, which may take until the timeout. torch releases the GIL for it."""
         self._held.clear()
         self._dropped.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Block until they are dropped, or for ``timeout_s``."""
+        """Block until the references are dropped, or for ``timeout_s``."""
         self._dropped.wait(timeout_s)
 
 

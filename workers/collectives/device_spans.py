@@ -1,10 +1,10 @@
-"""How long a device takes for a rank's own work, measured by events in its stream.
+"""Measures how long a device takes for a rank's own work, by events in its stream.
 
 The host calls a whole step before the device starts it, so its times say nothing about the device.
 Between two events, a device has done the work enqueued between them. If that includes no other
-rank's work, it is the rank's own time, whether its host or its device is slow. A span in which
-collectives are called or waited for has no such time: with a communicator's kernels in the stream,
-the rank's waits cannot be separated.
+rank's work, it is the rank's own time, whether its host or its device is slow. A span in which the
+rank calls or waits for collectives has no such time, because the communicator's kernels in the
+stream include the rank's waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Mark(Protocol):
     """A position in the stream of the thread that created it."""
 
     def is_reached(self) -> bool:
-        """Return whether the device has reached it."""
+        """Return whether the device has reached the position."""
 
     def since(self, other: Mark) -> float:
         """Return the seconds between two positions that the device has reached."""
@@ -32,7 +32,7 @@ class DeviceSpans:
     """Records the spans of a rank that computes on a device. For the training thread.
 
     Attributes:
-        num_calls: How often a collective was called or waited for; from any thread.
+        num_calls: Number of calls of collectives and of waits for them. Any thread may change it.
 
     Args:
         mark: Creates a position in the current stream.
@@ -41,7 +41,7 @@ class DeviceSpans:
     def __init__(self, ring: RecordRing, mark: Callable[[], Mark] = nccl.Timed) -> None:
         self._ring, self._mark = ring, mark
         self.num_calls = 0
-        #: Record, start, and ``num_calls`` of the open span; then the finished ones.
+        #: Record, start, and ``num_calls`` of the open span, followed by the finished spans.
         self._open: tuple[int, Mark, int] | None = None
         self._over: list[tuple[int, Mark, Mark]] = []
 

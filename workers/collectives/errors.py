@@ -13,7 +13,7 @@ from typing import Final
 from ucp_core.errors import FactsError
 
 #: Errors of gloo (torch 2.13) and NCCL (2.27, ``src/misc/socket.cc``) for a connection that could
-#: not be made, or that ended for lack of an answer.
+#: not be made, or that ended because the peer did not answer.
 _REMOTE: Final = re.compile(
     r"(?:remote=|peer )\[(?:::ffff:)?([0-9a-fA-F.:]+)\]|[Cc]onnect to ([0-9a-fA-F.:]+)<\d+>"
 )
@@ -23,11 +23,17 @@ _UNREACHED: Final = re.compile(
 
 
 class GroupError(FactsError):
-    """Base of what the recorded process groups raise on purpose; ``facts`` carry the numbers."""
+    """Base of the errors that the recorded process groups raise on purpose.
+
+    ``facts`` has the numbers.
+    """
 
 
 class AbortedError(GroupError):
-    """The attempt was aborted from outside. Facts: ``attempt``, and ``op`` if one was called."""
+    """The attempt was aborted from outside.
+
+    Facts: ``attempt``, and ``op`` if a collective was called.
+    """
 
 
 class CollectiveError(GroupError):
@@ -35,9 +41,9 @@ class CollectiveError(GroupError):
 
 
 def unreached(error: BaseException) -> str:
-    """Return the address of the peer that gloo or NCCL could not reach; "" if it names none.
+    """Return the address of the peer that gloo or NCCL could not reach; "" if the error names none.
 
-    A peer that closed its connection was reached.
+    A peer that closed its connection was reachable.
     """
     seen: set[int] = set()
     cause: BaseException | None = error

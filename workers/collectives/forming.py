@@ -1,4 +1,4 @@
-"""Forming, aborting and leaving an attempt's process groups.
+"""Forms, aborts and leaves an attempt's process groups.
 
 The training thread calls ``form`` and ``leave`` in turn; any thread may ``abort`` any attempt at
 any time. After an abort the transport may still use buffers and threads. gloo's destructor joins
@@ -58,31 +58,32 @@ def form(
 ) -> None:
     """Join ``attempt`` as ``rank``; return when every member has come.
 
-    Afterwards ``torch.distributed`` works as usual: every new group is recorded, has the timeout,
-    and is woken by ``abort``. Call ``leave`` before the next ``form``, also after ``form`` raised.
+    Afterwards ``torch.distributed`` works as usual: every new group is recorded and has the
+    timeout, and ``abort`` wakes its waits. Call ``leave`` before the next ``form``, even if
+    ``form`` raised an error.
 
     Args:
-        backend: "gloo" for CPU tensors, "nccl" for CUDA tensors (and gloo for CPU ones, in the
-            group of all ranks only).
+        backend: "gloo" for CPU tensors, "nccl" for CUDA tensors. The group of all ranks then also
+            has gloo for CPU tensors.
         store_host: Where the rendezvous store listens.
-        attempt: An attempt that was not formed or aborted here before.
-        ring_path: Where to record; an existing file is replaced.
-        timeout_s: A collective fails by itself after this time: a backstop, since faults are
-            usually found and aborted much sooner. It is also how long an aborted group's memory is
-            kept.
+        attempt: An attempt that was never formed or aborted in this process.
+        ring_path: File of the record ring; replaces an existing file.
+        timeout_s: A collective fails by itself after this time. It is a last resort, because faults
+            are usually found and aborted much sooner. An aborted group's memory is also kept for
+            this time.
 
     Raises:
         AbortedError: ``abort`` was called for this attempt, before or meanwhile.
         CollectiveError: The store or a member did not answer within ``timeout_s``.
     """
-    assert backend in BACKENDS, f"backend {backend!r} is none of {sorted(BACKENDS)}"
+    assert backend in BACKENDS, f"backend {backend!r} is not in {sorted(BACKENDS)}"
     assert not dist.is_initialized(), "leave() the attempt before forming the next"
     now_s = time.monotonic()
     _process.leftovers = [one for one in _process.leftovers if one[0] > now_s]
     _register()
     if not _process.frozen:
-        # Objects imported by now stay. A collection then takes 10 to 45 ms instead of 0.15 to 0.8
-        # s, and every leave() needs one.
+        # Objects imported by now stay, so the collector can ignore them. A collection then takes 10
+        # to 45 ms instead of 0.15 to 0.8 s, and every leave() needs one.
         gc.freeze()
         _process.frozen = True
     current = Attempt(
@@ -97,7 +98,7 @@ def form(
         _process.excepthook = sys.excepthook
         if attempt in _process.aborted:
             current.abort()
-        # Attempt numbers only grow: older ones are never requested again.
+        # Attempt numbers only grow, so older ones are never requested again.
         _process.aborted = {number for number in _process.aborted if number >= attempt}
     store = current.connect(store_host, store_port, rank)
     count_groups_anew()
@@ -111,12 +112,12 @@ def form(
 
 
 def abort(attempt: int) -> int:
-    """Abort ``attempt`` in this process; return how many blocked calls were woken.
+    """Abort ``attempt`` in this process; return the number of blocked calls that it woke.
 
-    From any thread, at any time, repeatedly. Threads that wait in a collective of the attempt, or
-    in its ``form``, raise ``AbortedError`` within milliseconds. So does every later call, including
-    a later ``form`` of it. Other attempts are not affected. Waits in slices are not counted: they
-    end by themselves within 5 ms.
+    Any thread may call this at any time and repeatedly. Threads that wait in a collective of the
+    attempt, or in its ``form``, raise ``AbortedError`` within milliseconds. Every later call,
+    including a later ``form`` of it, raises the same error. Other attempts are not affected. The
+    number does not include waits in slices, which end by themselves within 5 ms.
     """
     with _process.lock:
         _process.aborted.add(attempt)
@@ -127,14 +128,14 @@ def abort(attempt: int) -> int:
 
 
 def check() -> None:
-    """Raise if the attempt was aborted.
+    """Raise an error if the attempt was aborted.
 
-    Call it once the host has the result of a collective on a device: an abort ends these by force,
-    with arbitrary results.
+    Call this once the host has the result of a collective on a device, because an abort ends such
+    collectives by force, with arbitrary results.
 
     Raises:
-        AbortedError: It was aborted.
-        CollectiveError: It aborted itself, because a collective failed on the device.
+        AbortedError: The attempt was aborted.
+        CollectiveError: The attempt aborted itself, because a collective failed on the device.
     """
     current = _process.current
     if current is not None and current.aborted.is_set():
@@ -142,11 +143,11 @@ def check() -> None:
 
 
 def locate(place: tuple[int, int, int], node: str) -> None:
-    """Record where this rank is; for the training thread, between ``form`` and ``leave``.
+    """Record this rank's place. The training thread calls this between ``form`` and ``leave``.
 
     Args:
-        place: Its (dp, pp, tp) in the mesh.
-        node: Its machine.
+        place: The rank's (dp, pp, tp) in the mesh.
+        node: The rank's machine.
     """
     assert _process.current is not None, "form() an attempt first"
     _process.current.ring.locate(place, node)
@@ -155,19 +156,19 @@ def locate(place: tuple[int, int, int], node: str) -> None:
 def span(op: str, *, step: int = 0, micro_batch: int = 0, tokens: int = 0) -> None:
     """Record that the training thread begins work of its own, or with "" that it ends the last.
 
-    Does nothing outside an attempt.
+    Outside an attempt this does nothing.
 
     Args:
         op: "data", "forward", "backward" or "optimizer".
         micro_batch: Number among those of this rank in the step, from 0.
-        tokens: How many the work that ends has read.
+        tokens: Number of tokens that the ending work has read.
     """
     if _process.current is not None:
         _process.current.span(op, step=step, micro_batch=micro_batch, tokens=tokens)
 
 
 def places() -> Places:
-    """Return the places of the attempt's ranks; for the training thread, like ``set_timeout``."""
+    """Return the places of the attempt's ranks. Only the training thread may call this."""
     assert _process.current is not None, "form() an attempt first"
     assert _process.current.places is not None, "form() has not returned"
     return _process.current.places
@@ -176,7 +177,7 @@ def places() -> Places:
 def set_timeout(timeout_s: float) -> None:
     """Set the timeout of later collectives of the attempt.
 
-    For the training thread, between ``form`` and ``leave``.
+    Only the training thread may call this, between ``form`` and ``leave``.
     """
     assert _process.current is not None, "form() an attempt first"
     _process.current.set_timeout(timedelta(seconds=timeout_s))
@@ -186,8 +187,8 @@ def leave() -> None:
     """Leave the attempt: afterwards no group of it exists and ``form`` can be called again.
 
     First drop every reference to models, optimizers, meshes and exceptions of the attempt: they
-    hold its groups, and with them sockets and threads. Call it in the thread that trained, because
-    DTensor keeps a cache per thread. Does nothing outside an attempt.
+    hold its groups, and with them sockets and threads. Call this in the thread that trained,
+    because DTensor keeps a cache per thread. Outside an attempt it does nothing.
     """
     with _process.lock:
         current, _process.current = _process.current, None

@@ -1,9 +1,9 @@
-"""The recorded process group: what torch.distributed calls, over gloo and NCCL.
+"""Implements the recorded process group, which torch.distributed calls, over gloo and NCCL.
 
 One Python subclass of ``ProcessGroup`` sees every collective of plain calls, functional
 collectives, DTensor, FSDP2 and DeviceMesh's sub-groups. torch 2.13 calls some collectives by new
-names (``all_gather_single``) and some by old ones (``_allgather_base``). Both are here; otherwise
-calls would go unrecorded.
+names (``all_gather_single``) and some by old ones (``_allgather_base``). The class has both;
+otherwise calls would go unrecorded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BACKENDS: Final = {"gloo": "everstep_gloo", "nccl": "everstep_nccl"}
 #: Larger groups are named by their first and last member and their size.
 _NUM_RANKS_NAMED: Final = 8
 
-#: Method of ``ProcessGroup`` -> how it is recorded.
+#: Recorded operation by method of ``ProcessGroup``.
 _COLLECTIVES: Final = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -111,7 +111,7 @@ class RecordedGroup(dist.ProcessGroup):
         return self._backends["cuda"][1] if "cuda" in self._backends else None
 
     def connect_pairs(self) -> None:
-        """Connect each member with every other; see the function of this name."""
+        """Connect each member with every other; see the function ``exchange``."""
         if self.on_device() is None or len(self._ranks) == 1:
             return
         received, sent = torch.zeros(2, len(self._ranks), device="cuda")
@@ -128,7 +128,7 @@ class RecordedGroup(dist.ProcessGroup):
             try:
                 backend.shutdown()
             except RuntimeError:
-                # NCCL's waits for the other members, one of which may be gone.
+                # Ending NCCL's backend waits for the other members, one of which may be gone.
                 if device != "cuda":
                     raise
                 nccl.abort_together([backend])
@@ -139,13 +139,13 @@ class RecordedGroup(dist.ProcessGroup):
             backend.set_timeout(timeout)
 
     def release(self) -> list[Any]:
-        """Release the inner group; return what must outlive it if work is in flight."""
+        """Release the inner group; return the objects that must outlive it if work is in flight."""
         held = [self._inner, self._backends]
         self._inner, self._backends = None, {}
         return held
 
     def _start_coalescing(self, device: torch.device) -> None:
-        # Unless it is ended, this thread stays in NCCL's group: see ``batch_isend_irecv``.
+        # Without its end, this thread would stay in NCCL's group: see ``batch_isend_irecv``.
         self._inner._start_coalescing(device)  # noqa: SLF001 - torch's name
         self._coalesced = []
 
@@ -214,11 +214,11 @@ class RecordedGroup(dist.ProcessGroup):
         return self._point_to_point("recv", peer, self._rank, tensors, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
-        """Receive from whichever member sends first."""
+        """Receive from the member that sends first."""
         mine = self._ranks[self._rank]
         pair = self._pairs.get((_ANY, self._rank))
         if pair is None:
-            # Only this rank's: it may wait for any member.
+            # The record names only this rank, which may wait for any member.
             pair = self._attempt.ring.group(f"{self._named()} *>{mine}", (mine,))
             self._pairs[_ANY, self._rank] = pair
         on_device = tensors[0].is_cuda
@@ -257,7 +257,7 @@ class RecordedGroup(dist.ProcessGroup):
         seq, number = attempt.ring.enter(index, op, size_bytes, dtype, on_device=on_device)
         if on_device:
             attempt.note_call()
-        # Before the call: a synchronous one makes the stream wait for its end.
+        # This comes before the call, because a synchronous call makes the stream wait for its end.
         start = attempt.start() if on_device else None
         return Call(attempt, index, self._label, op, number, seq, start)
 
@@ -297,7 +297,7 @@ class RecordedGroup(dist.ProcessGroup):
         pair = self._pairs.get((source, target))
         if pair is None:
             ranks = (self._ranks[source], self._ranks[target])
-            # Directed, so that the k-th send matches the k-th receive.
+            # The name has a direction, so that the k-th send matches the k-th receive.
             pair = self._attempt.ring.group(f"{self._named()} {ranks[0]}>{ranks[1]}", ranks)
             self._pairs[source, target] = pair
         on_device = tensors[0].is_cuda
@@ -322,11 +322,11 @@ class RecordedGroup(dist.ProcessGroup):
         return group_name(self.group_desc, self._ranks, self._attempt.world_size)
 
     def _named(self) -> str:
-        # At the first call: torch describes a group after creating it.
+        # This runs at the first call, because torch describes a group after creating it.
         if not self._label:
             name = self.described()
-            # By the order of creation, which torch requires to be the same on all members. The
-            # order of first calls may differ.
+            # Number groups by the order of creation, which torch requires to be equal on all
+            # members. The order of first calls may differ.
             count = 1 + sum(one.described() == name for one in self._attempt.made_before(self))
             self._label = name if count == 1 else f"{name}#{count}"
         return self._label
@@ -355,7 +355,7 @@ class RecordedGroup(dist.ProcessGroup):
         self, calls: list[Call], begin: Callable[[], Any], *, waits_at_once: bool = False
     ) -> dist.Work:
         launched = StreamWork(calls, waits_at_once=waits_at_once)
-        # First: NCCL may make this rank's host wait for the others before it returns.
+        # This comes first: NCCL may make this rank's host wait for the others before it returns.
         self._attempt.note_launched(calls[0].group, launched.in_flight)
         launched.begin(begin)
         self._attempt.note_begun(calls[0].group)
@@ -387,7 +387,7 @@ for _method, _op in _COLLECTIVES.items():
 
 
 def group_name(description: str, ranks: tuple[int, ...], world_size: int) -> str:
-    """Return the name of a group, the same on all its members.
+    """Return the name of a group, which is equal on all its members.
 
     ``world``, or mesh axis and global ranks, as in ``dp_shard[0,2]``. Long groups are named by
     first member, last member and size, which distinguishes the groups of an axis.
@@ -404,12 +404,12 @@ def group_name(description: str, ranks: tuple[int, ...], world_size: int) -> str
 
 
 def _return_work(option: Any) -> bool:
-    """Make NCCL return the work of a call; without one nothing shows where the device is.
+    """Make NCCL return the work of a call; without it nothing shows the device's position.
 
     Return whether torch waits for the work in the call.
 
-    Since torch 2.8 a synchronous call returns none. torch waits for the work of such a call itself:
-    the current stream then waits for the device, as it would have.
+    Since torch 2.8 a synchronous call returns no work. torch itself waits for it: the current
+    stream then waits for the device, as it would have.
     """
     if not hasattr(option, "asyncOp"):
         return False
@@ -450,7 +450,7 @@ def _on_device(value: Any) -> bool:
 def build_group(
     attempt: Attempt, store: dist.Store, rank: int, ranks: tuple[int, ...]
 ) -> RecordedGroup:
-    """Return a recorded group of ``ranks``, once all of them have come."""
+    """Return a recorded group of ``ranks``, once all ranks have come."""
     kinds = dist.ProcessGroup.BackendType
     backends: dict[str, Any] = {}
     if attempt.backend == "nccl":
@@ -480,7 +480,7 @@ def build_group(
 
 
 def connect_pairs(group: dist.ProcessGroup) -> None:
-    """Connect each pair of a group's GPUs; for groups that send, receive or exchange.
+    """Connect each pair of a group's GPUs. Groups that send, receive or exchange need this.
 
     NCCL would do so at the first exchange, in the training thread. There it would wait for a dead
     member, and an abort does not end that within 30 s. On the host this does nothing.
@@ -494,10 +494,10 @@ def connect_pairs(group: dist.ProcessGroup) -> None:
 
 
 def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-    """Send and receive like torch's function of this name, in one call of NCCL for our groups too.
+    """Send and receive like torch's function of this name, in one call of NCCL.
 
-    torch 2.13 coalesces only for its own class of groups. Uncoalesced, two ranks that each send
-    and then receive wait for each other for ever on a device.
+    torch 2.13 coalesces only for its own class of groups. Uncoalesced, two ranks that each send and
+    then receive would wait for each other forever on a device.
     """
     group = (p2p_op_list and p2p_op_list[0].group) or dist.group.WORLD
     device = p2p_op_list[0].tensor.device if p2p_op_list else torch.device("cpu")

@@ -1,7 +1,7 @@
-"""NCCL for groups that outlive the failure of a member: settings, creation, abort, device times.
+"""Sets up NCCL for groups that outlive the failure of a member: creation, abort, device times.
 
-torch 2.13 is made for processes that end when a collective fails. So its watchdog must not end this
-one, a communicator can be aborted while it is created, and all communicators of a process are
+torch 2.13 is made for processes that end when a collective fails. So here the watchdog must not end
+this process, a communicator can be aborted during creation, and all communicators of a process are
 aborted at the same time. Based on torch's ``ProcessGroupNCCL.cpp`` and ``NCCLUtils.cpp``.
 """
 
@@ -26,10 +26,11 @@ log = logging.getLogger(__name__)
 ENVIRONMENT: Final = {
     # By default (3) a collective that failed or timed out ends the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # It signals a failure to all ranks by a key of the store that is outside of every attempt's
-    # prefix. Each process that reads it ends, in this attempt and all later ones.
+    # It signals a failure to all ranks by a key of the store outside every attempt's prefix. Each
+    # process that reads the key ends, in this attempt and all later ones.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # It ends a process whose watchdog makes no progress, as while an abort waits for the driver.
+    # It ends a process whose watchdog makes no progress, which happens while an abort waits for the
+    # driver.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # After a failure it sleeps four times this (60 s by default), and holds a lock for which
     # releasing the group waits.
@@ -46,7 +47,7 @@ _CHANNELS_MAX: Final = 8
 
 
 def prepare(timeout: timedelta) -> None:
-    """Set what torch reads when it creates its first NCCL group in this process.
+    """Set the variables that torch reads when it creates its first NCCL group in this process.
 
     Args:
         timeout: Bound on creating a communicator. torch reads it once; later calls do not change
@@ -54,22 +55,23 @@ def prepare(timeout: timedelta) -> None:
     """
     os.environ.update(ENVIRONMENT)
     # NCCL would connect ranks when a call first needs it: the host waits in that call for the
-    # others, which may never come. With this it does so while the communicator is created, which an
-    # abort ends. Only the first exchange of a pair still connects: see ``exchange``.
+    # others, which may never come. With this setting it connects them while the communicator is
+    # created, which an abort ends. Only the first exchange of a pair still connects: see
+    # ``exchange``.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(timeout.total_seconds()))
 
 
 def share_device(worker: str, share: float) -> None:
-    """Set what NCCL reads once per process, if several ranks have the same GPU.
+    """Set the variables that NCCL reads once per process, if several ranks share a GPU.
 
-    NCCL 2.30 has a switch for that. In older versions, ranks may share a GPU only if they seem to
-    be on different hosts: then they exchange data through the network, also with the other GPUs.
+    NCCL 2.30 has a switch for this. In older versions, ranks may share a GPU only if they seem to
+    be on different hosts. Then they exchange data through the network, also with other GPUs.
 
     Args:
-        worker: Differs from that of every other rank.
+        worker: A name that differs from every other rank's.
         share: The part of the GPU that this rank has. Many channels of many ranks would not fit on
-            the GPU at the same time, and would wait for each other for ever.
+            the GPU at the same time, and would wait for each other forever.
     """
     has_switch = torch.cuda.nccl.version() >= (2, 30)
     apart = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if has_switch else {"NCCL_HOSTID": worker}
@@ -93,8 +95,8 @@ def options(timeout: timedelta, ranks: Iterable[int]) -> Any:
 def connect(backend: Any, device: torch.device) -> None:
     """Create the communicator of a group; return when all members have come.
 
-    Blocks up to the bound that ``prepare`` set, even if the communicator is aborted: torch holds
-    its lock meanwhile. So call it where no other thread must wait for it.
+    This blocks up to the bound that ``prepare`` set, even if the communicator is aborted, because
+    torch holds its lock meanwhile. So call it where no other thread must wait for it.
 
     Raises:
         RuntimeError: A member did not come, or its connection failed.
@@ -109,7 +111,7 @@ def exchange(group: Any, received: torch.Tensor, sent: torch.Tensor) -> None:
     options = dist.AllToAllOptions()
     # In the current stream, so that the memory can be reused at once.
     options.asyncOp = False
-    # With sizes: see ``workers.collectives.group``.
+    # The call gives sizes; see ``workers.collectives.group``.
     sizes = [1] * len(sent)
     group.alltoall_base(received, sent, sizes, sizes, options)
 
@@ -120,7 +122,7 @@ def abort_together(backends: Iterable[Any]) -> None:
     An abort can wait until the device is idle, and the device until another communicator is aborted
     (pytorch#119797). torch's own ``_abort_process_group`` encloses the aborts in an NCCL group, but
     ``abort`` does its work in a separate thread, and NCCL's groups are per thread. With one thread
-    each, none waits for another. It ends within the group's timeout.
+    for each communicator, no abort waits for another. An abort ends within the group's timeout.
     """
     for backend in backends:
         helpers.submit(functools.partial(_abort, backend))
@@ -141,7 +143,7 @@ def is_recording_graph() -> bool:
 
 
 class Start:
-    """A position in the stream that calls a collective: where the device reaches the call.
+    """A position in the stream that calls a collective. The device reaches the call there.
 
     NCCL's kernel waits for this position. The host calls long before the device reaches it.
     """

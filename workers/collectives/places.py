@@ -1,8 +1,8 @@
-"""Where the ranks of an attempt are in their script, for a rank that waits for the others.
+"""Publishes the ranks' places in their script, for a rank that waits for the others.
 
-A collective that only some ranks call waits for ever, and so do the others in the next one. So a
-rank that has waited for long publishes where, and ``meet`` finds out, without a time limit, whether
-the others can still come: a rank that waits for this one in a collective cannot.
+A collective that only some ranks call waits forever, and so do the other ranks in the next one. So
+a rank that has waited for long publishes its place, and ``meet`` finds out, without a time limit,
+whether the others can still come. A rank that waits for this one in a collective cannot.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from workers.records import RecordRing, Waited
 
-#: How long a wait for a collective lasts before it is published, and how often it is checked.
+#: Time after which a wait for a collective is published, and the period of checking it.
 _LONG_S: Final = 1.0
 _LOOK_S: Final = 0.25
-#: How often to check a meeting; the others usually come within milliseconds.
+#: Period of checking a meeting; the others usually come within milliseconds.
 _MEET_S: Final = 0.005
 _APART_S: Final = 0.25
 #: In place of a line, if the training thread is outside of the script.
@@ -43,9 +43,9 @@ _BUILT_IN: Final = str(Path(__file__).parents[1] / "train/lm.py")
 
 
 class Places:
-    """Publish where this rank is when it waits for long, and learn where the others are.
+    """Publishes this rank's place when it waits for long, and reads the places of the others.
 
-    Made by the training thread. It works until ``close``.
+    The training thread makes it, and it works until ``close``.
 
     Args:
         ring: The calls of this rank.
@@ -85,11 +85,11 @@ class Places:
         self._left.set()
 
     def meet(self, what: str) -> dict[int, str] | None:
-        """Wait until every rank has called this as often, for the same ``what``.
+        """Wait until every rank has called this equally often, for the same ``what``.
 
         Returns:
-            None once all have. Otherwise the places of the ranks that cannot come, by rank: they
-            wait for this one in a collective, or for something else here. Also {} if the store is
+            None once all have. Otherwise the places of the ranks that cannot come, by rank, because
+            they wait for this one in a collective or meet for something else. {} if the store is
             gone.
         """
         if self._world_size == 1:
@@ -101,12 +101,12 @@ class Places:
             return {}
 
     def say(self, name: str, text: str) -> None:
-        """Publish a text to all ranks; one without news may be late."""
+        """Publish a text to all ranks. A text without news may be late."""
         if self._world_size > 1:
             self._put(f"said/{name}", text)
 
     def heard(self, name: str) -> str:
-        """Return the last text of a rank; "" if none did, or the store is gone."""
+        """Return the last text of a rank; "" if there is none, or the store is gone."""
         try:
             key = f"said/{name}"
             is_there = self._world_size > 1 and self._store.check([key])
@@ -131,7 +131,7 @@ class Places:
                         is_told = True
                     apart_s = time.monotonic() + _APART_S
                     if self._apart(number, what):
-                        # Others that wait there may be about to publish it.
+                        # Other ranks that wait there may be about to publish it.
                         self._left.wait(2 * _LOOK_S)
                         self._store.add(counter, -1)
                         return self._apart(number, what)

@@ -1,7 +1,7 @@
-"""Results of collectives, checked before the host uses them or they become state.
+"""Checks results of collectives before the host uses them or they become state.
 
-An abort ends a collective on a device by force, and its result is then arbitrary. It sets the flag
-of the attempt first, so a check of the flag after the result is reliable.
+An abort ends a collective on a device by force, which makes its result arbitrary. The abort sets
+the attempt's flag first, so a check of the flag after the result is reliable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def on_host(numbers: Tensor) -> list[float]:
 def reading(numbers: Tensor) -> Callable[[], list[float]]:
     """Start to read a collective's result; return a function that waits for it, like ``on_host``.
 
-    Work enqueued meanwhile is not waited for.
+    The function does not wait for work enqueued meanwhile.
     """
     if not numbers.is_cuda:
         # On the host, waiting for the collective has already raised.

@@ -1,4 +1,4 @@
-"""torch's names that this room uses and torch does not promise. Checked on 2.11, 2.13 to 2.15.
+"""Names of torch that this room uses and torch does not promise. Checked on 2.11, 2.13 to 2.15.
 
 ``make test-torch`` runs the tests with the oldest and the newest release.
 """
@@ -66,22 +66,22 @@ def count_groups_anew() -> None:
 
 
 def check_exchange(operations: list[dist.P2POp]) -> None:
-    """Raise as torch's ``batch_isend_irecv`` does if ``operations`` cannot be one batch."""
+    """Raise the error of torch's ``batch_isend_irecv`` if ``operations`` cannot be one batch."""
     distributed_c10d._check_p2p_op_list(operations)  # noqa: SLF001
 
 
 def clear_mesh_caches() -> None:
     """Drop DTensor's four caches of meshes.
 
-    A mesh equals another of the same shape, whatever its groups. So a cached plan would call groups
-    of the old attempt, and the caches keep those groups alive.
+    Two meshes of the same shape are equal even if their groups differ. So a cached plan would call
+    groups of the old attempt, and the caches keep those groups alive.
     """
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-    # torch 2.11 counts a reference too many to the mesh of a DTensor that was viewed: it is never
-    # freed. So its groups are removed from it.
+    # torch 2.11 counts one reference too many to the mesh of a DTensor that was viewed, so the mesh
+    # is never freed. This removes its groups from it.
     for mesh in gc.get_objects() if not _HAS_NEW_NAMES else ():
         if type(mesh) is DeviceMesh:
             mesh._pg_registry.clear()  # noqa: SLF001

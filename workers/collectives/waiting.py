@@ -1,4 +1,4 @@
-"""Waits that an abort interrupts, and threads for calls that cannot be interrupted."""
+"""Provides waits that an abort interrupts, and threads for calls that cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Waiter:
         self.finished = False
 
     def set(self) -> None:
-        """Wake the waiting thread: it is done."""
+        """Wake the waiting thread because the work is done."""
         self.finished = True
         self._event.set()
 
     def wake(self) -> None:
-        """Wake the waiting thread: the attempt was aborted."""
+        """Wake the waiting thread because the attempt was aborted."""
         self._event.set()
 
     def wait(self, timeout_s: float | None) -> bool:

@@ -1,11 +1,11 @@
-"""Work that an abort can wake: the result of each collective of a recorded group.
+"""Represents each collective of a recorded group by a work that an abort can wake.
 
 gloo's own ``abort`` leaves a waiter asleep until the timeout (torch 2.13; pytorch#130345), so no
-thread may wait inside gloo for long. Waits for a collective are cut into slices; between two slices
-the waiter checks whether its attempt was aborted. A slice is free if the collective ends within it;
-one that runs out costs about 70 us, 1 % of a core while a rank waits. gloo closes the connection
-when a slice of a point-to-point work runs out. For these a helper thread waits, and the caller
-waits for the helper or the abort.
+thread may wait inside gloo for long. Waits for a collective are cut into slices, and between two
+slices the waiter checks whether its attempt was aborted. A slice is free if the collective ends
+within it. A slice that runs out costs about 70 us, 1 % of a core while a rank waits. gloo closes
+the connection when a slice of a point-to-point work runs out. So a helper thread waits for such a
+work, and the caller waits for the helper or the abort.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from workers.records import ABORTED, FAILED, FINISHED
 
 #: torch's ``WorkResult::SUCCESS``.
 _SUCCESS: Final = 0
-#: Time between two checks of the abort flag; bounds how late an abort is noticed.
+#: Time between two checks of the abort flag, which bounds the delay of an abort.
 _SLICE: Final = timedelta(milliseconds=5)
 
 
 class Call:
     """One collective, as the recorder and the errors name it.
 
-    ``start`` is where a device reaches the call; None on the host.
+    ``start`` is the position at which a device reaches the call; None on the host.
     """
 
     __slots__ = ("attempt", "group", "name", "number", "op", "seq", "start")
@@ -95,11 +95,11 @@ class RecordedWork(dist.Work):
     """A collective in flight on the CPU.
 
     Args:
-        call: Its name and number.
+        call: The collective's name and number.
         inner: gloo's works; several for a coalesced collective.
         finish: Called once, in the waiting thread, when all of ``inner`` are done.
         keep: Objects that must live as long as the transport may use them.
-        sliced: Whether ``inner`` can be waited for in slices.
+        sliced: Whether a wait for ``inner`` can be cut into slices.
     """
 
     def __init__(
@@ -155,15 +155,15 @@ class RecordedWork(dist.Work):
         return self._done or (self._sliced and all(work.is_completed() for work in self._inner))
 
     def is_success(self) -> bool:
-        """Return whether the collective was waited for and is done."""
+        """Return whether a wait has ended and the collective is done."""
         return self._done
 
     def exception(self) -> Any:
-        """Return what ``wait`` raised, or None."""
+        """Return the error that ``wait`` raised, or None."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Return nothing: every collective writes into its caller's tensors."""
+        """Return nothing, because every collective writes into its caller's tensors."""
         return []
 
     def _source_rank(self) -> int:
@@ -171,7 +171,7 @@ class RecordedWork(dist.Work):
         return int(self._inner[0]._source_rank())  # noqa: SLF001 - torch's name
 
     def synchronize(self) -> None:
-        """Do as ``wait`` does; there is no stream to order."""
+        """Do the same as ``wait``, because there is no stream to order."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -201,7 +201,7 @@ class RecordedWork(dist.Work):
                     break
                 except RuntimeError as error:
                     # The slice ran out, perhaps just before completion, or the work failed. If the
-                    # work is complete, it did not run out: it failed.
+                    # work is complete, the slice did not run out: the work failed.
                     if was_completed:
                         raise self._call.failed(error) from error
                     was_completed = work.is_completed()
@@ -241,18 +241,19 @@ class InFlight:
     """Collectives that their device has not passed; the attempt polls ``is_reached``, ``settle``.
 
     NCCL's work holds the outputs of its collective, and the host is some forty layers ahead of the
-    device. So ``give_up`` releases it if a mark in the caller's stream carries the same
-    information. The newest work of a group is kept: an error belongs to the communicator, but only
-    a work can describe it.
+    device. So ``give_up`` releases the work if a mark in the caller's stream carries the same
+    information. The newest work of a group is kept, because an error belongs to the communicator
+    but only a work can describe it.
 
     Args:
-        calls: Their names and numbers; several for coalesced ones.
+        calls: Names and numbers of the collectives; several if they are coalesced.
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls = calls
         self.inner: Any = None
-        #: Where the caller's stream continues after them; None if that may be later than their end.
+        #: Position at which the caller's stream continues after them; None if that may be later
+        #: than their end.
         self.end: nccl.Start | None = None
         self.is_refused = False
 
@@ -262,7 +263,7 @@ class InFlight:
             self.inner = None
 
     def is_reached(self) -> bool:
-        """Record which calls the device has reached; return whether all."""
+        """Record which calls the device has reached, and return whether it has reached all."""
         try:
             for call in self.calls:
                 if call.start is not None:
@@ -270,7 +271,7 @@ class InFlight:
                         return False
                     call.reach()
         except RuntimeError:
-            # The device has failed. ``settle`` meets that too, and reports it.
+            # The device has failed. ``settle`` also sees this, and reports it.
             return False
         return True
 
@@ -285,9 +286,9 @@ class InFlight:
     def settle(self, error: BaseException | None) -> bool:
         """Record the end if the device is done or its group has failed; return whether it has.
 
-        A failure aborts the attempt: nothing else would end the device's wait.
+        A failure aborts the attempt, because nothing else would end the device's wait.
         """
-        # In this order: the training thread sets the mark before it releases the work.
+        # This order matters: the training thread sets the mark before it releases the work.
         inner, end = self.inner, self.end
         if inner is None and end is None:
             return self.is_refused
@@ -311,13 +312,13 @@ class InFlight:
 class StreamWork(dist.Work):
     """Collectives in flight on a device. ``wait`` only orders streams, as NCCL's does.
 
-    ``wait`` does not tell the host where the device is; the attempt polls ``in_flight``, from
-    before ``begin`` on.
+    ``wait`` does not give the host the device's position, so the attempt polls ``in_flight``,
+    starting before ``begin``.
 
     Args:
-        calls: Their names and numbers; several for coalesced ones.
-        waits_at_once: Whether torch waits for them in the call, so that the caller's stream has
-            nothing between their start and their end.
+        calls: Names and numbers of the collectives; several if they are coalesced.
+        waits_at_once: Whether torch waits for them in the call, so that the caller's stream has no
+            work between their start and their end.
     """
 
     def __init__(self, calls: Sequence[Call], *, waits_at_once: bool = False) -> None:
@@ -389,7 +390,7 @@ class StreamWork(dist.Work):
 def _failure(inner: Any) -> BaseException | None:
     """Return the error of a finished NCCL work, or None.
 
-    It has ``exception`` and ``is_success`` too, but a call from Python always raises.
+    A work also has ``exception`` and ``is_success``, but a call from Python always raises an error.
     """
     result = inner.get_future_result()
     if not result.done() or result.value() == _SUCCESS:

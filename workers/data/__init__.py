@@ -1,4 +1,7 @@
-"""From data to samples, their order, and random numbers. ``order`` imports no torch."""
+"""Turns data into samples, and gives their order and random numbers.
+
+``order`` does not import torch.
+"""
 
 from typing import TYPE_CHECKING
 

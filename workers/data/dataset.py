@@ -1,7 +1,7 @@
 """Tokens on disk, cut into samples: two splits, memory-mapped, the same on every worker.
 
-Text is tokenized once per node. The cache directory has a file for it, named by a hash of all that
-the tokens depend on; every process maps the file, and opens it once for all attempts.
+Text is tokenized once per node. The tokens are in the cache directory under a hash of everything
+that they depend on. Every process maps them, and opens them once for all attempts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """A source, tokenized."""
+    """A tokenized source."""
 
     train: Split
     held_out: Split  #: The split for validation, from other documents.
@@ -60,7 +60,7 @@ def open_texts(settings: DataSettings) -> Texts:
     """Return the samples of ``settings``; cached within a process.
 
     Raises:
-        DataError: There is no text, it cannot be read, or it is too short.
+        DataError: There is no text, or it cannot be read or is too short.
     """
     tokenizer = open_tokenizer(settings.tokenizer)
     source = find_source(settings)
@@ -85,7 +85,7 @@ def open_texts(settings: DataSettings) -> Texts:
 
 
 def _cache_directory(settings: DataSettings, source: Source, tokenizer: Tokenizer) -> Path:
-    """Return a directory named by a hash of everything on which the tokens depend."""
+    """Return a directory whose name is a hash of everything that the tokens depend on."""
     depends = {
         **asdict(settings),
         "tokenizer": tokenizer.name,

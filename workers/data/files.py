@@ -1,4 +1,4 @@
-"""Files of a dataset: which ones exist, and where their index is kept."""
+"""Finds and reads the files of a dataset, and keeps arrays computed from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ucp_core.storage import Stamp, Store, open_store
 from workers.errors import DataError
 
 Arrays: TypeAlias = dict[str, NDArray[np.int64]]
-#: Number and size of the pieces by which a file that is not read whole is identified.
+#: Number and size of the pieces that identify a file that is not read whole.
 _NUM_PIECES: Final = 32
 _PIECE_BYTES: Final = 32 << 10
 
@@ -30,21 +30,21 @@ _PIECE_BYTES: Final = 32 << 10
 class DataFile:
     """A file of a dataset, local or behind a URL."""
 
-    url: str  #: As the user would name it.
+    url: str  #: The URL or path as the user would name it.
     store: Store
     path: str
-    stamp: Stamp  #: Its size, and what identifies it, when the dataset was opened.
+    stamp: Stamp  #: The file's size and identity when the dataset was opened.
 
     @property
     def size_bytes(self) -> int:
-        """Return its size when the dataset was opened."""
+        """Return the file's size when the dataset was opened."""
         return self.stamp.size_bytes
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
         """Return bytes of the file.
 
         Raises:
-            DataError: They cannot be read, or the file has become shorter.
+            DataError: The bytes cannot be read, or the file has become shorter.
         """
         try:
             return self.store.read_range(self.path, offset_bytes, size_bytes)
@@ -52,9 +52,9 @@ class DataFile:
             raise DataError(f"{self.url} cannot be read: {error}", path=self.url) from error
 
     def content(self) -> str:
-        """Return what identifies its content on any machine.
+        """Return an identity of the file's content that is the same on every machine.
 
-        It is the storage's own identifier, or a digest: of the whole file, or of pieces spread over
+        It is the storage's own identifier, or a digest of the whole file or of pieces spread over
         it.
         """
         if self.stamp.is_of_content:
@@ -69,7 +69,7 @@ class DataFile:
         return digest.hexdigest()
 
     def open(self) -> Any:
-        """Return the file as a Python file object, for libraries that read those."""
+        """Return a Python file object for libraries that need one."""
         return io.BufferedReader(_Raw(self), buffer_size=self.store.request_bytes)
 
 
@@ -101,14 +101,14 @@ class _Raw(io.RawIOBase):
 
 
 def find_files(what: str, paths: str | Path | Sequence[str | Path]) -> tuple[DataFile, ...]:
-    """Return the files that paths, URLs and globs name, in order, those of a glob by name.
+    """Return the files that paths, URLs and globs name, in order; sort the files of a glob by name.
 
     Args:
         what: The caller, for messages.
         paths: One or several.
 
     Raises:
-        DataError: A path names no file, or cannot be listed. Every such path is named.
+        DataError: A path names no file, or cannot be listed. The error names every such path.
     """
     found: list[DataFile] = []
     problems: list[str] = []
@@ -147,7 +147,7 @@ def _file(url: str) -> DataFile:
 def own_cache() -> str:
     """Return this user's folder for prepared data, among temporary files.
 
-    By the number of the user: containers run under one that has no name.
+    The name has the user's number, because users in containers can be without a name.
     """
     return f"{tempfile.gettempdir()}/everstep-data-{os.getuid()}"
 
@@ -155,7 +155,7 @@ def own_cache() -> str:
 def cached_arrays(
     depends: Mapping[str, Any], cache: str | None, make: Callable[[], Arrays]
 ) -> Arrays:
-    """Return arrays that ``make`` computes, once for all processes of a machine.
+    """Return arrays that ``make`` computes once for all processes of a machine.
 
     Args:
         depends: Everything on which the arrays depend, as JSON values.

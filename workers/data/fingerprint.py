@@ -1,7 +1,7 @@
 """Fingerprints of samples: a few microseconds each, whatever their size.
 
-They distinguish samples of a dataset, but do not detect every change to one: of a large array or a
-long text they take three pieces. ``content_of`` covers whole samples, for a few of them.
+They distinguish samples of a dataset, but do not detect every change: they cover only three pieces
+of a large array or a long text. ``content_of`` covers a few whole samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 #: Bytes of each of three pieces: first, middle and last.
 _PIECE_BYTES: Final = 128
-#: How many items of a list are included, at either end, and how deep.
+#: Number of items at either end of a list that are included, and the depth.
 _ITEMS_MAX, _DEPTH_MAX = 8, 4
 #: NumPy's counterparts of torch's own types.
 _OF_TORCH_ONLY: Final = {
@@ -26,16 +26,17 @@ _OF_TORCH_ONLY: Final = {
     torch.float8_e5m2: torch.uint8,
 }
 _PLAIN: Final = (bool, int, float, complex, type(None))
-#: Not unions, which would be made each time.
+#: These are tuples, because a union would be made in each call.
 _TEXT, _LISTS = (str, bytes), (list, tuple)
-#: Tensors of a sample whose numbers are compared.
+#: Number of tensors of a sample whose numbers are compared.
 _FLOATS_MAX: Final = 4
 #: Machines of other kinds round differently. Norms and projections of other samples differ by more.
 _TOLERANCE: Final = 1e-3
 #: Numbers of a ``Content``.
 CONTENT_LENGTH: Final = 1 + 2 * _FLOATS_MAX
 
-#: A CRC-32 of what has no fractions, then a projection and the norm of each tensor that has.
+#: A CRC-32 of all values without fractions, then a projection and the norm of each tensor with
+#: fractions.
 Content: TypeAlias = Sequence[float]
 
 
@@ -45,7 +46,7 @@ def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
     Args:
         value: Tensors, arrays, numbers, text, lists, mappings, or objects with attributes.
         before: The fingerprint of the previous values.
-        depth: How deep in a sample ``value`` is.
+        depth: Depth of ``value`` in the sample.
     """
     if isinstance(value, Tensor):
         return _of_tensor(value, before)
@@ -63,7 +64,7 @@ def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
         before = zlib.crc32(str(len(value)).encode(), before)
         items = [*value[:_ITEMS_MAX], *value[max(_ITEMS_MAX, len(value) - _ITEMS_MAX) :]]
         if items and isinstance(items[0], _PLAIN):
-            # Token ids, most often: the numbers of one list at once.
+            # This is the usual case, token ids: take the numbers of a list at once.
             return zlib.crc32(repr(items).encode(), before)
     elif isinstance(value, Mapping):
         items = [part for pair in value.items() for part in pair]
@@ -76,7 +77,7 @@ def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
 
 def _of_tensor(tensor: Tensor, before: int) -> int:
     try:
-        # Most often there is nothing to ask first.
+        # Most values need no check first.
         array = tensor.numpy()
     except (TypeError, RuntimeError):
         return _of_unusual_tensor(tensor, before)
@@ -109,7 +110,7 @@ def _of_array(array: NDArray[Any], before: int) -> int:
 def content_of(value: Any) -> Content:
     """Return an identity of the whole sample, the same on any machine except for rounding.
 
-    It waits for a device that holds tensors of it.
+    It waits for the device if the sample has tensors there.
     """
     floats: list[NDArray[np.float64]] = []
     found = [float(_exactly(value, 0, 0, floats))]
@@ -143,7 +144,7 @@ def _exactly(value: Any, before: int, depth: int, floats: list[NDArray[np.float6
         floats.append(np.nan_to_num(value.reshape(-1).astype(np.float64)))
         return before
     if isinstance(value, str):
-        # A path may begin otherwise on each node.
+        # A path may begin differently on each node.
         return zlib.crc32(value.rpartition("/")[2].encode(errors="replace"), before)
     if isinstance(value, bytes):
         return zlib.crc32(value, before)
@@ -156,7 +157,7 @@ def _exactly(value: Any, before: int, depth: int, floats: list[NDArray[np.float6
 
 
 def _is_of_numbers(value: Any) -> bool:
-    """Return whether it is a number, or a list that begins with one."""
+    """Return whether a value is a number, or a list that begins with one."""
     first = value[0] if isinstance(value, _LISTS) and value else value
     return isinstance(first, bool | int | float) and not _is_ragged(value)
 

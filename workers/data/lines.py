@@ -25,13 +25,13 @@ class JsonLines:
     only maps it. Then a sample is one read, wherever it is. Empty lines are skipped.
 
     Args:
-        paths: Paths, URLs (``s3://...``) or globs of uncompressed files. The order counts.
+        paths: Paths, URLs (``s3://...``) or globs of uncompressed files. Their order matters.
         cache: Local directory of the index, such as one beside the run; by default among
             temporary files.
 
     Attributes:
-        digest: Identifies the files, by their names and all that is in them.
-        stamps: Tell the files from others that take their place.
+        digest: Identifies the files by their names and their whole content.
+        stamps: Distinguish the files from later ones in their place.
 
     Raises:
         DataError: A file cannot be read, or is compressed.
@@ -45,7 +45,8 @@ class JsonLines:
         if packed:
             raise DataError(
                 f"JsonLines: {', '.join(packed)}: a line of a compressed file cannot be read "
-                "without all before it; decompress the files, or give an iterable"
+                "without reading everything before it; decompress the files, or give an "
+                "iterable"
             )
         self.stamps = [(one.url, one.stamp.text) for one in self._files]
         index = cached_arrays({"lines": 2, "files": self.stamps}, cache, self._index)
@@ -62,7 +63,7 @@ class JsonLines:
         """Return the value of a line.
 
         Raises:
-            DataError: It cannot be read, or is no JSON.
+            DataError: The line cannot be read, or is not JSON.
         """
         number = range(len(self))[index]
         place = int(np.searchsorted(self._firsts, number, side="right")) - 1
@@ -75,8 +76,7 @@ class JsonLines:
         except ValueError as error:
             line = number - int(self._firsts[place]) + 1
             raise DataError(
-                f"{file.url}: line {line} of those that are not empty, at byte {start}, is no "
-                f"JSON: {error}",
+                f"{file.url}: non-empty line {line}, at byte {start}, is not JSON: {error}",
                 path=file.url,
                 offset_bytes=start,
             ) from error
@@ -94,10 +94,10 @@ class JsonLines:
 
 
 def _starts(file: DataFile, digest: hashlib._Hash) -> NDArray[np.int64]:
-    """Return where the lines begin that are not empty; add the file to ``digest``."""
+    """Return the positions of the non-empty lines, and add the file to ``digest``."""
     ends = np.concatenate([*_newlines(file, digest), np.array([file.size_bytes], np.int64)])
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
-    # A line of two bytes may be "\r" and no more; a JSON value of one byte is a digit.
+    # A line of two bytes may be only "\r"; a JSON value of one byte is a digit.
     sizes = ends - starts
     kept = sizes > 0
     for at in np.flatnonzero(sizes == 1):

@@ -2,9 +2,9 @@
 
 A dataset that can only be iterated keeps its own order; see ``stream``.
 
-The samples of a step depend on seed and step alone: any number of workers reads the same, and a
-resumed run starts at its step without reading earlier data. Random numbers of the dataset
-(augmentation, masking) are keyed by step and micro-batch, so they are the same everywhere too.
+The samples of a step depend only on seed and step: any number of workers reads the same samples,
+and a resumed run starts at its step without reading earlier data. Random numbers of the dataset
+(augmentation, masking) are keyed by step and micro-batch, so they are also the same everywhere.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _AHEAD: Final = 2
 _SAMPLES_AT_ONCE: Final = 1 << 14
 
 
-#: A reader's next task: a function of it, and further arguments.
+#: A reader's next task: a method, and further arguments.
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -45,21 +45,21 @@ def as_data(data: Any) -> int | DataLoader:
     """Return what ``session.steps`` reads: a number of samples, or a ``DataLoader`` of a dataset.
 
     Raises:
-        DataError: It is a loader of batches, or nothing that can be read; says what to hand over.
+        DataError: ``data`` loads batches or cannot be read. The error says what to pass instead.
     """
     if isinstance(data, DataLoader):
         return data
     if not isinstance(data, Real):
         return DataLoader(data)
     if not isinstance(data, Integral) or data < 1:
-        raise DataError(f"{data!r}: a number of samples is a whole one, at least 1")
+        raise DataError(f"{data!r}: the number of samples must be an integer, at least 1")
     return int(data)
 
 
 def num_tokens(batch: Any) -> int:
-    """Return how many tokens a batch has, padding included; 0 if it shows none.
+    """Return the number of tokens in a batch, including padding; 0 if it shows none.
 
-    It shows them as ``input_ids``, or as inputs and labels that are whole numbers of one shape
+    A batch shows tokens as ``input_ids``, or as inputs and labels that are integers of one shape
     ``(samples, positions)``.
     """
     if isinstance(batch, Mapping):
@@ -74,23 +74,23 @@ def num_tokens(batch: Any) -> int:
 
 
 def _refuse_batches(data: Any) -> None:
-    """Raise ``DataError`` for what makes batches by itself, or is no dataset."""
+    """Raise ``DataError`` for an object that makes batches itself or is not a dataset."""
     kind = type(data).__name__
     is_loader = isinstance(data, torch.utils.data.DataLoader)
     if is_loader and (data.batch_size is not None or data.batch_sampler is not None):
         raise DataError(
-            "a DataLoader of torch makes batches, in an order of its own, and here the run does "
-            "both: train.micro_batch samples each, in an order that kills do not change. Hand over "
-            "its dataset: everstep.DataLoader(loader.dataset, collate_fn=loader.collate_fn, "
-            f"num_workers={data.num_workers})"
+            "a DataLoader of torch makes batches, in an order of its own, and here the run "
+            "does both: train.micro_batch samples each, in an order that kills do not change. "
+            "Pass its dataset: everstep.DataLoader(loader.dataset, "
+            f"collate_fn=loader.collate_fn, num_workers={data.num_workers})"
         )
     if hasattr(data, "iloc"):
         raise DataError(
-            f"a {kind} gives columns by name, and here samples by index are read; hand over "
+            f"a {kind} gives columns by name, but the run reads samples by index; pass "
             "frame.to_dict('records')"
         )
     if isinstance(data, str | bytes | Mapping):
-        raise DataError(f"a {kind} is no dataset; hand over samples by index: a list, a Dataset")
+        raise DataError(f"a {kind} is not a dataset; pass samples by index: a list, a Dataset")
 
 
 class Dataset(Protocol):
@@ -113,7 +113,8 @@ def micro_batches_of(
         first_step: The first step, from 1.
     """
     offsets = np.asarray(numbers, np.int64)[:, None] * micro_batch + np.arange(micro_batch)
-    # The first batch must not wait for many; later it is cheaper to request many steps at once.
+    # The first batch must not wait for many samples; later it is cheaper to request many steps at
+    # once.
     num_steps, num_steps_max = 1, max(1, _SAMPLES_AT_ONCE // max(1, offsets.size))
     while True:
         steps = np.arange(first_step, first_step + num_steps)
@@ -135,24 +136,26 @@ class DataLoader:
 
     A dataset without length and index is a stream: it must give the same samples on every worker,
     each of which reads all of it and keeps its part. One process at most reads it ahead. When a run
-    resumes, a stream with ``state_dict`` and ``load_state_dict`` continues where it was, and
-    another one is read again from the beginning of the epoch.
+    resumes, a stream with ``state_dict`` and ``load_state_dict`` continues where it was, and any
+    other stream is read again from the beginning of the epoch.
 
     Args:
-        dataset: Samples by index below ``len(dataset)``, or one after the other.
-            ``__getitems__(indices)`` is used if it has that.
-        collate_fn: Makes a batch of a list of samples; by default torch's, which stacks tensors.
-        num_workers: Processes that read ahead, forked from this one; 0 reads when it is needed.
+        dataset: Samples by index below ``len(dataset)``, or one after the other. Its
+            ``__getitems__(indices)`` is used if there is one.
+        collate_fn: Makes a batch from a list of samples. The default is torch's, which stacks
+            tensors.
+        num_workers: Number of processes that read ahead, forked from this one. With 0 the training
+            process reads.
         draws: Whether samples of an indexed dataset draw random numbers, which are the same on
             any worker. False saves 15 us a batch; it has no effect with ``num_workers`` above 0.
-        digest: Identifies the data; by default ``dataset.digest`` if there is one. Workers, and a
-            run and its checkpoint, must have the same.
-        sampler: The indices of an epoch, of all workers together: a sampler of torch, or a function
-            of the epoch's number. Random numbers are seeded by the epoch meanwhile. By default
-            each epoch has every sample once, in an order of its own.
+        digest: Identifies the data; by default ``dataset.digest`` if there is one. It must be equal
+            on all workers, and in a run and its checkpoint.
+        sampler: The indices of an epoch for all workers together: a sampler of torch, or a function
+            of the epoch's number. Random numbers are seeded by the epoch while it runs. By default
+            each epoch has every sample once, in its own order.
 
     Attributes:
-        epoch: See ``DataOrder``; positions without a sample are read as index -1.
+        epoch: See ``DataOrder``; positions without a sample have index -1.
         sampled: The epochs of ``sampler``; None without one.
 
     Raises:
@@ -173,7 +176,7 @@ class DataLoader:
         self.dataset = cast("Any", dataset)
         self.is_stream = is_stream(dataset)
         if self.is_stream:
-            # Refuses a dataset that cannot be read again before the run begins.
+            # This refuses a dataset that cannot be read again before the run begins.
             Stream(self.dataset, seed=0, global_batch=1)
         elif not len(self.dataset):
             raise DataError("DataLoader: the dataset has no samples")
@@ -205,7 +208,7 @@ class DataLoader:
     def read_digest(self) -> int:
         """Return a digest, below 2 ** 20, of a stream's samples up to the step of the last batch.
 
-        It is 0 for other datasets, whose order is the run's.
+        The digest is 0 for other datasets, whose order is the run's.
         """
         return self._state["digest"] % (1 << 20) if self._state is not None else 0
 
@@ -222,15 +225,16 @@ class DataLoader:
         """Yield one rank's batches, step after step, without end.
 
         Args:
-            order: The order of samples; a stream uses its ``global_batch`` alone.
+            order: The order of samples; a stream uses only its ``global_batch``.
             seed: Seed of the dataset's random numbers.
             micro_batch: Samples of a batch.
-            numbers: Which micro-batches of each step this rank computes, in order.
+            numbers: Numbers of the micro-batches that this rank computes, in order, for each step.
             first_step: The step of the first batch, from 1.
             state: The result of ``state`` after the step before it.
 
         Raises:
-            DataError: A process that reads died, or the dataset raised; says which sample.
+            DataError: A reading process died, or the dataset raised an error. The error names the
+                sample.
         """
         if self.is_stream:
             cut = _Cut(seed, order.global_batch, micro_batch, tuple(numbers))
@@ -272,7 +276,7 @@ class DataLoader:
     def contents(self, indices: Sequence[int], *, seed: int) -> list[Content]:
         """Return the content of samples, each with its own random numbers.
 
-        A process that reads ahead does it, if there is one: files may be open there.
+        A process that reads ahead reads them, if there is one, because it may have files open.
         """
         keys = [random_seed("data", seed, "content", index) for index in indices]
         if self._num_workers:
@@ -290,11 +294,11 @@ class DataLoader:
             yield _read_step, (cut, step)
 
     def _results(self, calls: Iterator[_Call]) -> Iterator[Any]:
-        """Yield the results of calls, but nothing for None; processes work ahead."""
+        """Yield the results of calls, skip calls that are None, and let processes work ahead."""
         if not self._num_workers:
             reader = _Reader(self.dataset, self._collate)
             for function, arguments in calls:
-                # The script's own numbers do not change.
+                # Reading must not change the script's own random numbers.
                 with seeded(0):
                     result = function(reader, *arguments)
                 if result is not None:
@@ -310,7 +314,7 @@ class DataLoader:
                 if result is not None:
                     yield result
         except DataError:
-            # Some may be dead: the next ones are new.
+            # Some processes may be dead, so the next reading starts new ones.
             self._readers = None
             raise
         finally:
@@ -372,7 +376,7 @@ def _seek(reader: _Reader, cut: _Cut, step: int, state: dict[str, Any] | None) -
 
 
 def _read_step(reader: _Reader, cut: _Cut, step: int) -> tuple[list[Any], dict[str, Any]]:
-    """Return the rank's batches of a step, and the position of the stream after it."""
+    """Return the rank's batches of a step, and the position of the stream after the step."""
     assert reader.stream is not None, "a stream is sought before it is read"
     each = {
         number: range(number * cut.micro_batch, (number + 1) * cut.micro_batch)

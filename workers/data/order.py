@@ -1,10 +1,9 @@
-"""The data order: which samples a step sees, as a pure function of (seed, step).
+"""Computes the samples of a step as a pure function of (seed, step).
 
 The order is an endless sequence of positions. Position ``p`` is in epoch ``p // num_samples``, and
-each epoch is its own permutation of all samples, or what a sampler gives for it; a step may span
-two epochs. Step ``s``, counted
-from 1, takes ``global_batch`` positions starting at ``(s - 1) * global_batch``. Nothing depends on
-the number of workers.
+each epoch is its own permutation of all samples, or the order that a sampler gives for it; a step
+may span two epochs. Step ``s``, counted from 1, takes ``global_batch`` positions starting at ``(s -
+1) * global_batch``. Nothing depends on the number of workers.
 
 A permutation is a keyed Feistel network on the smallest even number of bits that holds
 ``num_samples``, repeated until the value is in range (Black and Rogaway 2002, "Ciphers with
@@ -31,10 +30,11 @@ class DataOrder:
     seed: int  #: Selects the order.
     num_samples: int  #: Number of samples, at least 1; a sample is an index below this.
     global_batch: int  #: Samples per step, at least 1; may exceed ``num_samples``.
-    #: Samples that an epoch takes, and its positions: those beyond have no sample (-1). So an
-    #: epoch ends with a step. None to take all, in as many positions.
+    #: Number of samples that an epoch takes, and of its positions. Positions beyond the samples
+    #: have none (-1), so that an epoch ends with a step. None takes all samples, in as many
+    #: positions.
     epoch: tuple[int, int] | None = None
-    #: Returns the samples of an epoch, in place of a permutation of all; with ``epoch``.
+    #: Returns the samples of an epoch, instead of a permutation of all; requires ``epoch``.
     given: Callable[[int], NDArray[np.int64]] | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +59,9 @@ class DataOrder:
         return self.at(np.arange(start, max(start, stop), dtype=np.int64))
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at positions, in their shape. Many at once cost little more than one.
+        """Return the samples at positions, in the same shape.
+
+        Many positions cost little more than one.
 
         Args:
             positions: Ascending.
@@ -76,7 +78,7 @@ class DataOrder:
                 found[mine] = self.given(epoch)[places[mine]]
             return found
         first, last = int(epochs.flat[0]), int(epochs.flat[-1])
-        # (rounds, epochs); those of a position are a column.
+        # Shape (rounds, epochs): a position's keys are a column.
         keys = np.array(
             [
                 [_mix(self.seed, epoch, number) for epoch in range(first, last + 1)]
@@ -116,7 +118,7 @@ def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _mix(seed: int, epoch: int, number: int) -> int:
     """Return 64 bits that depend on all three arguments."""
-    # The same finalizer: for one value Python's integers are faster than arrays.
+    # This is the same finalizer. For one value Python's integers are faster than arrays.
     state = seed
     for part in (epoch, number):
         state = (state * 0x9E3779B97F4A7C15 + part + 1) & _MASK

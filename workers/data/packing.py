@@ -1,4 +1,4 @@
-"""Documents of any length, packed into rows of one length; where documents begin stays known."""
+"""Packs documents of any length into rows of one length, and keeps their beginnings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.errors import DataError
 
 #: Labels that carry no loss, for torch's ``cross_entropy`` and Hugging Face's models.
 IGNORED: Final = -100
-#: How many documents are requested for their length at a time.
+#: Number of documents to read for their length at a time.
 _LENGTHS_AT_ONCE: Final = 1024
 
 
@@ -33,19 +33,19 @@ def pack(
     Documents follow one another without padding, so one may be cut between two rows. A row is a
     dict of three arrays of ``(length,)``: ``input_ids``; ``position_ids``, which restart at 0 with
     each document and each row, so that Hugging Face's models keep documents apart; and ``labels``,
-    which are the tokens, but -100 where a document begins. Tokens at the end that fill no row are
-    not used.
+    which are the tokens, except for -100 where a document begins. Tokens at the end that fill no
+    row are not used.
 
-    With a map-style dataset the rows are map-style, too: documents are in an order that depends
-    on ``seed``, and ``DataLoader`` permutes the rows. Each document is read once to learn its
-    length; the result is cached if ``dataset.digest`` (or Hugging Face's fingerprint) identifies
-    the data. A dataset that can only be iterated becomes a stream of rows in its own order.
+    With a map-style dataset the rows are also map-style: documents have an order that depends on
+    ``seed``, and ``DataLoader`` permutes the rows. Each document is read once to learn its length;
+    the result is cached if ``dataset.digest`` (or Hugging Face's fingerprint) identifies the data.
+    A dataset that can only be iterated becomes a stream of rows in its own order.
 
     Args:
-        dataset: Of documents: one-dimensional tokens, or dicts with them.
-        length: Tokens of a row, at least 2.
-        key: Of the tokens in a dict.
-        seed: Of the order of documents.
+        dataset: The documents: one-dimensional tokens, or dicts with them.
+        length: Number of tokens of a row, at least 2.
+        key: Key of the tokens in a dict.
+        seed: Seed of the order of documents.
         cache: Directory for the lengths; see ``JsonLines``.
 
     Raises:
@@ -82,7 +82,8 @@ class PackedRows:
         num = len(lengths["lengths"])
         if num:
             self._order = DataOrder(seed=seed, num_samples=num, global_batch=1).samples(0, num)
-            #: Where each document of the order begins among all tokens, and where the last ends.
+            #: Position of each document's beginning among all tokens, in order, and of the last
+            #: one's end.
             self._starts = np.concatenate([[0], np.cumsum(lengths["lengths"][self._order])])
         if not num or self._starts[-1] < length:
             tokens = int(self._starts[-1]) if num else 0
@@ -97,7 +98,7 @@ class PackedRows:
         return self.__getitems__([range(len(self))[index]])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, NDArray[np.int64]]]:
-        """Return several rows; all their documents are asked for together."""
+        """Return several rows; read all their documents together."""
         starts = np.asarray(indices, np.int64) * self._length
         firsts = np.searchsorted(self._starts, starts, side="right") - 1
         stops = np.searchsorted(self._starts, starts + self._length, side="left")
@@ -132,7 +133,7 @@ class PackedStream:
         self._skipped = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Inform the dataset of the epoch, if it accepts that."""
+        """Set the epoch of the dataset, if it accepts that."""
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
 
@@ -159,14 +160,14 @@ class PackedStream:
         """Note that a document was read."""
 
     def _cut(self, num_left: int) -> None:
-        """Note that a row ended so many tokens before the end of the document."""
+        """Note that a row ended this many tokens before the end of the document."""
 
 
 class StatefulPackedStream(PackedStream):
-    """One that continues where it was, because its dataset does.
+    """Packed rows that continue where they were, because the dataset does.
 
-    Its state is that of the dataset before the document in which the next row begins, and how many
-    tokens of that document are in earlier rows.
+    The state holds the dataset's state before the document in which the next row begins, and the
+    number of that document's tokens in earlier rows.
     """
 
     def __init__(self, dataset: Iterable[Any], length: int, *, key: str) -> None:
@@ -176,11 +177,11 @@ class StatefulPackedStream(PackedStream):
         self._num_tokens = self._offset = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next row begins."""
+        """Return the position of the next row."""
         return {"dataset": self._begun, "skipped": self._offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there with the next iterator."""
+        """Continue at this position with the next iterator."""
         self._skipped = state["skipped"]
         if state["dataset"] is not None:
             self._dataset.load_state_dict(state["dataset"])

@@ -1,4 +1,4 @@
-"""Rows of Parquet files as a map-style dataset: the footers say where each row group is."""
+"""Reads rows of Parquet files as a map-style dataset: the footers say where each row group is."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _CACHE_BYTES: Final = 256 << 20
 class ParquetRows:
     """The rows of Parquet files; give it to ``DataLoader``. It needs ``pyarrow``.
 
-    Only the footers are read when it is made. A row is read with its whole row group, which is
-    kept for the next rows: with a random order and more row groups than ``cache_bytes`` holds,
-    each sample costs a row group. Write small row groups (a thousand rows), or a cache for all.
+    Making the dataset reads only the footers. Reading a row reads its whole row group, which is
+    kept for the next rows: with a random order and more row groups than ``cache_bytes`` holds, each
+    sample costs a row group. Write small row groups (a thousand rows), or a cache for all.
 
     Args:
-        paths: Paths, URLs or globs. The order counts.
+        paths: Paths, URLs or globs. Their order matters.
         columns: The columns to read; everything by default.
-        cache_bytes: Of decoded row groups, in each process that reads.
+        cache_bytes: Bytes of decoded row groups to keep in each reading process.
 
     Attributes:
         digest: Identifies the files and columns: an object by its ETag, a local file by its footer
             and 32 pieces of it.
-        stamps: Tell the files from others that take their place.
+        stamps: Distinguish the files from later ones in their place.
 
     Raises:
         DataError: A file cannot be read, has other columns, or ``pyarrow`` is not installed.
@@ -59,7 +59,9 @@ class ParquetRows:
             try:
                 opened = ParquetFile(file.open())
             except (ArrowException, OSError) as error:
-                raise DataError(f"{file.url} is no Parquet file: {error}", path=file.url) from error
+                raise DataError(
+                    f"{file.url} is not a Parquet file: {error}", path=file.url
+                ) from error
             metadata = opened.metadata
             missing = sorted(set(self._columns or ()) - set(opened.schema_arrow.names))
             if missing:
@@ -86,7 +88,7 @@ class ParquetRows:
         return self.__getitems__([range(len(self))[index]])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return several rows; each row group is read once for them."""
+        """Return several rows; read each row group once."""
         places = np.searchsorted(self._firsts, indices, side="right") - 1
         rows: list[dict[str, Any]] = [{}] * len(indices)
         for place in np.unique(places).tolist():
@@ -98,7 +100,7 @@ class ParquetRows:
         return rows
 
     def _group(self, place: int) -> Any:
-        """Return a row group as a table, and forget those that were not used for longest."""
+        """Return a row group as a table, and drop the least recently used ones."""
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
 
@@ -108,7 +110,7 @@ class ParquetRows:
         number, group = self._groups[place]
         file = self._files[number]
         try:
-            # Threads of a process that was forked from one with threads would wait for ever.
+            # In a process forked from one with threads, pyarrow's threads would wait forever.
             table = ParquetFile(file.open()).read_row_group(
                 group, columns=self._columns, use_threads=False
             )
@@ -124,7 +126,7 @@ class ParquetRows:
 
 
 def _value(scalar: Any) -> Any:
-    """Return a Python value; a list of numbers as an array, from which a tensor is made fast."""
+    """Return a Python value, with a list of numbers as an array, which becomes a tensor quickly."""
     from pyarrow import types
 
     kind = scalar.type

@@ -1,4 +1,4 @@
-"""Random numbers of torch, NumPy and Python that depend on a seed, and not on the worker."""
+"""Seeds the random numbers of torch, NumPy and Python, so that they do not depend on the worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random_seed(*parts: object) -> int:
 
 def seed_all(seed: int) -> None:
     """Seed the three generators; ``seed`` is below 2 ** 63."""
-    # Not ``torch.manual_seed``: it takes 0.1 ms to look for devices of all kinds.
+    # ``torch.manual_seed`` would take 0.1 ms to look for devices of all kinds.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
@@ -42,7 +42,7 @@ def drawn() -> tuple[object, ...]:
 
 @contextmanager
 def keeping_host_numbers() -> Iterator[None]:
-    """Leave NumPy's and Python's generators as they were."""
+    """Restore NumPy's and Python's generators afterwards."""
     generator, of_python = np.random.mtrand.get_bit_generator(), random.getstate()
     of_numpy = np.random.get_state(legacy=False)  # noqa: NPY002
     try:
@@ -55,7 +55,7 @@ def keeping_host_numbers() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed all generators, and leave them as they were: the script's own numbers do not change."""
+    """Seed all generators, then restore them, so that the script's own numbers do not change."""
     of_torch = torch.default_generator.get_state()
     of_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     with keeping_host_numbers():
@@ -70,9 +70,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def numbers_of_stage(number: int) -> Iterator[None]:
-    """Let a pipeline stage draw its own numbers in a pass, and the script continue with its own.
+    """Let a pipeline stage draw its own numbers in a pass, then restore the script's numbers.
 
-    The first stage draws what the whole model would.
+    The first stage draws the numbers that the whole model would draw.
     """
     if number == 0:
         yield
@@ -82,9 +82,9 @@ def numbers_of_stage(number: int) -> Iterator[None]:
 
 
 def draw_for_part(number: int) -> None:
-    """Draw separate numbers for a part of sequences from here on; so far they were for the whole.
+    """Draw separate numbers for a part of sequences from here on, not for whole sequences.
 
-    The first part draws what whole sequences would.
+    The first part draws the numbers that whole sequences would draw.
     """
     if number:
         seed_all(random_seed(torch.default_generator.initial_seed(), "part", number))
@@ -93,8 +93,8 @@ def draw_for_part(number: int) -> None:
 class Keyed:
     """Calls functions as ``seeded`` would, 60 us faster.
 
-    NumPy draws from a generator of ours meanwhile, so that the script's need not be copied. All
-    that is lost is the second of a pair of normal numbers, if NumPy kept one for the script.
+    Meanwhile NumPy draws from a separate generator, so that the script's need not be copied. Only
+    the second of a pair of normal numbers is lost, if NumPy kept one for the script.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Processes that read ahead: calls go to them in turn, and results come back in that order.
+"""Runs processes that read ahead: they get calls in turn, and results come back in that order.
 
-A call and a result are one message each through pipes of our own, without threads between: with
-batches of some kilobytes the hand-overs of a pool of the standard library took longer than reading.
+A call and a result are one message each through a pipe, without threads. With batches of some
+kilobytes, the hand-overs in a pool of the standard library took longer than reading.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from workers.errors import DataError
 from workers.parent_death import end_with_parent
 
-#: Larger tensors go through shared memory, which costs as much as to copy some hundred kilobytes.
+#: Larger tensors go through shared memory, which costs as much as copying some hundred kilobytes.
 _COPIED_BYTES_MAX: Final = 1 << 20
 _F_SETPIPE_SZ: Final = 1031
 
@@ -36,13 +36,13 @@ class Readers:
     """Processes forked from this one; they end with it, and with ``close``.
 
     Args:
-        begin: Called in each first; returns what every function is called with.
+        begin: Called first in each process; returns the first argument for every function.
     """
 
     def __init__(self, num: int, begin: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("fork")
         self._ends: list[tuple[Connection, Connection]] = []
-        #: Number and process of the calls whose results are not received yet, in order.
+        #: Number and process of the calls whose results have not been received, in order.
         self._turns: deque[tuple[int, int]] = deque()
         self._received: dict[int, tuple[Exception | None, Any]] = {}
         self._dropped: set[int] = set()
@@ -62,10 +62,10 @@ class Readers:
             self._ends.append((our_calls, our_results))
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> int:
-        """Have the next process call a function; return the number of the call.
+        """Make the next process call a function; return the number of the call.
 
         Args:
-            function: Gets what ``begin`` returned, and then the arguments.
+            function: Receives the result of ``begin``, and then the arguments.
 
         Raises:
             DataError: The process has died.
@@ -80,7 +80,7 @@ class Readers:
         return number
 
     def result(self, number: int) -> Any:
-        """Return the result of a call, once; raise what it raised.
+        """Return the result of a call, once; raise the error that the call raised.
 
         Raises:
             DataError: The process has died.
@@ -172,10 +172,10 @@ def _close_sockets() -> None:
 
 
 class _Pickler(ForkingPickler):
-    """Copies small tensors; torch would make shared memory for each."""
+    """Copies small tensors, for each of which torch would make shared memory."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how to build a small tensor again, or leave it to torch."""
+        """Return a recipe that rebuilds a small tensor, or leave the tensor to torch."""
         is_plain = type(value) is Tensor and value.device.type == "cpu"
         if not is_plain or value.layout is not torch.strided or value.requires_grad:
             return NotImplemented

@@ -1,4 +1,4 @@
-"""The order of samples that a script gives, epoch by epoch."""
+"""Reads the order of samples that a script gives, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from workers.data.randomness import random_seed, seeded
 from workers.errors import DataError
 
-#: A function of the epoch's number, or what torch takes: an iterable, perhaps with ``set_epoch``.
+#: A function of the epoch's number, or an iterable as torch takes it, perhaps with ``set_epoch``.
 Sampler: TypeAlias = Callable[[int], Sequence[int]] | Iterable[int]
-#: A step may lie in two epochs.
+#: A step may span two epochs.
 _KEPT: Final = 2
 
 
@@ -26,7 +26,7 @@ class Sampled:
     epoch is the same on every worker and after a resume.
 
     Raises:
-        DataError: It gives a rank its part, or batches.
+        DataError: The sampler gives a rank only its part, or gives batches.
     """
 
     def __init__(self, sampler: Any, num_samples: int) -> None:
@@ -35,12 +35,12 @@ class Sampled:
             sampler, "num_replicas"
         ):
             raise DataError(
-                f"DataLoader: the sampler {self._name} gives a rank its part, and here the run "
-                "divides each step between the workers: hand over one that gives the indices of all"
+                f"DataLoader: the sampler {self._name} gives a rank only its part, but the run "
+                "divides each step between the workers: pass one that gives the indices of all"
             )
         if not callable(sampler) and not isinstance(sampler, Iterable):
             raise DataError(
-                f"DataLoader: sampler={sampler!r} gives no indices: hand over a sampler of torch, "
+                f"DataLoader: sampler={sampler!r} gives no indices: pass a sampler of torch, "
                 "or a function that returns the indices of an epoch by its number"
             )
         self._sampler, self._num_samples = sampler, num_samples
@@ -51,15 +51,16 @@ class Sampled:
         """Return the first epoch under a seed.
 
         Raises:
-            DataError: It differs when it is requested again, or is not an order.
+            DataError: The epoch differs when it is requested again, or is not an order.
         """
         self._seed, self._kept = seed, {}
         first = self.epoch(0)
         if not np.array_equal(first, self._drawn(0)):
             raise DataError(
-                f"the sampler {self._name} gives another order when it is asked for the same epoch "
-                "again, so a run that resumes would lose samples: leave out its generator (torch, "
-                "NumPy and random are seeded by the epoch here), or seed it in set_epoch(epoch)"
+                f"the sampler {self._name} gives another order when it gets the same epoch "
+                "again, so a run that resumes would lose samples: leave out its generator "
+                "(torch, NumPy and random are seeded by the epoch here), or seed it in "
+                "set_epoch(epoch)"
             )
         return first
 
@@ -67,15 +68,15 @@ class Sampled:
         """Return the indices of an epoch, in order.
 
         Raises:
-            DataError: They are no indices of the data, or not as many as before.
+            DataError: The values are not indices of the data, or their number has changed.
         """
         if number not in self._kept:
             found = self._drawn(number)
             expected = next((len(one) for one in self._kept.values()), len(found))
             if len(found) != expected:
                 raise DataError(
-                    f"the sampler {self._name} gives {len(found)} indices in epoch {number} and "
-                    f"{expected} in others: give as many in each"
+                    f"the sampler {self._name} gives {len(found)} indices in epoch {number} "
+                    f"and {expected} in others: give the same number in each"
                 )
             while len(self._kept) >= _KEPT:
                 del self._kept[min(self._kept)]
@@ -96,8 +97,8 @@ class Sampled:
         found = np.array(given) if given else np.empty(0, np.int64)
         if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
             raise DataError(
-                f"the sampler {self._name} gives {given[0]!r}, which is no index: the run makes "
-                "the batches, so hand over a sampler of single samples"
+                f"the sampler {self._name} gives {given[0]!r}, which is not an index: the run "
+                "makes the batches, so pass a sampler of single samples"
             )
         outside = found[(found < 0) | (found >= self._num_samples)]
         if not len(found) or len(outside):

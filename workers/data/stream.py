@@ -1,4 +1,4 @@
-"""Samples that come only one after the other, cut into steps.
+"""Cuts samples that come only one after the other into steps.
 
 Every worker reads the whole stream and keeps its part of each step, so any number of workers sees
 every sample once, in the stream's own order. The stream must be the same wherever it is read: a
@@ -19,27 +19,26 @@ from workers.data.fingerprint import fingerprint
 from workers.data.randomness import drawn, random_seed, seed_all
 from workers.errors import DataError
 
-#: A version keeps the state of a stream among its small values.
+#: Most bytes of a stream's state, because a version keeps it among its small values.
 _STATE_BYTES_MAX: Final = 256 << 10
-#: The digest covers one of this many samples of a step, and the first of an epoch: a lost one
-#: shifts all that follow.
+#: The digest covers one of this many samples of a step, and the first of an epoch. That is enough,
+#: because a lost sample shifts all later ones.
 _SAMPLES_EACH: Final = 8
-#: This many samples are read twice before the first step, which reveals a random order.
+#: Number of samples to read twice before the first step, to detect a random order.
 _TWICE: Final = 8
-#: Longer seeds of NumPy's generators are those that it draws itself.
+#: Seeds of NumPy's generators longer than this are ones that NumPy drew itself.
 _SEED_BITS: Final = 64
-#: The digest behind the next sample if there is none: the epoch ends.
+#: The digest after the next sample if the epoch has ended.
 _NONE_LEFT: Final = 0
 _END: Final = object()
 
 
 #: The problem of a stream that gives other samples when it is read again.
 KEEPS_ORDER: Final = (
-    "Samples would be lost or seen twice. It must give the same samples whoever reads it, and "
-    "each time: keep no state from one reading to the next (a generator, a cursor), give shuffle a "
-    "fixed seed (seed=), draw random "
-    "numbers by torch.rand, numpy.random or random, whose seeds are set here, or have the order "
-    "depend on set_epoch(number) alone"
+    "Samples would be lost or seen twice. It must give the same samples on every worker and "
+    "each time: keep no state from one reading to the next (a generator, a cursor), give "
+    "shuffle a fixed seed (seed=), draw random numbers by torch.rand, numpy.random or random, "
+    "whose seeds are set here, or have the order depend on set_epoch(number) alone"
 )
 
 
@@ -57,11 +56,11 @@ class Stream:
     same on every worker and after a resume. ``set_epoch(number)`` is called if the dataset has it.
 
     Args:
-        dataset: Gives a new iterator of samples for every epoch.
-        global_batch: Samples of a step.
+        dataset: The dataset, which gives a new iterator of samples for every epoch.
+        global_batch: Number of samples of a step.
 
     Raises:
-        DataError: It can be iterated only once, or is shuffled without a seed.
+        DataError: The dataset can be iterated only once, or is shuffled without a seed.
     """
 
     def __init__(self, dataset: Iterable[Any], *, seed: int, global_batch: int) -> None:
@@ -77,25 +76,27 @@ class Stream:
         self._first: deque[int] = deque()
         self._iterator: Any = iter(())
         self._epoch = self._taken = 0
-        #: Over samples read so far, and where the epoch began.
+        #: Digest of the samples read so far, and of those before the epoch.
         self._digest = self._epoch_digest = 0
         #: The expected digest after the next sample, if known.
         self._next_digest: int | None = None
-        #: A sample that was read ahead, and the digest behind it.
+        #: A sample that was read ahead, and the digest after it.
         self._ahead: tuple[Any, int] | None = None
 
     def seek(self, step: int, state: dict[str, Any] | None) -> None:
-        """Continue behind ``step``, 0 for the beginning.
+        """Continue after ``step``, which is 0 for the beginning.
 
-        A dataset with ``state_dict`` and ``load_state_dict`` continues there by itself. Another
-        one is read again from the beginning of the epoch: as long as it took the first time.
+        A dataset with ``state_dict`` and ``load_state_dict`` continues there by itself. Any other
+        dataset is read again from the beginning of the epoch, which takes as long as the first
+        time.
 
         Args:
             step: The last step whose samples were taken.
-            state: What ``state`` returned after it; None if unknown; then all of it is read again.
+            state: The result of ``state`` after it; None if unknown; then the whole stream is read
+                again.
 
         Raises:
-            DataError: It was read again, and gave other samples.
+            DataError: The dataset was read again and gave other samples.
         """
         if not step:
             self._first = self._first_samples()
@@ -135,7 +136,7 @@ class Stream:
         return found
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return where the stream is behind ``step``, as JSON values; may read a sample ahead.
+        """Return the stream's position after ``step`` as JSON values; may read a sample ahead.
 
         Raises:
             DataError: The dataset's own state is too large, or not made of JSON values.
@@ -157,7 +158,8 @@ class Stream:
         where: dict[str, Any] = {"epoch": self._epoch, "taken": self._taken, "dataset": held}
         where |= {"epoch_digest": self._epoch_digest, "digest": self._digest}
         if held is not None:
-            # Not every state_dict leads back to where it was taken: the next sample will show it.
+            # Not every state_dict leads back to its position: the next sample will show whether it
+            # does.
             self._seed_place(step + 1, 0)
             sample = next(self._iterator, _END)
             digest = _NONE_LEFT if sample is _END else fingerprint(sample, self._digest)
@@ -165,7 +167,7 @@ class Stream:
         return where
 
     def _seed_place(self, step: int, place: int) -> None:
-        """Seed the numbers of a sample and those that follow, if it begins some of its own."""
+        """Seed the random numbers from a sample on, if new ones begin there."""
         if place == 0 and (self._taken or not self._epoch):
             seed_all(random_seed("stream", self._seed, step))
         elif place == 1:
@@ -173,7 +175,7 @@ class Stream:
             seed_all(random_seed("stream", self._seed, step, place))
 
     def _check_next(self, found: int) -> None:
-        """Raise unless ``found`` is the digest behind the next sample, if that is known."""
+        """Raise an error unless ``found`` is the digest after the next sample, if that is known."""
         expected, self._next_digest = self._next_digest, None
         if expected not in {None, found}:
             raise DataError(
@@ -219,7 +221,8 @@ class Stream:
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._taken, self._epoch_digest = epoch, 0, self._digest
-        # Many choose their order when they give the first sample: the epoch's random numbers do.
+        # Many streams choose their order when they give the first sample, so these are the epoch's
+        # numbers.
         self._iterator = _begun(self._iterate(epoch))
 
     def _iterate(self, epoch: int, state: Any = None) -> Any:
@@ -231,10 +234,10 @@ class Stream:
         return iter(self._dataset)
 
     def _continue(self, epoch: int, state: Any) -> None:
-        """Continue where the dataset's state says, in the order that the epoch began with.
+        """Continue at the dataset's state, in the order that the epoch began with.
 
-        The next sample's random numbers are those of its step, unless the dataset draws some more
-        as it begins: then its order counts.
+        The next sample uses its step's random numbers, unless the dataset draws more numbers when
+        it begins: then keeping its order is more important.
         """
         self._epoch = epoch
         iterator = self._iterate(epoch, state)
@@ -247,12 +250,12 @@ class Stream:
         self._iterator = _begun(iterator) if draws_as_it_begins else iterator
 
     def _read_again(self, begun: int, step: int) -> None:
-        """Read what steps up to ``step`` took of the epoch that began at position ``begun``."""
+        """Read the samples that steps up to ``step`` took of the epoch that began at ``begun``."""
         first, rest = begun // self._global_batch + 1, -begun % self._global_batch
         if begun < 0 or first > step + 1:
             raise DataError(
-                f"the stream was saved at sample {step * self._global_batch - begun} of an epoch, "
-                f"which is beyond step {step}: the checkpoint is of another global batch"
+                f"the stream was saved at sample {step * self._global_batch - begun} of an "
+                f"epoch, which is beyond step {step}: the checkpoint has another global batch"
             )
         for place in range(self._global_batch - rest, self._global_batch):
             self._next(place)
@@ -261,7 +264,7 @@ class Stream:
 
 
 def _begun(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Return an iterator of the same that has its first sample already."""
+    """Return an iterator over the same samples that has read the first one already."""
     return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
 
@@ -282,12 +285,12 @@ def _is_stateful(dataset: Any) -> bool:
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
-    """Return whether it is Hugging Face's, shuffled: its state lacks the samples in the buffer."""
+    """Return whether a dataset is Hugging Face's and shuffled: its state lacks buffered samples."""
     return any(type(part).__name__.startswith("BufferShuffled") for part in _parts(dataset))
 
 
 def _refuse_unseeded(dataset: Any) -> None:
-    """Raise ``DataError`` if Hugging Face's is shuffled in another order by each process."""
+    """Raise ``DataError`` if each process would shuffle a Hugging Face dataset in another order."""
     for part in _parts(dataset):
         bits = getattr(getattr(part, "generator", None), "bit_generator", None)
         entropy = getattr(getattr(bits, "seed_seq", None), "entropy", 0)
@@ -300,11 +303,11 @@ def _refuse_unseeded(dataset: Any) -> None:
 
 
 def _parts(dataset: Any) -> list[Any]:
-    """Return the parts of Hugging Face's stream; nothing for others."""
-    # Documents that are packed have one inside.
+    """Return the parts of Hugging Face's stream; nothing for other datasets."""
+    # Packed documents have a stream inside.
     parts = [getattr(getattr(dataset, "_dataset", dataset), "_ex_iterable", None)]
     for part in parts:
         inner = getattr(part, "ex_iterable", None)
-        # Interleaved and concatenated ones have several.
+        # Interleaved and concatenated streams have several.
         parts += [*([inner] if inner is not None else ()), *getattr(part, "ex_iterables", ())]
     return parts

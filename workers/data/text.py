@@ -1,7 +1,7 @@
-"""Documents of a source: the standard library's own files, or text and JSON lines by glob.
+"""Finds the documents of a source: the standard library's files, or text and JSON lines by glob.
 
-This decides what all workers of a run must agree on: the documents, their order, and which of them
-are held out.
+It determines the documents, their order, and the held-out ones, which must be the same on all
+workers of a run.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def is_held_out(name: str, *, share: float, seed: int) -> bool:
 
 def _walk(root: str) -> Iterator[str]:
     for directory, names, files in os.walk(root):
-        # In place: ``os.walk`` does not enter what is removed.
+        # This changes the list in place: ``os.walk`` does not enter removed folders.
         names[:] = [name for name in names if name not in _EXCLUDED]
         yield from (f"{directory}/{name}" for name in files if name.endswith(".py"))
 

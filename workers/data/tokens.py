@@ -1,4 +1,4 @@
-"""Text to token ids: bytes, or a Hugging Face tokenizer file where one is named."""
+"""Turns text into token ids: its bytes, or those of a given Hugging Face tokenizer file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.models import BYTE_VOCAB_SIZE
 
 #: Id after each document when text is read as bytes.
 BYTE_END: Final = 256
-#: Names for the end of a document in tokenizer files, tried in this order.
+#: Names that tokenizer files have for the end of a document, tried in this order.
 END_OF_TEXT_NAMES: Final = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 
 

@@ -1,4 +1,4 @@
-"""Evidence of a worker, taken from outside: its stacks, however stuck it is, and its ring."""
+"""Takes evidence of a worker from outside: its stacks, even if it hangs, and its ring."""
 
 from workers.evidence.evidence import RINGS, STACKS, Evidence, copies
 from workers.evidence.kernel import kernel_facts

@@ -1,4 +1,4 @@
-"""The evidence of a node: what to take when an attempt ends, and where to store it."""
+"""Collects the evidence of a node when an attempt ends, and stores it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Evidence:
     rings: Mapping[str, bytes]
 
     def store(self, store: Store, folder: str) -> None:
-        """Write a file each below ``folder``.
+        """Write a file for each worker's stacks and ring below ``folder``.
 
         Raises:
             StorageError: A file could not be written.
@@ -36,7 +36,7 @@ class Evidence:
 
 
 def copies(rings: Mapping[str, Path]) -> dict[str, bytes]:
-    """Return the content of the existing rings, by worker; 10 ms for a large one."""
+    """Return the content of the existing rings, by worker. Reading a large ring takes 10 ms."""
     found: dict[str, bytes] = {}
     for worker, path in rings.items():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The kernel's report on a process that cannot report itself."""
+"""Reads the kernel's report on a process that cannot report itself."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import contextlib
 from pathlib import Path
 from typing import Final
 
-#: Threads that are listed individually; Ray's own take some dozens.
+#: Most threads to list individually; Ray's own are some dozens.
 _NUM_THREADS_MAX: Final = 256
 
 
 def kernel_facts(pid: int) -> str:
-    """Return the state of a process, and of each thread: a line each, for people.
+    """Return the state of a process and of each thread, a line each, for people.
 
-    Needs no help of the process, so it works while that is stopped or frozen. ``wchan`` is the
-    kernel function in which a thread sleeps, ``syscall`` the number and arguments of its system
-    call; both are omitted if the kernel does not report them.
+    It needs no help from the process, so it works while the process is stopped or frozen. ``wchan``
+    is the kernel function in which a thread sleeps, ``syscall`` the number and arguments of its
+    system call; both are omitted if the kernel does not report them.
     """
     process = Path(f"/proc/{pid}")
     if not process.exists():

@@ -1,4 +1,4 @@
-"""The stacks of a process, which it writes itself: on request, or before it obeys a fence.
+"""Takes the stacks of a process, which writes them on request, or before it obeys a fence.
 
 A thread of the process waits at a pipe for requests and writes the stacks while it holds the
 interpreter lock. If another thread keeps that lock, a signal makes ``faulthandler`` write them
@@ -6,7 +6,7 @@ without it. The signal is the second choice: its handler reads the frames of oth
 these run, the process dies of SIGSEGV, mostly at the first or second signal (Python 3.11). A
 stopped or frozen process writes nothing; the kernel reports on it instead.
 
-Counterparts: ``workers.process`` offers stacks, ``workers.keeper`` takes them.
+``workers.process`` offers stacks, and ``workers.keeper`` takes them.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _REQUESTS_SUFFIX: Final = ".requests"
 #: A thread that has read a request, and has not written after this long, lacks the interpreter
 #: lock.
 _LOCKED_S: Final = 0.2
-#: A dump takes milliseconds. It is complete if it did not grow between two looks.
+#: A dump takes milliseconds. It is complete if its size was equal in two looks.
 _LOOK_S: Final = 0.002
 _SETTLED_LOOKS: Final = 2
 #: Header of the stacks that a process wrote before it obeyed a fence.
 _BEFORE: Final = b"Before the fence:\n\n"
-#: The kernel holds processes in these states: they write nothing.
+#: States in which the kernel holds a process, so that it writes nothing.
 _HELD: Final = frozenset("Tt")
 
 
 class Subject(NamedTuple):
-    """A worker whose stacks are wanted."""
+    """A worker whose stacks to take."""
 
     worker: str
-    pid: int  #: Its process; 0 if unknown.
+    pid: int  #: The worker's process; 0 if unknown.
     path: Path  #: The file of ``offer_stacks``.
 
 
@@ -62,9 +62,9 @@ def offer_stacks(path: Path) -> int:
     """Make this process append the stacks of all threads to ``path`` on request.
 
     It also does so on a fatal fault, such as a segmentation fault. Returns the file, for
-    ``write_stacks``; it is emptied when an attempt begins.
+    ``write_stacks``. Beginning an attempt empties it.
     """
-    # It stays open while the process lives. Readers truncate it, so it must be opened for
+    # The file stays open while the process lives. Readers truncate it, so it must be open for
     # appending.
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
@@ -94,8 +94,8 @@ def _answer(requests: int, file: int) -> None:
 
 
 def write_stacks(file: int) -> None:
-    """Write the stacks of this process now: after it obeys a fence, no thread is where it hung."""
-    # A full disk costs the evidence, but must not keep a process from obeying.
+    """Write the stacks of this process now: after it obeys a fence they do not show the hang."""
+    # A full disk costs the evidence, but must not keep a process from obeying the fence.
     with contextlib.suppress(OSError):
         os.ftruncate(file, 0)
         os.write(file, _BEFORE)
@@ -103,9 +103,9 @@ def write_stacks(file: int) -> None:
 
 
 def take_stacks(subjects: Iterable[Subject], within_s: float) -> dict[str, str]:
-    """Return the stacks of workers by name, and the kernel's report on those that write none.
+    """Return the stacks of workers by name, or the kernel's report on workers that write none.
 
-    Blocks until all have written, at most for ``within_s``.
+    Wait until all have written, but at most ``within_s``.
     """
     subjects = tuple(subjects)
     with contextlib.ExitStack() as opened:
@@ -182,7 +182,7 @@ def _ask(subject: Subject, opened: contextlib.ExitStack) -> _Request | None:
 
 
 def _handles_signal(pid: int) -> bool:
-    """Return whether the process has a handler: without one the signal would end it."""
+    """Return whether the process has a handler. Without one the signal would end the process."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             if line.startswith("SigCgt:"):
@@ -194,11 +194,11 @@ def _told(subject: Subject) -> str:
     head = f"{subject.worker}, process {subject.pid}\n\n"
     with contextlib.suppress(OSError):
         if written := subject.path.read_text(errors="replace"):
-            # The next dump there was written after that time.
+            # From here on the file holds a dump written after that time.
             os.truncate(subject.path, 0)
             return head + written
     if not subject.pid:
-        return head + "Nothing is known of its process.\n"
+        return head + "The process is unknown.\n"
     return head + "It wrote no stacks. The kernel says:\n\n" + kernel_facts(subject.pid)
 
 

@@ -1,4 +1,4 @@
-"""The keeper: one per node, outside the trainers; it watches them and speaks for the node."""
+"""Runs the keeper, one process per node, which watches the trainers and reports for the node."""
 
 from typing import TYPE_CHECKING
 

@@ -1,11 +1,11 @@
-"""The keeper: the Ray actor of a node that watches its trainers and keeps their snapshots.
+"""The keeper: a node's Ray actor that watches its trainers and keeps their snapshots.
 
 Trainers send no heartbeats. They write progress and collectives into shared memory; the keeper
 reads both from outside, so it also sees a stopped or dead trainer. It reports to the controller at
 a fixed period, and at once after an event that the controller waits for.
 
-Snapshots: ``workers.keeper.node_memory``. Counterparts: ``workers.records`` writes what is read
-here, ``orchestrator.shell.controller`` receives the reports.
+``workers.keeper.node_memory`` keeps the snapshots. ``workers.records`` writes the records that the
+keeper reads, and ``orchestrator.shell.controller`` receives the reports.
 """
 
 from __future__ import annotations
@@ -53,24 +53,25 @@ LOOK_STEPPING_S = 0.25
 #: processor time at its two ends; only stillness needs a close watch.
 MOVING_PERIOD_S = 1.0
 STILL_PERIOD_S = 0.1
-#: That too is longer in a large run, by so much a rank: the controller takes in the reports of all
-#: nodes, and 2,000 of them a second would be all that it does.
+#: A large run also has a longer period, by this much per rank: the controller receives the reports
+#: of all nodes, and 2,000 of them a second would take all its time.
 STILL_PERIOD_S_EACH = 5e-4
-#: Connections are read no more often: that takes 10 us for each one of the machine.
+#: Shortest period of reading connections, which takes 10 us for each connection of the machine.
 FLOWS_PERIOD_S = 0.5
-#: A process that was killed is gone after milliseconds, unless a device holds it. Below the time
+#: A killed process is gone after milliseconds, unless a device holds it. This is less than the time
 #: that the controller waits for the answer.
 KILLED_S = 0.3
-#: How a process ended is known when it has given back its memory and its processor: a moment after
-#: its connection ends, or longer where processors are busy. The recovery waits for no more.
+#: The ending of a process is known when it has freed its memory and its processor: a moment after
+#: its connection ends, or longer if processors are busy. The recovery waits at most this long.
 ENDED_S = 1.0
-#: A process writes its stacks in 5 ms; one that has not after this is stopped or frozen.
+#: A process writes its stacks in 5 ms. A process that needs longer than this is stopped or frozen.
 EVIDENCE_S = 0.3
 
 OPTIONS = {
     "num_cpus": 0,
     "max_restarts": -1,
-    # A dead controller leaves its held call behind: with few threads a keeper would go deaf.
+    # A dead controller leaves a waiting call behind. With few threads a keeper could not answer
+    # other calls.
     "max_concurrency": 10_000,
     "enable_task_events": False,
 }
@@ -84,7 +85,7 @@ class Keeper:
         controller: Receives the reports.
         run_url: The run directory; "" keeps no snapshots.
         settings: The run's settings; None keeps no snapshots.
-        claim: Claim of the run on its directory; orders may name a later one.
+        claim: Claim of the run on its directory; orders may name a later claim.
         notices: Sources that may announce the node's end, as for
             ``workers.keeper.notices.sources_of``.
     """
@@ -103,7 +104,7 @@ class Keeper:
         ignore_schedulers()
         crash_by_sigterm()
         with contextlib.suppress(PermissionError):
-            # Ray's workers run at niceness 15: beside busy trainers a report would wait.
+            # Ray's workers run at niceness 15, so a report would wait beside busy trainers.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         self._node = ray.get_runtime_context().get_node_id()
         self._controller = controller
@@ -121,19 +122,19 @@ class Keeper:
         self._sockets = Sockets()
         self._memory: NodeMemory | None = None
         self._why_no_memory = ""
-        # One thread each: a store that stalls delays only flushes.
+        # Each has its own thread, so that a store that stalls delays only flushes.
         self._orders, self._flushes = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        # A search need not wait for the probe of a link that was lost before.
+        # A search need not wait for the probe of a link that was lost earlier.
         self._probes = ThreadPoolExecutor(4)
         self._run_url = run_url
-        #: Stacks of the last attempt that ended, and rings once they are copied.
+        #: Stacks of the last attempt that ended, and its rings once they are copied.
         self._evidence: tuple[int, dict[str, str], Future[dict[str, bytes]]] | None = None
         self._taking, self._storing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         if run_url and settings is not None:
             self._open_memory(run_url, settings, claim)
 
     async def hello(self) -> dict[str, Any]:
-        """Start the reports, once; return who this keeper is.
+        """Start the reports, once, and return the keeper's identity.
 
         Returns:
             node, pid, raylet_pid, lease_s, wall_time, and where its snapshots are served: host,
@@ -163,7 +164,7 @@ class Keeper:
         """Send SIGKILL to ``worker``: a stopped process ignores Ray's request to end.
 
         Returns:
-            Whether its process is gone, as far as is known here.
+            Whether its process is gone, as far as the keeper knows.
         """
         self._watch.kill(worker)
         with contextlib.suppress(TimeoutError):
@@ -177,10 +178,10 @@ class Keeper:
         os.kill(os.getppid(), signal.SIGKILL)
 
     async def take_evidence(self, attempt: int) -> None:
-        """Take stacks and rings of the node's workers in ``attempt``; those taken before are lost.
+        """Take stacks and rings of the node's workers in ``attempt``, and drop earlier ones.
 
-        Returns once all have written their stacks, at most after ``EVIDENCE_S`` and a little. Rings
-        are copied after that: what is in them stays.
+        Return once all have written their stacks, or soon after ``EVIDENCE_S``. Rings are copied
+        after that, because their content stays.
         """
         subjects = self._watch.subjects(attempt)
         stacks = await self._call(self._taking, take_stacks, subjects, EVIDENCE_S)
@@ -188,10 +189,10 @@ class Keeper:
         self._evidence = (attempt, stacks, self._taking.submit(copies, rings))
 
     async def store_evidence(self, attempt: int, folder: str) -> bool:
-        """Store what was taken of ``attempt`` below ``folder`` of the run directory.
+        """Store the evidence of ``attempt`` below ``folder`` of the run directory.
 
         Returns:
-            Whether it is there; it is not if nothing was taken, or storage refuses.
+            Whether the evidence is stored. It is not if none was taken, or if storage refuses.
         """
         if self._evidence is None or self._evidence[0] != attempt or not self._run_url:
             return False
@@ -215,13 +216,13 @@ class Keeper:
         return await asyncio.to_thread(self._watch.endings.of, pid, ENDED_S)
 
     async def clear(self) -> None:
-        """Remove the node's memory and unfinished checkpoints: the run is over."""
+        """Remove the node's memory and unfinished checkpoints, because the run is over."""
         if self._memory is not None:
             await asyncio.to_thread(self._memory.stop_storing)
         await asyncio.to_thread(clear, self._directory)
 
     async def held(self) -> Inventory:
-        """Return what the node holds in memory."""
+        """Return the versions that the node holds in memory."""
         if self._memory is None:
             return Inventory(node=self._node, parts=())
         return self._memory.inventory()
@@ -239,7 +240,10 @@ class Keeper:
         return await self._call(self._probes, unreached, peers)
 
     async def rate_to(self, peer: Peer) -> float | None:
-        """Return how many bytes a second arrive at a peer's node; None if it is not reached."""
+        """Return the bytes per second that arrive at a peer's node.
+
+        None if it cannot be reached.
+        """
         with contextlib.suppress(OSError):
             return await self._call(self._probes, rate_to, peer)
         return None
@@ -267,8 +271,8 @@ class Keeper:
                 claim=claim,
             )
         except (OSError, UcpError, WorkerError) as error:
-            # The node is still watched; state goes to storage.
-            self._why_no_memory = f"no snapshots are kept on this node: {error}"
+            # The keeper still watches the node; state goes to storage.
+            self._why_no_memory = f"this node keeps no snapshots: {error}"
 
     async def _report_forever(self) -> None:
         while True:
@@ -283,7 +287,7 @@ class Keeper:
             await asyncio.sleep(LOOK_STEPPING_S if self._watch.is_stepping() else LOOK_S)
 
     async def _look(self, now_s: float) -> None:
-        """Read the progress records; report if it is time or there is news."""
+        """Read the progress records, and report if it is time or there is news."""
         self._lease.look()
         notice = self._notices.notice()
         has_news = self._watch.look() or notice != self._notice
@@ -292,7 +296,8 @@ class Keeper:
         if has_news or now_s - self._reported_s >= period_s:
             self._notice = notice
             report = self._report(now_s)
-            # Not awaited: if the controller is down, the next report says the same and more.
+            # This does not await the call: if the controller is down, the next report says the same
+            # and more.
             self._controller.observe.remote(report)
             self._reported_s = now_s
             await self._tend(report)
@@ -329,7 +334,7 @@ class Keeper:
     def _cut_off(self) -> None:
         """End the node's trainers: it reaches no other node, and the run continues without it.
 
-        Its memory stays, for the returning controller to find.
+        Its memory stays, so that a returning controller can find it.
         """
         log.critical("no other node is reached: ending %s", ", ".join(self._watch.workers))
         for worker in self._watch.workers:
@@ -337,7 +342,7 @@ class Keeper:
 
     @staticmethod
     def _ended(task: asyncio.Task[None]) -> None:
-        """Exit if the reports failed, which is a bug: Ray then starts another keeper."""
+        """Exit if the reports failed, which is a bug. Ray then starts another keeper."""
         if not task.cancelled() and task.exception() is not None:
             log.critical("the keeper ends, its reports failed", exc_info=task.exception())
             os._exit(1)
@@ -345,12 +350,12 @@ class Keeper:
     async def _tend(self, report: NodeReport) -> None:
         if self._memory is not None:
             living = {each.worker for each in report.workers if each.os_state not in GONE}
-            # In a thread: freeing a large arena takes a while.
+            # This runs in a thread, because freeing a large arena takes a while.
             await asyncio.to_thread(self._memory.tend, living)
 
 
 def still_period_s(num_ranks: int) -> float:
-    """Return the period of reports on trainers that stand still, in an attempt of so many ranks."""
+    """Return the period of reports on trainers that stand still, by the number of ranks."""
     return min(max(STILL_PERIOD_S, STILL_PERIOD_S_EACH * num_ranks), MOVING_PERIOD_S)
 
 

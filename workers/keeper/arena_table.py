@@ -1,4 +1,4 @@
-"""All arenas of one node, within a budget, and news of what was put into them."""
+"""Holds all arenas of one node within a budget, and announces changes to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.memory import (
 )
 from workers.protocol import Held
 
-#: Memory that is left to everybody else when an arena is made.
+#: Memory to leave free for all other processes when an arena is made.
 _SPARE_BYTES: Final = 64 << 20
 #: A dead worker's arena is reused if it is at most this many times as large as needed.
 _WASTE_MAX: Final = 2
@@ -32,13 +32,13 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS) -> int:
-    """Return how much memory can be taken now without paging or killing.
+    """Return the memory that can be taken now without paging or killing.
 
-    The machine may have more than the container is allowed (cgroups of version 1 or 2).
+    The limit of a container (cgroups of version 1 or 2) may be below the machine's memory.
     """
     left = meminfo_bytes("MemAvailable", meminfo)
     if left is None:
-        raise ValueError(f"{meminfo} does not say what is available")
+        raise ValueError(f"{meminfo} does not give the available memory")
     found = [left]
     for directory, limit, usage, idle in (
         (cgroups, "memory.max", "memory.current", "inactive_file"),
@@ -65,7 +65,10 @@ def meminfo_bytes(name: str, path: Path = _MEMINFO) -> int | None:
 
 
 def _stat_bytes(path: Path, name: str) -> int:
-    """Return a count. The kernel charges what it would free at once to the container, too."""
+    """Return a count from a file.
+
+    The kernel also charges memory to the container that it would free at once.
+    """
     for line in path.read_text().splitlines():
         key, _, value = line.partition(" ")
         if key == name:
@@ -85,8 +88,8 @@ class ArenaTable:
 
     Args:
         budget_bytes: Memory that all arenas together may take.
-        available: Returns how much memory the node has left.
-        dead: Returns the workers of the node whose process is gone: their arenas are reused.
+        available: Returns the memory that the node has left.
+        dead: Returns the workers of the node whose process is gone, and whose arenas are reused.
     """
 
     def __init__(
@@ -109,18 +112,19 @@ class ArenaTable:
         self._news, self._num_news = threading.Condition(), 0
         self._pins, self._num_pins = threading.Condition(), 0
         self.attempt = 0
-        #: Claim of the run that the node trains for; 0 before it is known.
+        #: Claim of the run that the node trains for; 0 while unknown.
         self.claim = 0
         self.lineage: tuple[tuple[int, int], ...] = ()
 
     def reserve(self, name: str, *, body_bytes: int) -> Arena:
-        """Return the arena of that name, or a new one; its memory is claimed at once.
+        """Return the arena of that name, or a new one whose memory is claimed at once.
 
-        A new worker inherits the arena of a dead one with its content: the writer spares what may
-        still be needed, no memory has to be faulted in, and the budget need not hold both.
+        A new worker inherits the arena of a dead one with its content. The writer spares versions
+        that may be needed, no memory must be faulted in, and the budget need not hold both arenas.
 
         Raises:
-            ArenaError: It exceeds the budget or the memory, or the arena has smaller buffers.
+            ArenaError: The arena exceeds the budget or the memory, or an existing one has smaller
+                buffers.
         """
         node, _, generation = split_name(name)
         is_own = not node or is_guard(name)
@@ -141,12 +145,12 @@ class ArenaTable:
         return arena
 
     def leave(self, name: str) -> None:
-        """Note that an arena is no longer written: it is freed once nothing needs it."""
+        """Note that an arena is no longer written, so that it is freed once nothing needs it."""
         with self._lock:
             self._ask(owner_of(name), split_name(name)[2] + 1)
 
     def adopt(self, name: str, fd: int) -> None:
-        """Take over an arena that a worker still holds; after a restart there are none.
+        """Take over an arena that a worker still holds, because a restarted keeper has none.
 
         Raises:
             ArenaError: The file is not an arena.
@@ -181,16 +185,16 @@ class ArenaTable:
             return self._arenas.get(name)
 
     def find(self, name: str) -> Arena | None:
-        """Return the arena that has, or recently had, that name: to read from."""
+        """Return the arena that has, or recently had, that name, for reading."""
         with self._lock:
             return self._find(name)
 
     def drop(self, name: str) -> None:
-        """Free an arena; its memory returns once no other process holds it."""
+        """Free an arena. Its memory returns once no other process holds it."""
         with self._lock:
             held = self._arenas.pop(name, None)
         if held is not None:
-            # Outside the lock: freeing a large arena takes a while.
+            # This runs outside the lock, because freeing a large arena takes a while.
             held.close()
         self.tell()
 
@@ -200,13 +204,13 @@ class ArenaTable:
             return dict(sorted(self._arenas.items()))
 
     def versions(self) -> dict[str, list[Held]]:
-        """Return what every arena holds, oldest first."""
+        """Return the versions in every arena, oldest first."""
         return {name: arena.versions() for name, arena in self.arenas().items()}
 
     def tell(self) -> None:
-        """Announce a change to those who wait for news, and for pins if there are any.
+        """Wake the threads that wait for news, and those that wait for pins if there are any.
 
-        Not called for finished copies: no caller waits for those.
+        Finished copies need no call, because no caller waits for them.
         """
         with self._news:
             self._num_news += 1
@@ -223,14 +227,14 @@ class ArenaTable:
     def wait_news(self, after: int, timeout_s: float) -> int:
         """Wait for news later than number ``after``; return the latest number.
 
-        News is a finished buffer, or an arena that came or went. On timeout return ``after``.
+        News is a finished buffer, or an arena that came or went. On timeout, return ``after``.
         """
         with self._news:
             self._news.wait_for(lambda: self._num_news > after, timeout_s)
             return self._num_news
 
     def wait_pins(self, after: int, timeout_s: float | None) -> int:
-        """Like ``wait_news``, for news while a buffer waits to be stored."""
+        """Wait like ``wait_news``, for news while a buffer waits for storing."""
         with self._pins:
             self._pins.wait_for(lambda: self._num_pins > after, timeout_s)
             return self._num_pins
@@ -238,7 +242,7 @@ class ArenaTable:
     def fence(self, attempt: int, lineage: Sequence[tuple[int, int]]) -> None:
         """Note a new attempt: reservations of older ones are refused from now on."""
         with self._lock:
-            # Names that are older than the attempt that just ended are no longer asked for.
+            # Names older than the attempt that just ended are not requested again.
             self._renamed = {
                 old: (new, since)
                 for old, (new, since) in self._renamed.items()
@@ -248,10 +252,10 @@ class ArenaTable:
         self.tell_pins()
 
     def quarantine(self, bad: Iterable[tuple[str, int, int]]) -> None:
-        """Drop versions that could not be loaded: they are never offered again.
+        """Drop versions that could not be loaded, so that they are never offered again.
 
         Args:
-            bad: ``(arena, buffer, sequence)`` of each; a newer version in the buffer is left alone.
+            bad: ``(arena, buffer, sequence)`` of each. A newer version in the buffer stays.
         """
         has_changed = False
         for name, buffer, sequence in bad:
@@ -266,7 +270,7 @@ class ArenaTable:
             self.tell()
 
     def note_listed(self, node: str, names: Collection[str]) -> None:
-        """Note which arenas of another node are to be copied; () once it is not followed."""
+        """Note the arenas of another node to copy; () once this node does not follow it."""
         with self._lock:
             self._listed[node[:12]] = frozenset(names)
 
@@ -291,7 +295,7 @@ class ArenaTable:
         held_arenas = [
             HeldArena(
                 name=name,
-                # A pinned buffer stays until it is stored or given up.
+                # A pinned buffer stays until it is stored or storing it is given up.
                 in_use=name in used or arena.pinned() is not None,
                 versions=tuple(arena.versions()),
             )
@@ -321,7 +325,7 @@ class ArenaTable:
             return None
         _, old = min(left)
         arena = self._arenas[name] = self._arenas.pop(old)
-        # Followers have to find it under its new name first.
+        # Followers must find it under its new name first.
         arena.set_followed(False)
         self._renamed[old] = name, self.attempt
         for earlier, (now, since) in self._renamed.items():
@@ -330,12 +334,15 @@ class ArenaTable:
         return arena
 
     def _create(self, name: str, body_bytes: int) -> Arena:
-        """Make a claimed arena. Outside the lock: faulting in a large one takes long."""
+        """Make a claimed arena.
+
+        Call this outside the lock, because faulting in a large one takes long.
+        """
         arena = None
         try:
             arena = Arena.create(name, body_bytes=body_bytes)
         finally:
-            # Also on failure: no process has that memory.
+            # This also runs on failure, when no process has that memory.
             with self._lock:
                 del self._claims[name]
                 if arena is not None:

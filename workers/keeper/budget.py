@@ -1,4 +1,4 @@
-"""How much of a node's memory the snapshots of one run may take, beside those of other runs."""
+"""Decides how much of a node's memory one run's snapshots may take, beside those of other runs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _NAME: Final = "budget"
 class Budget:
     """The share of one run.
 
-    By default half of what the node had available when the run's first keeper started there, less
-    what keepers of other runs may still take. It is kept in a file beside the other files of the
-    run: a later keeper would count existing snapshots as used memory. The file is locked while the
-    keeper lives, by which others know that it counts.
+    By default it is half of the memory that the node had available when the run's first keeper
+    started there, minus the memory that keepers of other runs may still take. A file beside the
+    run's other files keeps it, because a later keeper would count existing snapshots as used
+    memory. The keeper locks the file while it lives, so that others know that the share counts.
 
     Args:
         directory: Directory of the run on the node: ``ROOT/RUN/NODE``, for every run on the node.
-        node_memory_mib: The user's limit; 0 asks for the default.
+        node_memory_mib: The user's limit; 0 selects the default.
     """
 
     def __init__(self, directory: Path, node_memory_mib: int) -> None:
         path = directory / _NAME
-        # Lock, so that of two starting keepers one sees the other's memory.
+        # Lock, so that one of two starting keepers sees the other's memory.
         with _locked(directory.parent.parent):
             found = node_memory_mib << 20
             if not found:
@@ -43,17 +43,17 @@ class Budget:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Leave the share to others. Safe to repeat."""
+        """Release the share. Safe to repeat."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def _claimed_bytes(own: Path) -> int:
-    """Return what the keepers of other runs on the node may still take.
+    """Return the memory that keepers of other runs on the node may still take.
 
-    What they have taken is shared memory. How much of it is theirs is not known, so all of it
-    counts.
+    They have taken shared memory. Their part of it is unknown, so all shared memory counts as
+    theirs.
     """
     pattern = f"*/{own.parent.name}/{_NAME}"
     others = [path for path in own.parent.parent.parent.glob(pattern) if path != own]

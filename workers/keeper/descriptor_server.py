@@ -1,6 +1,6 @@
 """The keeper's descriptor server: hands the node's arenas to the processes of the node.
 
-Counterpart, with the protocol: ``workers.memory.descriptors``.
+``workers.memory.descriptors`` is the client, and describes the protocol.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.errors import ArenaError
 from workers.keeper.arena_table import ArenaTable
 from workers.memory import ANSWER_S, PACKET_BYTES, notice_socket, owner_of
 
-#: Pause before the next ``accept`` when the process may open no more files.
+#: Pause before the next ``accept`` when the process cannot open another file.
 _ACCEPT_S: Final = 0.1
 
 
@@ -27,8 +27,8 @@ class DescriptorServer:
     """Hands out the arenas in ``table`` at ``path``, in its own threads, until ``close``.
 
     Args:
-        on_refused: Called with the owner (``owner_of``) of a reservation and why it was refused; ""
-            once it is granted.
+        on_refused: Called with the owner (``owner_of``) of a reservation and the reason for
+            refusing it; "" once it is granted.
     """
 
     def __init__(
@@ -40,8 +40,9 @@ class DescriptorServer:
         self._table = table
         self._on_refused = on_refused
         self._closed = False
-        # First: trainers identify a keeper by this socket. If notices were accepted before,
-        # trainers would take this keeper for its predecessor and hand it no memory.
+        # This comes first, because trainers identify a keeper by this socket. If the keeper
+        # accepted notices earlier, trainers would take it for its predecessor and not hand it their
+        # memory.
         self._listener = bind_socket(path, socket.SOCK_SEQPACKET)
         self._notices = bind_socket(notice_socket(path), socket.SOCK_DGRAM)
         self._listener.listen(64)
@@ -77,8 +78,8 @@ class DescriptorServer:
                 time.sleep(_ACCEPT_S)
                 continue
             try:
-                # In a thread of its own: a client that is stopped half-way must not block the
-                # others.
+                # Each client has its own thread, so that a client that is stopped half-way does not
+                # block the others.
                 threading.Thread(
                     target=self._receive_client,
                     args=(connection,),
@@ -86,7 +87,7 @@ class DescriptorServer:
                     daemon=True,
                 ).start()
             except RuntimeError:
-                # Out of threads: the client asks again.
+                # Out of threads: the client tries again.
                 connection.close()
 
     def _receive_client(self, connection: socket.socket) -> None:
@@ -104,7 +105,10 @@ class DescriptorServer:
                     os.close(fd)
 
     def _do(self, request: Any, fds: list[int]) -> list[int]:
-        """Serve a request; return the descriptors to send. It takes the ``fds`` that it keeps."""
+        """Serve a request, and return the descriptors to send.
+
+        It removes the ``fds`` that it keeps.
+        """
         do, name = str(request["do"]), str(request["arena"])
         if do == "reserve":
             self._reserve(name, int(request["body_bytes"]), int(request["attempt"]))
@@ -119,7 +123,7 @@ class DescriptorServer:
             return []
         if do == "leave":
             self._table.leave(name)
-            # A refused reservation of it no longer matters.
+            # A refused reservation for this owner no longer matters.
             self._on_refused(owner_of(name), "")
             return []
         raise ArenaError(f"unknown request {do!r}")

@@ -1,9 +1,9 @@
-"""How the trainers of a node ended: their exit status, and what they said last.
+"""Finds how the trainers of a node ended: their exit status and their last output.
 
 The kernel reports only to the parent how a process ended, and Ray's raylet does not pass it on.
-Linux 6.15 reports it to any holder of a descriptor of the process. Before, the kernel shows it to
-every process of the same user (``/proc/PID/stat``) until the parent has asked, which is a matter of
-milliseconds. A thread waits for that moment, and is late where the processors are busy.
+Linux 6.15 reports it to any holder of a descriptor of the process. Older kernels show it to every
+process of the same user (``/proc/PID/stat``) until the parent has read it, a few milliseconds
+later. A thread waits for that moment, and is late if the processors are busy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Final
 from workers.protocol import Ending
 from workers.records import process_state
 
-#: Limit for the quoted part of a process's last words.
+#: Most characters of a process's last output to quote.
 _LINES_MAX, _LINE_CHARS = 2, 160
 #: Earlier output of a killed process has another cause: it had no time to report the kill.
 _RECENT_S: Final = 5.0
@@ -37,9 +37,9 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OOM_KILLS: Final = ("memory.events", "memory.oom_control")
 _LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
 _PEAKS: Final = ("memory.peak", "memory.max_usage_in_bytes", "memory.current")
-#: A process may join a control group late, and only a kill of these last seconds is its own.
+#: A process may join a control group late, and only a kill of these last seconds counts as its own.
 _REFRESH_S: Final = 5.0
-#: How often to look at a process whose end was requested.
+#: Period of looking at a process whose end was requested.
 _LOOK_S: Final = 0.005
 #: Lines that glog, faulthandler and torch write after an error: frames of native code, and
 #: headings.
@@ -55,8 +55,8 @@ _ERRORS: Final = re.compile(
     r"(?i)error|exception|assert|fatal|fail|cannot|terminate called|what\(\):|panic|\babort"
     r"|out of memory|no such|denied|terminated|segmentation"
 )
-#: ``PIDFD_GET_INFO`` of linux/pidfd.h with its first structure: what is asked for comes first, the
-#: status last.
+#: ``PIDFD_GET_INFO`` of linux/pidfd.h with its first structure: the request comes first, the status
+#: last.
 _GET_INFO: Final = 0xC040FF0B
 _INFO: Final = struct.Struct("=Q52xi")
 _INFO_EXIT: Final = 1 << 3
@@ -64,7 +64,7 @@ _INFO_EXIT: Final = 1 << 3
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A living process: where it writes, and whose memory it shares."""
+    """A living process: the files of its output, and the control group of its memory."""
 
     pid: int
     outputs: tuple[Path, ...]
@@ -73,7 +73,7 @@ class _Process:
     num_killed_since: int = 0
 
     def refreshed(self) -> _Process:
-        """Return it with the control group that it is in now, and what was killed until now."""
+        """Return the process with its present control group and number of kills."""
         group = _memory_group(self.pid) or self.group
         num = _num_killed(group)
         since = self.num_killed_since if group == self.group else num
@@ -94,7 +94,7 @@ class Endings:
         self._poll.register(self._wake[0], select.POLLIN)
 
     def follow(self, pid: int) -> None:
-        """Watch a process from now on; does nothing if it is watched, or gone."""
+        """Watch a process from now on. A process that is already watched, or gone, is ignored."""
         if pid in self._followed or pid in self._told:
             return
         with self._changed:
@@ -102,7 +102,7 @@ class Endings:
                 descriptor = os.pidfd_open(pid)
             except OSError:
                 return
-            # Twice: what was killed before is no news.
+            # Read the count twice: earlier kills are not news.
             self._followed[pid] = _Process(pid, _outputs(pid)).refreshed().refreshed()
             self._by_descriptor[descriptor] = pid
             self._poll.register(descriptor, select.POLLIN)
@@ -114,7 +114,8 @@ class Endings:
     def of(self, pid: int, wait_s: float) -> Ending:
         """Return how ``pid`` ended, as far as that is known within ``wait_s``.
 
-        Nothing is said of a process that has not ended by then: it may still give back its memory.
+        The result is empty for a process that has not ended by then: it may still be freeing its
+        memory.
         """
         with self._changed:
             until_s = time.monotonic() + wait_s
@@ -122,13 +123,13 @@ class Endings:
                 self._changed.wait(_LOOK_S)
                 status = process_state(pid).exit_status
                 if pid in self._followed and status is not None:
-                    # It may give back its memory for seconds, which the recovery need not wait for.
+                    # Freeing its memory may take seconds, and the recovery need not wait for it.
                     return _ending(self._followed[pid], status)
             if pid in self._followed:
                 return Ending("")
             if pid in self._told:
                 return self._told[pid]
-        # It was gone before anybody followed it.
+        # The process was gone before this keeper followed it.
         files = (path for own in _outputs(os.getpid()) for path in own.parent.glob(f"*-{pid}.*"))
         return Ending(_described(pid, None, "", _last_words(sorted(files))))
 
@@ -147,7 +148,7 @@ class Endings:
 
     def _note_end(self, descriptor: int) -> None:
         process = self._followed[self._by_descriptor[descriptor]]
-        # At once: its parent asks, too, and then nothing is left of it.
+        # Read it at once: once its parent has also read it, it is gone.
         status = process_state(process.pid).exit_status
         status = _status_kept(descriptor) if status is None else status
         self._poll.unregister(descriptor)
@@ -160,7 +161,7 @@ class Endings:
 
 
 def _status_kept(descriptor: int) -> int | None:
-    """Return the exit status of a process whose parent has asked for it; None if it is lost."""
+    """Return the exit status of a process whose parent has read it; None if it is lost."""
     info = bytearray(_INFO.pack(_INFO_EXIT, 0))
     try:
         fcntl.ioctl(descriptor, _GET_INFO, info)
@@ -188,11 +189,11 @@ def _described(pid: int, status: int | None, shortage: str, lines: list[str]) ->
         )
     elif status is not None:
         how = f"process {pid} ended with exit code {os.WEXITSTATUS(status)}"
-    return f"{how}; it said last: {' / '.join(lines)}" if lines else how
+    return f"{how}; its last output: {' / '.join(lines)}" if lines else how
 
 
 def _shortage(process: _Process, status: int | None) -> str:
-    """Return which memory ran out, if the kernel killed the process for that; else ""."""
+    """Return which memory ran out if the kernel killed the process for it, else ""."""
     if status != signal.SIGKILL or _num_killed(process.group) <= process.num_killed:
         return ""
     if process.group is None:
@@ -215,7 +216,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _num_killed(group: Path | None) -> int:
-    """Return how many processes the kernel has killed for want of memory so far."""
+    """Return the number of processes that the kernel has killed for want of memory."""
     if group is None:
         texts = [_read(Path("/proc/vmstat"))]
     else:
@@ -225,7 +226,7 @@ def _num_killed(group: Path | None) -> int:
 
 
 def _memory_group(pid: int) -> Path | None:
-    """Return the control group with the memory limit that holds for ``pid``; None if none does."""
+    """Return the control group whose memory limit applies to ``pid``, or None."""
     for row in _read(Path(f"/proc/{pid}/cgroup")).splitlines():
         _, controllers, place = row.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -262,9 +263,9 @@ def _outputs(pid: int) -> tuple[Path, ...]:
 
 
 def _last_words(paths: Iterable[Path], *, is_killed: bool = False) -> list[str]:
-    """Return what a process said of its end in the first of ``paths`` that has something.
+    """Return a process's output about its end from the first of ``paths`` that has some.
 
-    One that was killed from outside said nothing of it, unless an error came just before.
+    A process that was killed from outside reported nothing, unless an error came just before.
     """
     for path in paths:
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -275,14 +276,14 @@ def _last_words(paths: Iterable[Path], *, is_killed: bool = False) -> list[str]:
             file.seek(max(0, found.st_size - _TAIL_BYTES))
             words = _words(file.read().decode(errors="replace"), is_killed=is_killed)
             if words or is_killed:
-                # Its errors come first. Its other output is results.
+                # Its error output comes first. Its other output holds results.
                 return words
     return []
 
 
 def _words(text: str, *, is_killed: bool) -> list[str]:
-    """Return the last line of an error, behind the script's line that it comes from."""
-    # Ray writes lines for itself that begin so.
+    """Return the last line of an error, after the script's line that caused it."""
+    # Ray's own lines begin like this.
     lines = [line.strip() for line in text.splitlines() if not line.startswith(":")]
     said = [line for line in lines if line and not _FRAMES.search(line)]
     spoken = [line for line in said if not line.startswith('File "')]

@@ -1,7 +1,7 @@
-"""The snapshot memory of one node: arenas, descriptor and peer server, storage and copies.
+"""Manages the snapshot memory of one node: arenas, descriptor and peer server, storage and copies.
 
-The keeper's actor owns one. Everything runs in its own threads, so that neither a stalled store nor
-a silent peer delays a report.
+The keeper's actor owns one. Everything runs in separate threads, so that a stalled store or a
+silent peer does not delay a report.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from workers.settings import Settings
 
 _SECRET_BYTES: Final = 32
 #: Trainers run at Ray's 15. Sending competes with them, because loaders wait for it; copying only
-#: takes what they leave.
+#: takes the time that they leave.
 _NICENESS_SENDING: Final = 15
 _NICENESS_COPYING: Final = 19
 
-#: The most lines of a report: people read them.
+#: Most lines of a report, because people read them.
 _NUM_MAX: Final = 32
 
 
 class NodeMemory:
     """A keeper's services for snapshots, beside its watch.
 
-    ``claim`` is that of the run, until an order names a later one.
+    ``claim`` is the run's, until an order names a later one.
 
     Attributes:
         secret: The secret that peers and loaders must prove to know.
@@ -93,11 +93,11 @@ class NodeMemory:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Return attempt and step of the newest commit that was seen in storage; 0, 0 if none."""
+        """Return attempt and step of the newest commit seen in storage; 0, 0 if none."""
         return self._persister.stored
 
     def inventory(self) -> Inventory:
-        """Return the held parts of ranks, own and copied, and the held parities."""
+        """Return the parts of ranks that the node holds, own and copied, and the parities."""
         parts: list[PartRef] = []
         parities: list[PartRef] = []
         for name, arena in self._table.arenas().items():
@@ -115,7 +115,7 @@ class NodeMemory:
         )
 
     def problems(self) -> tuple[str, ...]:
-        """Return what protects less than was asked for, a line each."""
+        """Return a line for each problem that reduces the requested protection."""
         silence = self._persister.silence
         found = (silence, *self._problems.lines(), *self._mirrors.problems())
         return tuple(line for line in found if line)[:_NUM_MAX]
@@ -130,25 +130,25 @@ class NodeMemory:
         return True
 
     def obey(self, order: KeeperOrder) -> None:
-        """Protect the nodes that the order names, and only those."""
+        """Protect the nodes that the order names, and no others."""
         with self._obeying:
             if order.attempt == self._table.attempt:
                 self._mirrors.follow(order.copies_of, order.parity)
 
     def flush(self, attempt: int, step: int) -> bool:
-        """Store what is held of a version; return whether it is committed."""
+        """Store the node's parts of a version; return whether the version is committed."""
         return self._persister.flush(attempt, step)
 
     def tend(self, living: Collection[str]) -> None:
         """Free unneeded memory, given the living workers of the node."""
-        # The descriptor server's threads add to it meanwhile.
+        # The descriptor server's threads add entries meanwhile.
         for owner in list(self._refused):
             if owner.rpartition("/")[2] not in living:
                 self._note_refused(owner, "")
         self._table.reap(living=living, stored_step=self.stored[1])
 
     def stop_storing(self) -> None:
-        """Store nothing from now on: the run is over. Safe to repeat."""
+        """Store nothing from now on, because the run is over. Safe to repeat."""
         self._persister.close()
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class Problems:
 
 
 def _covered(arena: Arena, held: Held) -> Covered | None:
-    """Return what the parities in a buffer cover; None if it is damaged or was freed."""
+    """Return the parts that the parities in a buffer cover; None if it is damaged or was freed."""
     try:
         record = read_record(LocalPart(arena, held))
     except (UcpError, WorkerError, ValueError):

@@ -1,9 +1,9 @@
 """Stores pinned versions in the background: training never waits for storage.
 
-A buffer holds, bit for bit, the two files of a rank in a checkpoint. They are copied and checked
-against the record on the way, so a bit that flipped in memory never becomes a checkpoint. Slow,
-full or silent storage keeps a buffer pinned for a while; then the version is given up with a line
-for people, and the next one that is due is tried.
+A buffer holds, bit for bit, the two files of a rank in a checkpoint. The persister checks the bytes
+that it copies against the record, so a bit that flipped in memory never becomes a checkpoint. Slow,
+full or silent storage keeps a buffer pinned for a while. Then the persister gives the version up,
+reports this, and tries the next version that is due.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from workers.protocol import CHECKPOINTS, Held
 from workers.repeated import Repeated
 from workers.settings import CheckpointSettings
 
-#: Fits the second-level cache: it is checked and written from there.
+#: Bytes to copy at a time. They fit the second-level cache, from which they are checked and
+#: written.
 _CHUNK_BYTES: Final = 1 << 20
-#: Pauses between the tries: a restarted store is back by then.
+#: Pauses between the tries; a restarted store is back by then.
 _PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
-#: A store that takes nothing for this long is reported as silent.
+#: A store that accepts no bytes for this long is reported as silent.
 _SILENT_S: Final = 10.0
-#: Below the trainers' 15: storage gets what they leave.
+#: Niceness above the trainers' 15, so that storing only takes the time that they leave.
 _NICENESS: Final = 19
 _CLOSE_S_MAX: Final = 2.0
 _SUBJECT: Final = "storage"
@@ -81,14 +82,14 @@ class Persister:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Return attempt and step of the newest commit that was seen and counts; 0, 0 if none."""
+        """Return attempt and step of the newest commit seen that counts; 0, 0 if none."""
         attempt, step = self._stored
         is_valid = lineage_rule.counts(step=step, attempt=attempt, lineage=self._table.lineage)
         return self._stored if is_valid else (0, 0)
 
     @property
     def silence(self) -> str:
-        """Return a line if storage has taken nothing for long, else ""."""
+        """Return a line if storage has accepted no bytes for long, else ""."""
         now_s = time.monotonic()
         for held, moved_s in list(self._under_way.values()):
             if now_s - moved_s > _SILENT_S:
@@ -101,10 +102,10 @@ class Persister:
     def flush(self, attempt: int, step: int) -> bool:
         """Store a version now; return whether it is committed.
 
-        For the end of a run whose newest version is not due. Copies of other nodes' parts are
-        stored too, unless they are stored already: their own node may be gone.
+        This is for the end of a run whose newest version is not due. It also stores copies of other
+        nodes' parts, unless they are already stored, because their own node may be gone.
         """
-        # Own parts first, so that two keepers do not write the same part at once.
+        # Own parts come first, so that two keepers do not write the same part at once.
         names = sorted(self._table.arenas().items(), key=lambda item: "/" in item[0])
         found = [
             (name, arena, held)
@@ -143,11 +144,11 @@ class Persister:
         if held is not None and counts(held, self._table.lineage):
             self._persist(name, arena, held)
         with contextlib.suppress(ValueError):
-            # Stored, given up, outdated or damaged. The arena may have been freed.
+            # The version is stored, given up, outdated or damaged. The arena may have been freed.
             arena.unpin(buffer)
 
     def _persist(self, name: str, arena: Arena, held: Held) -> bool:
-        """Try until it is stored or hopeless; return whether the whole version is committed."""
+        """Try until the part is stored or hopeless; return whether the version is committed."""
         # It may be stored already: by this keeper before its process died, or at the end of a run.
         is_usual = arena.pinned() == held.buffer and name in self._served
         may_be_there = self._store.appends or not is_usual
@@ -160,7 +161,7 @@ class Persister:
                     # The arena may be freed at this moment.
                     arena.quarantine(held)
                 self._table.tell()
-                self._say(held, f"{error}; it is not used any more")
+                self._say(held, f"{error}; it is dropped")
                 return False
             except (_GoneError, ValueError) as error:
                 log.info("not_stored", extra={"arena": name, "step": held.step, "why": str(error)})
@@ -201,12 +202,14 @@ class Persister:
 
     def _end(self, error: SupersededError) -> None:
         """Store nothing from now on: another run owns the directory."""
-        log.critical("this keeper stores nothing more, the run continues elsewhere: %s", error)
+        log.critical(
+            "this keeper has stopped storing, because the run continues elsewhere: %s", error
+        )
         self._closing.set()
         self._on_problem(_SUBJECT, str(error))
 
     def _require_owner(self, attempt: int) -> None:
-        """Check who owns the directory, once per attempt: later parts of it do no harm."""
+        """Check the owner of the directory once per attempt: its later parts do no harm."""
         claim = self._table.claim
         if claim != self._owner.claim:
             self._owner, self._owned_attempt = Owner(self._store, self._directory, claim), 0
@@ -232,7 +235,7 @@ class Persister:
         caller = threading.get_ident()
         self._under_way[caller] = held, time.monotonic()
         try:
-            # Where a listing is a request, the usual case does without.
+            # The usual case avoids a listing, which can be a request.
             sizes = self._store.sizes(directory) if may_be_there else {}
             if sizes.get(file) != held.data_bytes or f"{name}.json" not in sizes:
                 chunks = self._chunks(arena, held, entry.crc32, caller)
@@ -253,7 +256,7 @@ class Persister:
             del self._under_way[caller]
 
     def _record(self, arena: Arena, held: Held) -> tuple[Manifest, bytes]:
-        """Return the record behind the data, parsed and as bytes."""
+        """Return the record after the data, parsed and as bytes."""
         stop = held.data_bytes + held.record_bytes
         data = bytes(arena.body(held.buffer)[held.data_bytes : stop])
         _check_there(arena, held)
@@ -286,7 +289,8 @@ class Persister:
         _check_there(arena, held)
         if value != expected:
             raise _DamagedError(
-                f"its data was damaged in memory: crc32 {value:08x}, written was {expected:08x}"
+                f"its data was damaged in memory: crc32 is {value:08x}, but was written as "
+                f"{expected:08x}"
             )
 
 
@@ -300,4 +304,4 @@ class _GoneError(Exception):
 
 def _check_there(arena: Arena, held: Held) -> None:
     if arena.held(held.buffer) != held:
-        raise _GoneError("it was written over")
+        raise _GoneError("it was overwritten")

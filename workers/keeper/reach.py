@@ -1,4 +1,4 @@
-"""Whether other machines answer, by the word of their kernels.
+"""Watches whether other machines answer, according to their kernels.
 
 The kernels of both ends keep a held connection alive, once a second. No process has to run for
 that: one that is stopped, swapped out, or waits for a processor answers all the same, and a machine
@@ -17,8 +17,8 @@ from typing import Final
 
 from workers.keeper.peers import unreached
 
-#: A machine that vanishes is called silent after at most so long: its kernel is asked each second,
-#: has missed one answer by the next, and then two new connections.
+#: A machine that vanishes counts as silent after at most this long: it has missed the answer to a
+#: probe, sent each second, and then two new connections.
 SILENT_S: Final = 3.0
 _ASK_S: Final = 1
 _MISSED_MS: Final = 1500
@@ -26,11 +26,11 @@ _NUM_PROBES: Final = 2
 _PROBE_S: Final = 0.4
 #: A connection to a living listener is made at once.
 _CONNECT_S: Final = 0.5
-#: A server hangs up on who says nothing for long, and is called again. So is one that dies, in case
-#: its port outlived the connection, and one that is silent.
+#: Pause before connecting again. A server closes a connection that is silent for long. A dead or
+#: silent server is also tried again, in case its port outlived the connection.
 _RECALL_S: Final = 0.5
-#: They only wait. A rack of machines may vanish at once, and what is behind a cut is asked again
-#: and again.
+#: Most threads, which only wait. A rack of machines may vanish at once, and machines behind a cut
+#: are tried repeatedly.
 _ASKING: Final = ThreadPoolExecutor(32, thread_name_prefix="reach")
 #: The first words of a server are ignored.
 _GREETING_BYTES: Final = 1 << 10
@@ -40,7 +40,7 @@ async def hung_up(address: tuple[str, int]) -> bool:
     """Wait until the connection to a listener ends, or is not made.
 
     Returns:
-        Whether its machine answered to the end: it closed the connection, or refused it.
+        Whether its machine answered until the end, by closing or refusing the connection.
     """
     try:
         # Unlike wait_for, a timeout does not swallow a cancellation as the connection is made.
@@ -60,7 +60,7 @@ async def hung_up(address: tuple[str, int]) -> bool:
 
 
 async def silent(machines: Mapping[str, tuple[str, int]]) -> set[str]:
-    """Return which of ``machines`` (address of a port there by name) answer nothing."""
+    """Return the names of ``machines`` (address of a port by name) that do not answer."""
     left = dict(machines)
     try:
         for _ in range(_NUM_PROBES):
@@ -68,16 +68,16 @@ async def silent(machines: Mapping[str, tuple[str, int]]) -> set[str]:
             names = await asyncio.get_running_loop().run_in_executor(_ASKING, ask)
             left = {name: left[name] for name in names}
     except OSError:
-        # Without a socket to ask by, nothing was found out.
+        # Without a socket nothing was found.
         return set()
     return set(left)
 
 
 class Reach:
-    """Find out when this machine reaches no other one.
+    """Finds out when this machine reaches no other one.
 
     Args:
-        on_cut_off: Called on the event loop each time that this begins.
+        on_cut_off: Called on the event loop each time this begins.
     """
 
     def __init__(self, on_cut_off: Callable[[], None]) -> None:
@@ -86,9 +86,9 @@ class Reach:
         self._silent: set[tuple[str, int]] = set()
 
     def follow(self, addresses: frozenset[tuple[str, int]]) -> None:
-        """Watch these listeners, on other machines, and no more the ones before.
+        """Watch these listeners on other machines instead of the earlier ones.
 
-        With fewer than two nothing is found: what is behind one may be gone itself.
+        With fewer than two listeners nothing is reported, because a single one may itself be gone.
         """
         for address in self._tasks.keys() - addresses:
             self._tasks.pop(address).cancel()

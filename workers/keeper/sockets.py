@@ -1,10 +1,10 @@
-"""The TCP connections of trainers, as the kernel sees them: no trainer has to help.
+"""Reads the TCP connections of trainers from the kernel, without a trainer's help.
 
 One request to the kernel (``NETLINK_SOCK_DIAG``) lists the connections of the machine with their
-``tcp_info``; which of them are a trainer's, its open files tell. So a process that is stopped, or
-that holds its interpreter, is seen like any other. Both ends of a connection report the same
-addresses, by which the controller finds out which ranks it joins
-(``orchestrator.diagnosis.flows``). Where the kernel does not answer, nothing is known.
+``tcp_info``. A trainer's open files show which connections are its own. So a process that is
+stopped, or that holds its interpreter, is seen like any other. Both ends of a connection report the
+same addresses, from which the controller finds the ranks that it joins
+(``orchestrator.diagnosis.flows``). If the kernel does not answer, nothing is known.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ _ERROR, _DONE = 2, 3
 _INFO: Final = 2
 _ESTABLISHED: Final = 1
 _HEADER: Final = struct.Struct("=IHHII")
-#: ``inet_diag_req_v2``; the address that is asked for is left empty.
+#: ``inet_diag_req_v2``; the requested address is left empty.
 _QUESTION: Final = struct.Struct("=BBBxI48x")
 #: ``inet_diag_msg``, 72 bytes: family, ports and addresses of the ends; then queues and inode.
 _ENDS: Final = struct.Struct(">B3xHH16s16s")
 _QUEUES: Final = struct.Struct("=56xII4xI")
 _ATTRIBUTE: Final = struct.Struct("=HH")
-#: ``tcp_info``: backoff, unacknowledged packets, ages in ms, rtt; then the counters. Kernels add to
-#: its end only, and one older than 4.10 has no counters.
+#: ``tcp_info``: backoff, unacknowledged packets, ages in ms, rtt; then the counters. Kernels add
+#: only to its end, and kernels before 4.10 have no counters.
 _TCP_INFO: Final = struct.Struct("=4xB19xI16xI8xI8xI28xI16x2Q24x4Q")
 _BUFFER_BYTES: Final = 64 << 10
-#: The kernel answers while it is asked.
+#: The kernel answers within the call.
 _ANSWER_S: Final = 1.0
-#: After so many looks all connections are told again: reports get lost, and controllers restart.
+#: After this many looks all connections are reported again: reports get lost, and controllers
+#: restart.
 _NUM_LOOKS: Final = 8
 #: Worker and addresses of a connection.
 _Key: TypeAlias = tuple[str, tuple[str, int], tuple[str, int]]
@@ -60,7 +61,7 @@ class Sockets:
     def look(self, pids: Mapping[str, int]) -> tuple[Flow, ...] | None:
         """Return the connections of trainers that changed since the last look, or back off.
 
-        None where the kernel does not answer.
+        Return None if the kernel does not answer.
 
         Args:
             pids: The process of each worker.
@@ -91,7 +92,8 @@ class Sockets:
     def _find_owners(self, inodes: set[int], pids: Mapping[str, int]) -> None:
         """Find the worker of each socket, "" for those of other processes.
 
-        Listing the files of a process costs more than all else, so it is done for new sockets only.
+        Listing the files of a process costs more than everything else, so it is only done for new
+        sockets.
         """
         if self._pids == pids and self._owners.keys() >= inodes:
             return
@@ -111,10 +113,10 @@ def _sockets_of(pid: int) -> Iterator[int]:
 
 
 def _connections() -> Iterator[tuple[int, bytes]]:
-    """Yield each established connection of the machine: its inode and what the kernel says of it.
+    """Yield each established connection of the machine: its inode and the kernel's facts about it.
 
     Raises:
-        OSError: The kernel does not say.
+        OSError: The kernel does not answer.
     """
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
@@ -142,7 +144,7 @@ def _answers(kernel: socket.socket) -> Iterator[tuple[int, bytes]]:
 
 
 def _flow(worker: str, answer: bytes) -> Flow | None:
-    """Return the connection that an answer is about; None if the kernel is too old."""
+    """Return the connection in an answer; None if the kernel is too old."""
     family, here_port, there_port, here, there = _ENDS.unpack_from(answer)
     unread, queued, _ = _QUEUES.unpack_from(answer)
     at = _QUEUES.size

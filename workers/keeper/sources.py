@@ -1,8 +1,9 @@
-"""Where the parts of a version in memory are read: near before far.
+"""Chooses where the parts of a version in memory are read: near before far.
 
-A part may be held on the node that wrote it and as copies elsewhere. If a holder fails (it is
-unreachable, overwritten or damaged), the next holder of the part is used and the version is loaded
-again. A part without a holder is computed from the parities of its group, if enough is left.
+A part may be held on the node that wrote it and as copies elsewhere. If a holder fails, because it
+is unreachable, overwritten or damaged, the next holder of the part is used and the version is
+loaded again. A part without a holder is computed from the parities of its group, if enough of them
+are left.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class MemorySources:
 
     Attributes:
         skipped: ``(which part, why)`` of the holders that failed.
-        damaged: Those of them that hold other bytes than were written.
+        damaged: The failed holders with other bytes than were written.
         unread: The other failed holders; also all holders of a version whose parts contradict each
             other.
         taken_bytes: Bytes read of the version that was loaded, by kind of source.
@@ -81,7 +82,7 @@ class MemorySources:
         self.taken_bytes: Counter[str] = Counter()
 
     def load(self, fill: Callable[[Checkpoint], _T]) -> _T:
-        """Return what ``fill`` makes of the version; call it again if a holder fails.
+        """Return the result of ``fill`` on the version, and call it again if a holder fails.
 
         Raises:
             UcpError: No holder of some part is left, or the parts do not belong together.
@@ -110,7 +111,7 @@ class MemorySources:
             arena.close()
 
     def _choose(self) -> _Chosen:
-        """Return the first holder of every part that can be opened, or what it is computed from."""
+        """Return the first holder of every part that can be opened, or sources to compute it."""
         parts: dict[int, _Watched] = {}
         for place in list(self._left):
             rank = place.held.rank
@@ -126,13 +127,13 @@ class MemorySources:
         return self._compute(parts, missing)
 
     def _compute(self, parts: dict[int, _Watched], missing: Sequence[int]) -> _Chosen:
-        """Return the parts, and the missing ones as computed from the rest of their groups."""
+        """Return the parts, with missing ones computed from the rest of their groups."""
         num_left = len(self._left)
         parities = self._open_parities()
         if len(self._left) < num_left:
-            # The node that did not answer may have been chosen for a part, too.
+            # The node that did not answer may also have been chosen for a part.
             return self._choose()
-        # Watched separately: what is read to compute a part is not counted as taken.
+        # These are watched separately, because bytes read to compute a part do not count as taken.
         members = [_Watched(part.place, part.part, part.kind) for part in parts.values()]
         reason = "there are no parities of it"
         computed: dict[int, _Watched] = {}
@@ -148,7 +149,7 @@ class MemorySources:
         for rank in missing:
             if rank not in computed:
                 raise CheckpointNotFoundError(
-                    f"the part of rank {rank} is in no memory that can be read, and cannot be "
+                    f"no readable memory has the part of rank {rank}, and it cannot be "
                     f"computed: {reason}",
                     rank=rank,
                 )
@@ -211,7 +212,7 @@ class MemorySources:
             error, found = unread, []
         found = found or [each for each in (*chosen.parities, *chosen.members) if each.is_lost]
         if not found:
-            error = ParityError(f"one of them is damaged, and which is not known: {error}")
+            error = ParityError(f"one of them is damaged, but it is unknown which: {error}")
         self._give_up_on(_places(found or chosen.parities), error)
 
     def _give_up_on(
@@ -225,7 +226,7 @@ class MemorySources:
             name = f"step {held.step} {what} in the memory of node {place.node[:12]}"
             self.skipped.append((name, f"{type(error).__name__}: {error}"))
             log.warning("%s is not used: %s", name, error)
-        # A silent node is not asked for its other parts: each would take as long.
+        # Do not ask a silent node for its other parts: each would take as long.
         lost = [place for place in self._left if place in places or place.node in away]
         self._left = [place for place in self._left if place not in lost]
         is_damaged |= isinstance(error, CheckpointCorruptError)
@@ -234,15 +235,15 @@ class MemorySources:
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """A part, or parities, that notes how much is read of it and whether that failed.
+    """A part, or parities, that records the bytes read and a failure.
 
-    ``place`` is None for what is computed.
+    ``place`` is None for a computed part.
     """
 
     place: PartRef | None
     part: Part
     kind: str
-    #: Several readers append to it at once.
+    #: Several readers append to this at once.
     sizes_bytes: deque[int] = field(default_factory=deque)
     is_lost: bool = False
 
@@ -275,7 +276,7 @@ class _Watched:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Where a version is read."""
+    """The sources from which a version is read."""
 
     parts: dict[int, _Watched]  #: The part of every rank.
     parities: Sequence[_Watched] = ()  #: The parities that some parts are computed from.
@@ -285,7 +286,7 @@ class _Chosen:
 def _behind(
     chosen: _Chosen, checkpoint: Checkpoint | None, error: UcpError | ParityError
 ) -> _Watched | None:
-    """Return the part that an error is about, if the error names one."""
+    """Return the part that an error names, if any."""
     if "rank" in error.facts:
         return chosen.parts.get(error.facts["rank"])
     tier = checkpoint.store if checkpoint is not None else None
@@ -295,7 +296,7 @@ def _behind(
 
 
 def _places(parts: Iterable[_Watched]) -> list[PartRef]:
-    """Return the holders of parts, each once; a computed part has none."""
+    """Return the holders of parts, each once; a computed part has no holder."""
     return list(dict.fromkeys(part.place for part in parts if part.place is not None))
 
 

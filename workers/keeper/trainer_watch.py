@@ -1,4 +1,4 @@
-"""A keeper's view of its node: the progress records and record rings of its trainers."""
+"""Reads the progress records and record rings of a node's trainers for its keeper."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from workers.records import (
 
 PROGRESS_SUFFIX = ".progress"
 RING_SUFFIX = ".ring"
-#: Empty file that remains of a dead worker when it is no longer reported on: a later worker may
+#: Empty file that remains of a dead worker after the keeper stops reporting it: a later worker may
 #: inherit its memory, even after the keeper was restarted.
 GONE_SUFFIX = ".gone"
 
-#: Trainers stand still if none moved for this long.
+#: Trainers stand still if none has moved for this long.
 STILL_S = 0.3
 #: Period of looking for new workers.
 SCAN_S = 0.25
 #: A directory that was listed this long after its last change is not listed again before the next
 #: one: its time has a resolution of 10 ms.
 SETTLED_S = 0.1
-#: How long a dead worker is reported on. By then its attempt was judged; longer would cost memory,
-#: and time in every look and report.
+#: Time for which a dead worker is reported. By then its attempt was judged; a longer time would
+#: cost memory, and time in every look and report.
 FORGET_S = 60.0
 #: A new child counts after this at the latest. A search takes 0.3 ms in a process of 30 threads.
 _SEARCH_S = 1.0
 
 
 class ChildrenTime:
-    """Processor time of the living children of a worker, and of theirs.
+    """Processor time of the living descendants of a worker.
 
     Attributes:
         used_s: Their processor time at the last look.
@@ -59,7 +59,7 @@ class ChildrenTime:
         self._pids: tuple[int, ...] = ()
 
     def look(self, pid: int) -> None:
-        """Measure those of the process ``pid``, in 10 us for each of them."""
+        """Measure the descendants of the process ``pid``, in 10 us each."""
         now_s = time.monotonic()
         if now_s - self._searched_s >= _SEARCH_S:
             self._searched_s, self._pids = now_s, tuple(descendants(pid))
@@ -83,7 +83,7 @@ def dead_workers(directory: Path) -> frozenset[str]:
 
 
 def clear(directory: Path) -> None:
-    """Remove the directory of a node whose run is over, and what lost nodes left beside it.
+    """Remove the directory of a node whose run is over, and directories of lost nodes beside it.
 
     Simulated nodes share a machine, and a node that was killed removes nothing. A directory stays
     if a living process has a progress record or listens at a socket there.
@@ -125,7 +125,7 @@ def ring_path(directory: Path, worker: str) -> Path:
 class NodeWatch:
     """The trainers of one node, found by their progress records in ``directory``.
 
-    The dead are reported on for ``forget_s``. ``num_ranks`` is the size of their largest group in
+    Dead trainers are reported for ``forget_s``. ``num_ranks`` is the size of their largest group in
     the last report.
     """
 
@@ -151,8 +151,9 @@ class NodeWatch:
     def look(self) -> bool:
         """Return whether a trainer passed a milestone since the last look.
 
-        Milestones are events that somebody waits for: a worker came, went, formed, or finished the
-        first step of an attempt. Ordinary steps are none: a fast run would send a report per step.
+        Milestones are events that the controller waits for: a worker came, went, formed, or
+        finished the first step of an attempt. Ordinary steps do not count, because a fast run would
+        send a report per step.
         """
         milestones: dict[str, tuple[int, bool, bool]] = {}
         places: list[tuple[int, WorkerPhase, int, int]] = []
@@ -160,7 +161,7 @@ class NodeWatch:
         for worker, reader in self._readers.items():
             view = reader.view()
             if view is not None:
-                # Again and again: at first its record may not say whose it is.
+                # Repeat this, because at first the record may not name its worker.
                 self.endings.follow(view.pid)
                 milestones[worker] = _milestone(view, self._milestones.get(worker))
                 places.append((view.attempt, view.phase, view.step, view.micro_batch))
@@ -171,7 +172,7 @@ class NodeWatch:
         return changed
 
     def still_s(self) -> float:
-        """Return for how long no trainer of the node moved."""
+        """Return the time since a trainer of the node last moved."""
         return time.monotonic() - self._moved_s
 
     def is_stepping(self) -> bool:
@@ -204,7 +205,7 @@ class NodeWatch:
             if reader is not None:
                 self._readers[path.stem] = reader
                 self._rings[path.stem] = RingReader(path.with_suffix(RING_SUFFIX))
-        # Last: if a file could not be opened, the next look tries again.
+        # This comes last: if a file could not be opened, the next look tries again.
         self._paths, self._listed_s = paths, now_s
 
     @property
@@ -213,7 +214,7 @@ class NodeWatch:
         return tuple(self._readers)
 
     def pids(self) -> dict[str, int]:
-        """Return the processes of the trainers that are not known to be gone."""
+        """Return the processes of the trainers that may be alive."""
         views = {worker: reader.view() for worker, reader in self._readers.items()}
         return {
             worker: view.pid
@@ -229,7 +230,7 @@ class NodeWatch:
                 os.kill(view.pid, signal.SIGKILL)
 
     def subjects(self, attempt: int) -> tuple[Subject, ...]:
-        """Return the workers that are, or were last, in ``attempt``, dead ones too."""
+        """Return the workers that are, or were last, in ``attempt``, including dead ones."""
         self._list_records()
         found: list[Subject] = []
         for worker in self._readers:
@@ -241,12 +242,12 @@ class NodeWatch:
         return tuple(found)
 
     def lives(self, worker: str) -> bool:
-        """Return whether the process of ``worker`` is there, as far as is known."""
+        """Return whether the process of ``worker`` lives, as far as the keeper knows."""
         view = self._view(worker)
         return view is not None and _runs(view.pid, view.started_ticks)
 
     def report(self) -> NodeReport:
-        """Return the state of every trainer of the node, those that died lately included."""
+        """Return the state of every trainer of the node, including recently dead ones."""
         self._seq += 1
         self._list_records()
         now_ns = time.monotonic_ns()

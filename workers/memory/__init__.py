@@ -1,4 +1,4 @@
-"""Memory that outlives a trainer: arenas of buffers, and the versions in them."""
+"""Manages memory that outlives a trainer: arenas of buffers, and the versions in them."""
 
 from typing import TYPE_CHECKING
 
@@ -47,5 +47,5 @@ if TYPE_CHECKING:
     from workers.memory.worker_memory import HandOver, SnapshotMemory
 
 
-# numpy and torch only where they are needed.
+# Importing this room loads numpy and torch only when they are needed.
 __getattr__ = lazy_door(__name__)

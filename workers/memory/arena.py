@@ -1,16 +1,17 @@
 """An arena: memory of three buffers that outlives the trainer that writes it.
 
-It is an anonymous file (memfd): not limited by the size of /dev/shm, alive as long as the keeper
-*or* a trainer holds it, and freed with its last holder. A buffer takes one version of one rank: a
-header page, the data, and the record that makes the data readable. It is valid if its header is
-intact and says "complete"; the checksums in the record verify the data.
+It is an anonymous file (memfd). The size of /dev/shm does not limit it. It lives as long as the
+keeper *or* a trainer holds it, and is freed with its last holder. A buffer takes one version of one
+rank: a header page, the data, and the record that makes the data readable. It is valid if its
+header is intact and says "complete"; the checksums in the record verify the data.
 
 The first header page also carries a few words between trainer and keeper, each with one writer and
-stored atomically: the pinned buffer, whether peers follow this arena, what they have copied, which
-version is kept, and which buffers are damaged.
+stored atomically: the pinned buffer, whether peers follow this arena, the version that they have
+copied, the version to keep, and the damaged buffers.
 
 Source: the snapshot processes and double buffers of REFT (arXiv 2310.12670). The third buffer keeps
-the last version that all ranks completed while one buffer is written and one is newer.
+the last version that all ranks completed, while one buffer is written and one holds a newer
+version.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from workers.errors import ArenaError
 from workers.memory.retention import choose_buffer
 from workers.protocol import Held
 
-#: One buffer is written, one holds the newest version that counts, one may be pinned.
+#: One buffer is being written, one holds the newest version that counts, and one may be pinned.
 NUM_BUFFERS: Final = 3
 PAGE_BYTES: Final = 4096
 _MAGIC = b"evstarn1"
@@ -58,11 +59,11 @@ _WORDS_AT: Final = 2048
 _NUM_WORDS: Final = 9
 #: Trainer: number of the pin, with buffer + 1 in the lowest byte. Keeper: the pin that it released.
 _PIN, _RELEASED = 0, 1
-#: Keeper: until when a peer follows this arena, in ns of the monotonic clock; sequence and buffer
-#: of what it has copied.
+#: Keeper: the time until which a peer follows this arena, in ns of the monotonic clock; sequence
+#: and buffer of the version that the peer has copied.
 _FOLLOWED, _COPIED = 2, 3
-#: How long a follower counts: a killed keeper must not hold snapshots back. The keeper renews it
-#: four times a second.
+#: Time for which a follower counts, because a killed keeper must not hold snapshots back. The
+#: keeper renews it four times a second.
 _FOLLOWED_NS: Final = 2 * 10**9
 #: Trainer: number of finished buffers.
 _FINISHED: Final = 4
@@ -77,7 +78,7 @@ class Arena:
 
     Attributes:
         fd: The memfd; owned by this object.
-        body_bytes: What a buffer can hold, data and record together.
+        body_bytes: Most bytes of a buffer's data and record together.
     """
 
     def __init__(self, fd: int) -> None:
@@ -98,18 +99,18 @@ class Arena:
         header_bytes = _HEADER.size + _CRC.size
         starts = [buffer * buffer_bytes for buffer in range(NUM_BUFFERS)]
         self._headers = [self._memory[start : start + header_bytes] for start in starts]
-        #: The last read header of each buffer, parsed: a keeper reads hundreds a step, and parsing
-        #: costs ten times as much as comparing.
+        #: The header of each buffer as last read, with its parsed form. A keeper reads hundreds of
+        #: headers a step, and parsing costs ten times as much as comparing.
         self._seen = [(bytes(header_bytes), _EMPTY)] * NUM_BUFFERS
 
     @classmethod
     def create(cls, name: str, *, body_bytes: int) -> Arena:
-        """Return a new, empty arena whose memory is claimed now.
+        """Return a new, empty arena, and claim its memory now.
 
-        First touch costs ten times a copy, so it is not left to the first snapshot.
+        First touch costs ten times as much as a copy, so the first snapshot must not do it.
 
         Raises:
-            ArenaError: The machine has not that much memory.
+            ArenaError: The machine does not have enough memory.
         """
         pages = max(-(-body_bytes // PAGE_BYTES), 1) + 1
         fd = -1
@@ -147,16 +148,16 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """Return how much memory the arena takes."""
+        """Return the arena's memory in bytes."""
         return NUM_BUFFERS * self._buffer_bytes
 
     @property
     def address(self) -> int:
-        """Return where the file is mapped here."""
+        """Return the address of the mapping in this process."""
         return address_of(self._memory)
 
     def close(self) -> None:
-        """Release the memory; it stays mapped as long as there are views of it."""
+        """Release the memory. It stays mapped as long as there are views of it."""
         with contextlib.suppress(BufferError):
             self._words.release()
             for header in self._headers:
@@ -165,12 +166,12 @@ class Arena:
             self._map.close()
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            # The number could belong to another file by the second call.
+            # At a second call the number could belong to another file.
             os.close(fd)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """Give a file descriptor that another thread's ``close`` leaves open.
+        """Yield a file descriptor that another thread's ``close`` does not close.
 
         Raises:
             OSError: The arena is closed.
@@ -185,7 +186,7 @@ class Arena:
             os.close(fd)
 
     def body(self, buffer: int) -> memoryview:
-        """Return the buffer's memory behind its header, writable."""
+        """Return the buffer's memory after its header, writable."""
         start = self.body_offset(buffer)
         return self._memory[start : start + self.body_bytes]
 
@@ -195,7 +196,7 @@ class Arena:
         return buffer * self._buffer_bytes + PAGE_BYTES
 
     def begin(self, buffer: int, *, attempt: int, step: int, rank: int, world_size: int) -> None:
-        """Mark the buffer as being written; its version is gone."""
+        """Mark the buffer as being written, which drops its version."""
         sequence = self._sequence(buffer) // 2 * 2 + 1
         self._write(buffer, sequence, attempt, step, rank, world_size, 0, 0)
 
@@ -211,11 +212,11 @@ class Arena:
 
     @property
     def finished(self) -> int:
-        """Return how many times a buffer was finished."""
+        """Return the number of times that a buffer was finished."""
         return self._words[_FINISHED]
 
     def held(self, buffer: int) -> Held | None:
-        """Return what the buffer holds; None if it is empty, being written, damaged, or freed."""
+        """Return the buffer's version; None if it is empty, being written, damaged, or freed."""
         try:
             held = self._read(buffer)
             damaged = self._words[_DAMAGED + buffer]
@@ -227,7 +228,7 @@ class Arena:
         return held if held.data_bytes + held.record_bytes <= self.body_bytes else None
 
     def versions(self) -> list[Held]:
-        """Return what all buffers hold, oldest first."""
+        """Return the versions of all buffers, oldest first."""
         held = [found for buffer in range(NUM_BUFFERS) if (found := self.held(buffer)) is not None]
         return sorted(held, key=lambda found: (found.attempt, found.step))
 
@@ -240,18 +241,18 @@ class Arena:
     ) -> int:
         """Return the buffer to write next; see ``workers.memory.retention.choose_buffer``.
 
-        For the writer only, once every rank has finished its newest version.
+        Only the writer calls it, once every rank has finished its newest version.
         """
         buffers = [self.held(buffer) for buffer in range(NUM_BUFFERS)]
         return choose_buffer(buffers, pinned=self.pinned(), lineage=lineage, kept=kept)
 
     def pin(self, buffer: int) -> None:
-        """Keep the buffer until the keeper has stored it; for the trainer."""
+        """Keep the buffer until the keeper has stored it. The trainer calls this."""
         assert 0 <= buffer < NUM_BUFFERS, f"buffer {buffer} of {NUM_BUFFERS}"
         self._words[_PIN] = ((self._words[_PIN] >> 8) + 1) << 8 | (buffer + 1)
 
     def pinned(self) -> int | None:
-        """Return the buffer that waits to be stored, complete or not."""
+        """Return the buffer that waits for storing, complete or not."""
         try:
             pin, released = self._words[_PIN], self._words[_RELEASED]
         except ValueError:
@@ -259,13 +260,13 @@ class Arena:
         return None if pin == released else (pin & 0xFF) - 1
 
     def unpin(self, buffer: int) -> None:
-        """Release a pinned buffer; for the keeper."""
+        """Release a pinned buffer. The keeper calls this."""
         pin = self._words[_PIN]
         if (pin & 0xFF) == buffer + 1:
             self._words[_RELEASED] = pin
 
     def set_followed(self, flag: bool) -> None:  # noqa: FBT001  a state that is passed on
-        """Set whether a peer copies this arena; the keeper repeats it."""
+        """Set whether a peer copies this arena. The keeper calls this repeatedly."""
         self._words[_FOLLOWED] = time.monotonic_ns() + _FOLLOWED_NS if flag else 0
 
     def is_followed(self) -> bool:
@@ -273,7 +274,7 @@ class Arena:
         return time.monotonic_ns() < self._words[_FOLLOWED]
 
     def note_copied(self, held: Held) -> None:
-        """Note what the peers have copied; for the keeper."""
+        """Note the version that the peers have copied. The keeper calls this."""
         self._words[_COPIED] = _copied_word(held)
 
     def copy_behind(self) -> bool:
@@ -281,17 +282,17 @@ class Arena:
         return self.is_followed() and not self.is_copied()
 
     def is_copied(self) -> bool:
-        """Return whether peers, gone or not, have copied the newest version."""
+        """Return whether peers, present or gone, have copied the newest version."""
         newest = self.newest()
         return newest is None or self._words[_COPIED] == _copied_word(newest)
 
     def keep(self, kept: tuple[int, int] | None) -> None:
-        """Set the version that all ranks and peers have; for the trainer, before it writes."""
+        """Set the version that all ranks and peers have; the trainer does so before it writes."""
         found = [held for held in self.versions() if (held.attempt, held.step) == kept]
         self._words[_KEPT] = _copied_word(found[0]) if found else 0
 
     def kept(self) -> tuple[int, int] | None:
-        """Return attempt and step of the kept version, if it is held here."""
+        """Return attempt and step of the kept version, if a buffer holds it."""
         try:
             word = self._words[_KEPT]
         except ValueError:
@@ -300,7 +301,7 @@ class Arena:
         return next(((held.attempt, held.step) for held in found), None)
 
     def quarantine(self, held: Held) -> None:
-        """Drop a damaged version; for the keeper."""
+        """Drop a damaged version. The keeper calls this."""
         self._words[_DAMAGED + held.buffer] = held.sequence
 
     def _sequence(self, buffer: int) -> int:
@@ -319,12 +320,12 @@ class Arena:
     def _write(self, buffer: int, *fields: int) -> None:
         packed = _HEADER.pack(_MAGIC, *fields)
         start = buffer * self._buffer_bytes
-        # One store: a reader that sees half of it finds a wrong crc32, which is no version.
+        # This is one write: a reader that sees half of it finds a wrong crc32 and ignores it.
         self._memory[start : start + _HEADER.size + _CRC.size] = packed + _CRC.pack(crc32(packed))
 
 
 def address_of(view: memoryview) -> int:
-    """Return where writable memory is."""
+    """Return the address of writable memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
@@ -332,7 +333,7 @@ def _mapped(fd: int, size_bytes: int) -> tuple[mmap.mmap, int]:
     """Map a file at an address that huge pages need; return the mapping and the offset in it.
 
     Python leaves the address to the kernel, which aligns it only if huge pages are always enabled.
-    So a larger range is reserved and the file mapped into it.
+    So this reserves a larger range and maps the file into it.
     """
     space = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = address_of(memoryview(space))

@@ -1,8 +1,8 @@
-"""One buffer of an arena as a store: ``RankSaver`` completes a rank's part of a version in it.
+"""Makes a buffer of an arena a store, in which ``RankSaver`` completes a part of a version.
 
 The buffer then holds a rank's part of a native distributed checkpoint (``ucp_core/SPEC.md``): the
 data file, then the record, which completes the buffer. There is no manifest: a version counts once
-the records of all its ranks are held, wherever they are.
+memory anywhere holds the records of all its ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from workers.memory.arena import Arena
 
 
 class ArenaStore(RefusingStore):
-    """Completes the version of one rank in ``buffer``, which was begun and has the data already.
+    """Completes one rank's version in ``buffer``, which was begun and already holds the data.
 
     Args:
-        check: Called before the buffer is completed; if it raises, the buffer stays incomplete.
+        check: Called before the buffer is completed. If it raises an error, the buffer stays
+            incomplete.
     """
 
     def __init__(
@@ -33,19 +34,19 @@ class ArenaStore(RefusingStore):
         self._data_bytes = -1
 
     def write_file(self, path: str, chunks: Iterable[Buffer], **_: bool) -> int:
-        """Note the size of the rank's data, which lies at the begin of the buffer; return it."""
+        """Note the size of the rank's data, which is at the start of the buffer, and return it."""
         assert self._data_bytes < 0, f"{path}: the buffer holds its data already"
         self._data_bytes = sum(map(len, chunks))
         return self._data_bytes
 
     def write_atomic(self, path: str, data: Buffer, **_: bool) -> bool:
-        """Put the record behind the data, which completes the buffer."""
+        """Write the record after the data, which completes the buffer."""
         assert self._data_bytes >= 0, f"{path}: a record comes after its data"
         end = self._data_bytes + len(data)
         if end > self._body.size:
             raise StorageError(
-                f"{path} needs {end} bytes, a snapshot buffer has {self._body.size}: reserve a "
-                "larger arena",
+                f"{path} needs {end} bytes, but a snapshot buffer has {self._body.size}: "
+                "reserve a larger arena",
                 path=path,
             )
         self._body[self._data_bytes : end] = np.frombuffer(data, dtype=np.uint8)
@@ -58,5 +59,5 @@ class ArenaStore(RefusingStore):
         raise StorageError(f"{path} does not exist", path=path, missing=True)
 
     def sizes(self, _directory: str) -> dict[str, int]:
-        """Return nothing: whether the version counts is not decided here."""
+        """Return nothing: this store does not decide whether the version counts."""
         return {}

@@ -1,16 +1,16 @@
-"""The process that checksums snapshots in memory that it shares with a trainer.
+"""Checksums snapshots, as a process that shares their memory with a trainer.
 
-A request is a head, ``HEAD``: what to do and two numbers.
+A request begins with ``HEAD``: the kind and two numbers.
 
     ATTACH  number, size in bytes, with the descriptor of the memory
     DETACH  number, 0
     SUM     count, size of a block; then so many ``PLACE``: number, offset, size in bytes
 
-Only ``SUM`` is answered, by a line: the crc32 of all places, and for each one those of its blocks
-as a record lists them, "3 4;1,2;4". The process ends when the trainer does. It imports the standard
-library and isal only, so that it starts in 30 ms and takes 10 MB.
+Only ``SUM`` gets an answer, a line with the crc32 of all places, and for each place the checksums
+of its blocks as a record lists them: "3 4;1,2;4". The process ends when the trainer does. It
+imports only the standard library and isal, so it starts in 30 ms and takes 10 MB.
 
-Counterpart: ``workers.memory.checksums``.
+``workers.memory.checksums`` is the trainer's side.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _POPULATE_BYTES = 64 << 20
 def serve(connection: socket.socket) -> None:
     """Answer until the trainer ends."""
     requests: SimpleQueue[tuple[int, int, int, list[int], bytes] | None] = SimpleQueue()
-    # The trainer sends several requests before it reads an answer: they are taken meanwhile, or
-    # both would wait for each other once the socket is full.
+    # The trainer sends several requests before it reads an answer. This process must receive them
+    # meanwhile, or both would wait for each other once the socket is full.
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
     arenas: dict[int, mmap.mmap] = {}
     while (request := requests.get()) is not None:

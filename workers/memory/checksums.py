@@ -1,10 +1,10 @@
-"""Checksums of snapshots, made beside the trainer by a process that maps the same memory.
+"""Has a process that maps the same memory make the checksums of snapshots beside the trainer.
 
-A thread of the trainer would take the interpreter from training at every block: 40 ms of a training
-thread that is busy in Python for 1 GB in blocks of 256 KiB, and 5 ms by a process. It also combines
-those of blocks, which takes 5 ms for a state of 4 GB.
+A thread of the trainer would take the interpreter from training at every block. For 1 GB in blocks
+of 256 KiB, that costs a training thread that is busy in Python 40 ms; a process costs it 5 ms. The
+process also combines the checksums of blocks, which takes 5 ms for a state of 4 GB.
 
-Counterpart, with the protocol: ``workers.memory.checksum_process``.
+``workers.memory.checksum_process`` is the process, and describes the protocol.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from workers.memory.arena import Arena, address_of
 from workers.memory.checksum_process import ATTACH, DETACH, HEAD, PLACE, SUM
 
 _SCRIPT: Final = Path(__file__).with_name("checksum_process.py")
-#: Buffers from this size on are worth a process, and so much at a time is worth a question.
+#: A buffer of this size is worth a process, and views of this size together are worth a request.
 _BUFFER_BYTES_MIN: Final = 16 << 20
 _ASKED_BYTES_MIN: Final = 1 << 20
-#: A bucket takes some ms. A process that is stopped for so long is given up.
+#: A bucket takes some ms. The trainer gives a process up that does not answer for this long.
 _ANSWER_S: Final = 10.0
 #: An answer for 4 GB has 160 KB.
 _ANSWER_BYTES: Final = 256 << 10
@@ -39,20 +39,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """Memory that is to be checksummed, perhaps often, and the checksums once they are there."""
+    """Memory to checksum, perhaps repeatedly, and its checksums once they are made."""
 
     views: Sequence[memoryview]
     block_bytes: int
     sums: list[Sums] | None = None
-    #: The text for the process, and the numbers by which that knows the memory.
+    #: The request, and the numbers of the memory's arenas at the process.
     request: bytes | None = None
     numbers: frozenset[int] = frozenset()
 
 
 class Checksums:
-    """Makes checksums of blocks: in another process where that pays, else here. Thread-safe.
+    """Makes checksums of blocks: in another process if that pays, else in this one. Thread-safe.
 
-    A process that dies or does not answer is replaced by this one, for good.
+    If that process dies or does not answer, this process makes all later checksums.
     """
 
     def __init__(self) -> None:
@@ -61,9 +61,10 @@ class Checksums:
         self._connection: socket.socket | None = None
         self._is_given_up = False
         self._num_attached = 0
-        #: Questions without an answer, the oldest first.
+        #: Requests without an answer, the oldest first.
         self._open: deque[Question] = deque()
-        #: Address here and size of each arena that the process has, by number; numbers by file.
+        #: Address here and size of each arena that the process maps, by number; and the numbers by
+        #: file.
         self._attached: dict[int, tuple[int, int]] = {}
         self._numbers: dict[int, int] = {}
 
@@ -71,7 +72,7 @@ class Checksums:
         self._end()
 
     def attach(self, arena: Arena) -> None:
-        """Have the arena checksummed by the process from now on, if it is large enough."""
+        """Let the process checksum the arena from now on, if it is large enough."""
         if arena.body_bytes < _BUFFER_BYTES_MIN:
             return
         with self._lock, self._giving_up():
@@ -85,7 +86,7 @@ class Checksums:
             self._attached[number] = arena.address, arena.size_bytes
 
     def detach(self, arena: Arena) -> None:
-        """Have the process release the arena; it ends with the last one."""
+        """Make the process release the arena. The process ends with its last arena."""
         with self._lock, self._giving_up():
             number = self._numbers.pop(arena.fd, None)
             if number is None or self._connection is None:
@@ -103,9 +104,9 @@ class Checksums:
         return self.answer(question)
 
     def ask(self, question: Question) -> None:
-        """Send a question to the process: a new one, or one that was sent before.
+        """Send a request to the process, which may be one that was sent before.
 
-        The memory stays as it is until then.
+        The memory must not change until the answer is read.
         """
         question.sums = None
         with self._lock, self._giving_up():
@@ -118,7 +119,7 @@ class Checksums:
                 self._open.append(question)
 
     def answer(self, question: Question) -> list[Sums]:
-        """Return the checksums; made here if the process has not made them."""
+        """Return the checksums, and make them here if the process has not made them."""
         with self._lock, self._giving_up():
             while question in self._open:
                 self._receive(self._open[0])
@@ -129,11 +130,13 @@ class Checksums:
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Give the process up if it fails."""
+        """Stop using the process if it fails."""
         try:
             yield
         except OSError as error:
-            log.warning("checksums are made in the trainer, their process failed: %s", error)
+            log.warning(
+                "checksums are now made in the trainer, because their process failed: %s", error
+            )
             self._is_given_up = True
             self._end()
 
@@ -143,7 +146,7 @@ class Checksums:
             self._connection.settimeout(_ANSWER_S)
             self._answers = self._connection.makefile("rb", _ANSWER_BYTES)
             with its:
-                # It finds the libraries as this process does, and has no output to keep open.
+                # The process finds the libraries as this one does, and keeps no output open.
                 self._process = subprocess.Popen(  # noqa: S603
                     [sys.executable, "-P", str(_SCRIPT), str(its.fileno())],
                     pass_fds=[its.fileno()],
@@ -154,7 +157,7 @@ class Checksums:
         return self._connection
 
     def _prepare(self, question: Question) -> None:
-        """Write the request, an empty one if it does not pay or the process lacks the memory."""
+        """Make the request, an empty one if it does not pay or the process lacks the memory."""
         views = question.views
         places = [place for view in views if (place := self._place(view)) is not None]
         question.request = b""
@@ -171,7 +174,7 @@ class Checksums:
         question.sums = list(zip(map(int, wholes.split(" ")), blocks, strict=True))
 
     def _place(self, view: memoryview) -> tuple[int, int, int] | None:
-        """Return the number of the arena, and where the view lies in it."""
+        """Return the number of the arena, and the view's place in it."""
         if not view:
             return min(self._attached), 0, 0
         address = address_of(view)

@@ -1,9 +1,9 @@
-"""Credits: how many ranks of a node may move their snapshots at the same time.
+"""Limits how many ranks of a node move their snapshots at the same time, by credits.
 
 Eight devices that copy at once would fill the memory bus that training needs. So a rank moves a
 snapshot only while it holds one of a few credits. Credits are file locks in the keeper's directory,
 which the kernel releases when a process dies. They are advisory: a rank that gets none for a while
-goes ahead, since a stopped rank keeps its own.
+goes ahead, because a stopped rank keeps its credit.
 
 Source: the node level of REFT's hierarchical snapshots (arXiv 2310.12670).
 """
@@ -21,18 +21,18 @@ from typing import Final
 #: The most credits: four copies at once fill four pinned buses, and leave memory bandwidth.
 _NUM_MAX: Final = 4
 _FOLDER: Final = "credits"
-#: How long a rank waits for a credit. A turn takes some 10 ms.
+#: Time that a rank waits for a credit. Another rank holds it for some 10 ms.
 PATIENCE_S: Final = 0.1
 _AGAIN_S: Final = 0.002
 
 
 class Credits:
-    """The credits of one node, as one rank uses them; by default as many as suit the machine."""
+    """The credits of one node, used by one rank. Their default number depends on the machine."""
 
     def __init__(self, directory: Path, num: int | None = None) -> None:
         self._folder = directory / _FOLDER
         self._num = num or min(_NUM_MAX, max(1, (os.cpu_count() or 1) // 2))
-        #: The files, once they are open: a snapshot takes several credits.
+        #: The open files, kept because a snapshot takes credits several times.
         self._fds: list[int] = []
 
     def __del__(self) -> None:
@@ -41,7 +41,7 @@ class Credits:
 
     @contextmanager
     def one(self, patience_s: float = PATIENCE_S) -> Iterator[bool]:
-        """Hold a credit; yield whether there was one within ``patience_s``."""
+        """Hold a credit; yield whether one became free within ``patience_s``."""
         fd = self._take(time.monotonic() + patience_s)
         try:
             yield fd is not None
@@ -61,7 +61,7 @@ class Credits:
                     return None
                 time.sleep(_AGAIN_S)
         except OSError:
-            # A full disk, or no descriptors: no reason to skip the snapshot.
+            # A full disk or missing descriptors are no reason to skip the snapshot.
             return None
 
     def _open(self) -> None:

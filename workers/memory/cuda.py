@@ -1,4 +1,4 @@
-"""CUDA for snapshots: a stream for copies beside the computation, and pinned memory."""
+"""Uses CUDA for snapshots: a stream for copies beside the computation, and pinned memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Mark(Protocol):
     """A place in a stream."""
 
     def wait(self) -> None:
-        """Return when the device has reached it; from any thread."""
+        """Wait until the device has reached the mark. Any thread may call this."""
 
     def is_reached(self) -> bool:
-        """Return whether the device has reached it."""
+        """Return whether the device has reached the mark."""
 
     def since(self, other: Mark) -> float:
         """Return the seconds between two reached marks."""
@@ -29,19 +29,19 @@ class CopyStream(Protocol):
     """A stream of copies beside the training."""
 
     def mark(self) -> Mark:
-        """Return the place behind all that training has enqueued."""
+        """Return a mark after everything that training has enqueued."""
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:
-        """Enqueue copies into the first of each pair, behind ``after`` and all earlier copies.
+        """Enqueue copies into the first of each pair, after ``after`` and all earlier copies.
 
-        From any thread, one at a time.
+        Any thread may call this, one at a time.
 
         Returns:
-            The place behind them.
+            A mark after the copies.
         """
 
     def hold(self, mark: Mark) -> None:
-        """Have later work of training wait for ``mark``."""
+        """Make later work of training wait for ``mark``."""
 
     def gap(self) -> None:
         """Enqueue a small computation behind the copies: see ``Leaving.pieces``."""
@@ -56,24 +56,24 @@ class CudaStream:
         self._small: Tensor | None = None
 
     def mark(self) -> Mark:
-        """Return the place behind all that this thread has enqueued."""
+        """Return a mark after everything that this thread has enqueued."""
         return _Event(torch.cuda.current_stream(self._device))
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:
         """Enqueue copies; see ``CopyStream``."""
-        # The current device is a setting of each thread.
+        # Each thread has its own current device.
         with torch.no_grad(), torch.cuda.stream(self._stream):
             if after is not None:
                 assert isinstance(after, _Event)
                 self._stream.wait_event(after.event)
             if pairs:
-                # One call for all: each one would take the interpreter from training.
+                # One call makes all copies, because each call takes the interpreter from training.
                 targets, sources = map(list, zip(*pairs, strict=True))
                 torch._foreach_copy_(targets, sources, non_blocking=True)
             return _Event(self._stream)
 
     def hold(self, mark: Mark) -> None:
-        """Have later work of this thread wait for ``mark``."""
+        """Make later work of this thread wait for ``mark``."""
         assert isinstance(mark, _Event)
         torch.cuda.current_stream(self._device).wait_event(mark.event)
 
@@ -94,11 +94,11 @@ class _Event:
         self.event.record(stream)
 
     def wait(self) -> None:
-        """Return when the stream has reached it."""
+        """Wait until the stream has reached the event."""
         self.event.synchronize()
 
     def is_reached(self) -> bool:
-        """Return whether the stream has reached it."""
+        """Return whether the stream has reached the event."""
         return bool(self.event.query())
 
     def since(self, other: Mark) -> float:
@@ -117,17 +117,17 @@ def register(arena: Arena) -> None:
         body = torch.frombuffer(arena.body(buffer), dtype=torch.uint8)
         error = torch.cuda.cudart().cudaHostRegister(body.data_ptr(), body.numel(), 0)
         if int(error) != 0:
-            # Otherwise the next try would fail on these.
+            # Otherwise the pinned buffers would make the next try fail.
             unregister(arena, num_buffers=buffer)
             raise ArenaError(
-                f"CUDA does not take {body.numel()} bytes of snapshot memory as pinned: error "
+                f"CUDA does not pin {body.numel()} bytes of snapshot memory: error "
                 f"{int(error)}; raise the limit of locked memory (ulimit -l)",
                 body_bytes=body.numel(),
             )
 
 
 def unregister(arena: Arena, *, num_buffers: int = NUM_BUFFERS) -> None:
-    """Unpin the first ``num_buffers`` buffers; before the memory is released."""
+    """Unpin the first ``num_buffers`` buffers. Call this before releasing the memory."""
     for buffer in range(num_buffers):
         body = torch.frombuffer(arena.body(buffer), dtype=torch.uint8)
         torch.cuda.cudart().cudaHostUnregister(body.data_ptr())

@@ -1,8 +1,8 @@
-"""The keeper's descriptors, from the client's side: how a process of the node gets at its memory.
+"""Gets the keeper's memory for a process of the node: the client of the descriptor socket.
 
 The keeper hands out arenas as file descriptors, over a unix socket (``descriptor_socket``). A
-connection carries one request: a JSON packet each way, with a descriptor where memory changes
-hands. Only processes of the same user on the same machine can connect, and nothing is unpickled.
+connection carries one request: a JSON packet each way, with a descriptor if memory changes hands.
+Only processes of the same user on the same machine can connect, and nothing is unpickled.
 
     {"do": "reserve", "arena": "w0007.0", "body_bytes": 123456, "attempt": 3}  ->  {"ok": {}}  + fd
     {"do": "open", "arena": "w0007.0"}                                         ->  {"ok": {}}  + fd
@@ -10,14 +10,14 @@ hands. Only processes of the same user on the same machine can connect, and noth
     {"do": "leave", "arena": "replica0/w0007.0"}                               ->  {"ok": {}}
     a request that the keeper cannot serve                  ->  {"refused": "why, what to do"}
 
-A datagram socket beside it takes notices, which are never answered:
+A datagram socket beside it receives notices, which get no answer:
 
     {"do": "finished", "arena": "w0007.0"}
 
-A notice only tells the keeper to look. One may be dropped while others are unread: those make the
-keeper look later than this one would have.
+A notice only makes the keeper look. The socket may drop one while others are unread, because those
+make the keeper look even later.
 
-Counterpart: ``workers.keeper.descriptor_server``.
+``workers.keeper.descriptor_server`` is the server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SOCKET: Final = "fds"
 PACKET_BYTES: Final = 4096
 #: Faulting in an arena of 100 GB takes half a minute. A refusal comes at once.
 _RESERVE_S: Final = 120.0
-#: Bound of every other exchange, at either end: nobody waits longer for a starved process.
+#: Most seconds of every other exchange, at either end: neither process waits longer for the other.
 ANSWER_S: Final = 5.0
 
 
@@ -56,11 +56,11 @@ def reserve(path: Path, arena_name: str, *, body_bytes: int, attempt: int) -> Ar
 
     Args:
         arena_name: ``"{worker}.{generation}"``; a larger arena is a new generation.
-        body_bytes: What a buffer has to hold.
-        attempt: The attempt that it is for; the keeper refuses older attempts.
+        body_bytes: Bytes that a buffer must hold.
+        attempt: The attempt that uses the arena; the keeper refuses older attempts.
 
     Raises:
-        ArenaError: The keeper refuses, or is not there.
+        ArenaError: The keeper refuses, or is not running.
     """
     request = {
         "do": "reserve",
@@ -74,10 +74,10 @@ def reserve(path: Path, arena_name: str, *, body_bytes: int, attempt: int) -> Ar
 
 
 def open_arena(path: Path, arena_name: str) -> Arena:
-    """Return an arena of the node, to read from.
+    """Return an arena of the node for reading.
 
     Raises:
-        ArenaError: The keeper has none of that name, or is not there.
+        ArenaError: The keeper has no arena of that name, or is not running.
     """
     return _arena(_ask(path, {"do": "open", "arena": arena_name}))
 
@@ -86,25 +86,25 @@ def adopt(path: Path, arena_name: str, arena: Arena) -> None:
     """Hand an arena to a keeper that was restarted.
 
     Raises:
-        ArenaError: The keeper is not there.
+        ArenaError: The keeper is not running.
     """
     _ask(path, {"do": "adopt", "arena": arena_name}, fds=[arena.fd])
 
 
 def leave_arena(path: Path, arena_name: str) -> None:
-    """Tell the keeper that an arena is no longer written: it frees it once nothing needs it.
+    """Tell the keeper that an arena is no longer written, so that it may free it.
 
     Raises:
-        ArenaError: The keeper is not there.
+        ArenaError: The keeper is not running.
     """
     _ask(path, {"do": "leave", "arena": arena_name})
 
 
 def notify(path: Path, arena_name: str) -> bool:
-    """Tell the keeper that a buffer of an arena was finished. Never waits, never raises.
+    """Tell the keeper that a buffer of an arena was finished. This never waits or raises an error.
 
     Returns:
-        Whether a keeper is there, even if its queue of notices is full.
+        Whether a keeper is running, even if its queue of notices is full.
     """
     packet = json.dumps({"do": "finished", "arena": arena_name}).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:

@@ -1,9 +1,9 @@
-"""Which snapshot memory may be overwritten, and which may be freed. Pure.
+"""Decides which snapshot memory may be overwritten, and which may be freed. Pure.
 
-Two rules protect the newest version that all ranks may have. A writer spares its newest version
-that counts, and begins the next one only when all ranks have finished that one. A keeper frees an
-arena only if newer versions are held in arenas that stay; a copy or parities only if the newer
-versions are protected too, unless nothing is protected any more.
+Two rules protect the newest version that all ranks may have. A writer keeps its newest version that
+counts, and begins the next one only when all ranks have finished that version. A keeper frees an
+arena only if arenas that stay hold newer versions. It frees a copy or parities only if the newer
+versions are also protected, or if nothing is protected.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from workers.protocol import Held
 
 #: Length of a node's id in the names of its copies.
 _NODE_CHARS = 12
-#: Takes the place of a node in the names of arenas that hold parities.
+#: Stands for a node in the names of arenas that hold parities.
 _PARITY = "parity"
-#: Likewise of arenas for shares that a worker saves for other ranks: a prefix.
+#: Prefix that stands for a node in the names of arenas with shares that a worker saves for other
+#: ranks.
 _GUARD = "replica"
-#: Likewise of arenas with a parity of such shares.
+#: Stands for a node in the names of arenas with a parity of such shares.
 _REPLICA_PARITY = f"{_GUARD}-{_PARITY}"
 
-#: If an attempt has this many versions newer than an older attempt's, the first is complete: no
-#: rank begins a version before all have finished the one before.
+#: If an attempt has this many versions newer than an older attempt's, the first of them is
+#: complete, because no rank begins a version before all ranks have finished the previous one.
 _PROVEN_VERSIONS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldArena:
-    """An arena as reaping sees it."""
+    """An arena with the facts that decide whether to free it."""
 
     name: str
     in_use: bool  #: Whether a living worker writes it, or it copies one that is written.
@@ -52,12 +53,13 @@ def choose_buffer(
 ) -> int:
     """Return the buffer to write next.
 
-    Never the pinned buffer nor the newest version that counts. First an empty buffer, then one that
-    does not count, then the oldest; the kept version only if no other is left.
+    Never choose the pinned buffer or the newest version that counts. Prefer an empty buffer, then a
+    version that does not count, then the oldest. Choose the kept version only if no other buffer is
+    left.
 
     Args:
-        buffers: What each buffer holds; None if it is empty, damaged or being written.
-        pinned: A buffer that waits to be stored.
+        buffers: The version in each buffer; None if it is empty, damaged or being written.
+        pinned: A buffer that waits for storing.
         lineage: ``(attempt, resume_step)`` of every attempt so far; empty if unknown: all count.
         kept: Attempt and step of the newest version that all ranks and peers have.
     """
@@ -68,9 +70,9 @@ def choose_buffer(
         for buffer, held in enumerate(buffers)
         if buffer != pinned and (held is None or newest is None or held.buffer != newest.buffer)
     ]
-    assert free, "one buffer is pinned, one is the newest: of three one is left"
-    # If storage and peers are both slow all buffers are needed. Then overwriting the kept version
-    # costs, when a node is lost, what storage lacks.
+    assert free, "one buffer is pinned and one is the newest, so one of three is left"
+    # If storage and peers are both slow, all buffers are needed. Overwriting the kept version then
+    # means that losing a node loses the steps that storage lacks.
     others = [
         buffer for buffer in free if (held := buffers[buffer]) is None or version_of(held) != kept
     ]
@@ -84,13 +86,13 @@ def in_use(
     listed: Mapping[str, Collection[str]],
     attempt: int = 0,
 ) -> frozenset[str]:
-    """Return the arenas that a worker writes, and the copies and parities of such.
+    """Return the arenas that a worker writes, and their copies and parities.
 
     Args:
         names: All arenas of a node.
-        living: The newest generation, or 0, that each living worker of this node has reserved; by
-            ``owner_of`` also of what it saves for other ranks.
-        listed: Arenas of other nodes that are to be copied, by the beginning of the node's id.
+        living: The newest generation, or 0, that each living worker of this node has reserved.
+            Memory for other ranks is listed under its ``owner_of``.
+        listed: Arenas of other nodes to copy, by the beginning of the node's id.
         attempt: The current attempt: a keeper's parities have an attempt as generation.
     """
     newest: dict[str, tuple[int, str]] = {}
@@ -110,7 +112,7 @@ def in_use(
 def reapable(
     arenas: Sequence[HeldArena], *, lineage: Sequence[tuple[int, int]], stored_step: int = 0
 ) -> list[str]:
-    """Return the names of the arenas that may be freed: only unused ones.
+    """Return the names of the unused arenas that may be freed.
 
     An arena is freed if no version in it can be needed: the arenas that stay (for a copy or
     parities: those of that kind, if any) hold two newer versions of a later attempt; or storage has
@@ -141,12 +143,12 @@ def split_name(name: str) -> tuple[str, str, int]:
 
 
 def copy_name(node: str, arena: str) -> str:
-    """Return the name here of a copy of another node's arena."""
+    """Return the name that a copy of another node's arena has on this node."""
     return f"{node[:_NODE_CHARS]}/{arena}"
 
 
 def is_copy(arena: str) -> bool:
-    """Return whether it holds what another node's rank wrote."""
+    """Return whether an arena holds a copy from another node's rank."""
     return "/" in arena
 
 
@@ -167,17 +169,17 @@ def owner_of(name: str) -> str:
 
 
 def is_guard(name: str) -> bool:
-    """Return whether a worker of this node saves there for other nodes' ranks."""
+    """Return whether a worker of this node saves into the arena for other nodes' ranks."""
     return split_name(name)[0].startswith(_GUARD)
 
 
 def is_parity(name: str) -> bool:
-    """Return whether it holds parities; its versions are no rank's."""
+    """Return whether an arena holds parities, whose versions belong to no single rank."""
     return split_name(name)[0] in (_PARITY, _REPLICA_PARITY)
 
 
 def _protects(arena: HeldArena) -> bool:
-    """Return whether it is a copy, or holds parities."""
+    """Return whether an arena is a copy or holds parities."""
     return bool(split_name(arena.name)[0])
 
 
@@ -201,12 +203,12 @@ def _is_spent(
 
 
 def worth(held: Held | None, lineage: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
-    """Return an order of what buffers hold: nothing, what does not count, old and new versions."""
+    """Return a sort key for buffers: empty, not counting, then old and new versions."""
     if held is None:
         return (0, 0, 0)
     return (2 if counts(held, lineage) else 1, *version_of(held))
 
 
 def version_of(held: Held) -> tuple[int, int]:
-    """Return ``(attempt, step)``: of two versions that count, the newer one is larger."""
+    """Return ``(attempt, step)``: among versions that count, a newer one is larger."""
     return held.attempt, held.step

@@ -1,4 +1,4 @@
-"""Versions in memory, read like checkpoints.
+"""Reads versions in memory like checkpoints.
 
 A version in memory is a native distributed checkpoint whose files are buffers of arenas. It is
 opened and loaded as any other, under any layout, and every block is verified.
@@ -28,28 +28,28 @@ from workers.protocol import Held
 
 
 class Part(Protocol):
-    """One rank's part of a version: its data, and its record behind them."""
+    """One rank's part of a version: its data, followed by its record."""
 
     @property
     def held(self) -> Held:
-        """Return what the buffer said when the part was found."""
+        """Return the buffer's header from when the part was found."""
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
-        """Read from ``offset_bytes`` of the buffer's body on into the targets, one after the other.
+        """Read from ``offset_bytes`` of the buffer's body into the targets, one after the other.
 
         Raises:
-            StorageError: The part is not there any more.
+            StorageError: The part is gone.
         """
 
 
 def mapped_part(part: Part) -> Mapped | None:
-    """Return the data of a part that is in memory here (it has ``mapped``), else None."""
+    """Return the data of a part that this process maps (it has ``mapped``), else None."""
     find: Callable[[], Mapped | None] | None = getattr(part, "mapped", None)
     return None if find is None else find()
 
 
 def ask_part(part: Part, ranges: Sequence[tuple[int, int]]) -> None:
-    """Tell a remote part (it has ``ahead``) what is filled next: see ``transfer``."""
+    """Announce the next reads to a remote part (it has ``ahead``); see ``transfer``."""
     ask: Callable[[Sequence[tuple[int, int]]], None] | None = getattr(part, "ahead", None)
     if ask is not None:
         ask(ranges)
@@ -72,7 +72,7 @@ class LocalPart:
         self._confirm()
 
     def mapped(self) -> Mapped:
-        """Return its data in place."""
+        """Return the part's data in place."""
         data = self.arena.body(self.held.buffer)[: self.held.data_bytes]
         return Mapped(data, lambda _: self._confirm())
 
@@ -88,20 +88,20 @@ class LocalPart:
 
 
 def open_version(by_rank: Mapping[int, Part]) -> Checkpoint:
-    """Return the version that the parts of all ranks make up, as a checkpoint.
+    """Return the version made up of the parts of all ranks, as a checkpoint.
 
     Raises:
         CheckpointNotFoundError: A rank's part is missing.
-        CheckpointCorruptError: A record is damaged (``facts["rank"]`` says whose), or the records
-            contradict each other.
-        StorageError: A part is not there any more.
+        CheckpointCorruptError: A record is damaged (``facts["rank"]`` names its rank), or the
+            records contradict each other.
+        StorageError: A part is gone.
     """
     records: list[Manifest] = []
     files: dict[str, Part] = {}
     for rank in range(max((part.held.world_size for part in by_rank.values()), default=1)):
         if rank not in by_rank:
             raise CheckpointNotFoundError(
-                f"the part of rank {rank} is in no memory that can be reached", rank=rank
+                f"no reachable memory has the part of rank {rank}", rank=rank
             )
         record = _record(by_rank[rank])
         records.append(record)
@@ -159,7 +159,7 @@ class MemoryTier(RefusingStore):
             part.fill(offset_bytes, buffers)
 
     def ahead(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Have a peer send what this thread reads next."""
+        """Make a peer send the ranges that this thread reads next."""
         ask_part(self._part(path), ranges)
 
     def mapped(self, path: str) -> Mapped | None:

@@ -1,4 +1,4 @@
-"""A worker process's memory at the keeper of its node."""
+"""Holds a worker process's memory at the keeper of its node."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SnapshotMemory:
 
     Args:
         directory: Directory of this node's keeper.
-        worker: Worker id, or a name of ``workers.memory.retention`` for memory beside.
-        checksums: Those of the process; by default its first ones.
+        worker: Worker id, or a name of ``workers.memory.retention`` for further memory.
+        checksums: Makes checksums; by default a new ``Checksums`` object for this process.
 
     Attributes:
-        checksums: Make the checksums of what is in the memory.
+        checksums: Makes the checksums of the memory's data.
     """
 
     def __init__(self, directory: Path, worker: str, checksums: Checksums | None = None) -> None:
@@ -50,10 +50,10 @@ class SnapshotMemory:
         return f"{self.worker}.{self._generation}"
 
     def beside(self, names: Sequence[str]) -> list[SnapshotMemory]:
-        """Return further memory, for what this worker saves for other ranks.
+        """Return further memory for the shares that this worker saves for other ranks.
 
-        Memory under other names (``workers.memory.retention``) is given up: the keeper has it while
-        its versions may be needed.
+        Memory under names not given here is released. The keeper holds it while its versions may be
+        needed.
         """
         for name, memory in self._beside.items():
             if name not in names:
@@ -64,9 +64,9 @@ class SnapshotMemory:
         return [self._beside[name] for name in names]
 
     def ensure(self, body_bytes: int, *, attempt: int, for_cuda: bool) -> Arena:
-        """Return an arena whose buffers hold ``body_bytes``, with what it holds already.
+        """Return an arena whose buffers hold ``body_bytes``, with its present versions.
 
-        A larger arena is a new one: the keeper has the old one while its versions may be needed.
+        Growing makes a new arena; the keeper holds the old one while its versions may be needed.
 
         Raises:
             ArenaError: The keeper refuses, or is not there.
@@ -84,7 +84,7 @@ class SnapshotMemory:
     def tell(self) -> bool:
         """Notify the keeper of a finished buffer; hand the memory to a restarted keeper.
 
-        Never raises: without a keeper the memory lives as long as this process.
+        It never raises an error. Without a keeper the memory lives as long as this process.
 
         Returns:
             Whether the keeper has the memory.
@@ -100,11 +100,11 @@ class SnapshotMemory:
             except ArenaError:
                 return False
             self._keeper = keeper
-        # Another keeper than the one with the memory may have got the notice.
+        # A new keeper without the memory may have received the notice.
         return notify(self._socket, self.name) and self._running() == keeper
 
     def _running(self) -> tuple[int, int] | None:
-        """Return what identifies the running keeper, its socket; None if there is none."""
+        """Return an identity of the running keeper, from its socket; None without a keeper."""
         try:
             status = self._socket.stat()
         except OSError:
@@ -113,7 +113,7 @@ class SnapshotMemory:
 
     @property
     def is_reserved(self) -> bool:
-        """Return whether there is memory."""
+        """Return whether this worker has memory."""
         return self._arena is not None
 
     def is_told(self) -> bool:
@@ -123,7 +123,7 @@ class SnapshotMemory:
         return mine and all(memory.is_told() for memory in list(self._beside.values()))
 
     def successor(self) -> SnapshotMemory:
-        """Return other memory of the same worker, while a thread still holds this one."""
+        """Return a new object for the same worker's memory, while a thread still holds this one."""
         other = SnapshotMemory(self.directory, self.worker, self.checksums)
         other._generation = self._generation
         other._beside = {name: memory.successor() for name, memory in self._beside.items()}
@@ -135,13 +135,13 @@ class SnapshotMemory:
         A refused reservation is withdrawn, so that it is no longer reported as a problem.
         """
         if self._generation:
-            # A keeper that is away holds nothing.
+            # A keeper that is not running holds nothing.
             with contextlib.suppress(ArenaError):
                 leave_arena(self._socket, self.name)
             self.leave()
 
     def leave(self) -> None:
-        """Stop writing into the arena; the next one is another."""
+        """Stop writing into the arena; the next reservation makes a new one."""
         arena, self._arena = self._arena, None
         if arena is None:
             return
@@ -154,10 +154,10 @@ class SnapshotMemory:
 
 
 class HandOver:
-    """Hands memory, between two attempts, to a keeper that is being restarted.
+    """Hands memory to a keeper that restarts between two attempts.
 
-    The next attempt resumes from what keepers hold, perhaps before this worker does anything else.
-    ``end`` it before the memory is used again.
+    The next attempt resumes from the versions that keepers hold, perhaps before this worker does
+    anything else. Call ``end`` before the memory is used again.
     """
 
     def __init__(self, memory: SnapshotMemory) -> None:
@@ -167,7 +167,7 @@ class HandOver:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop offering it."""
+        """Stop offering the memory."""
         self._over.set()
         self._thread.join()
 

@@ -25,7 +25,7 @@ from workers.errors import LayoutRefusedError
 
 #: The name under which ``transformers`` knows this attention.
 HUB_NAME: Final = "everstep"
-#: What a model of ``transformers`` may ask for beyond causal attention.
+#: Arguments with which a model of ``transformers`` requests more than causal attention.
 _UNUSUAL: Final = ("position_bias", "s_aux", "softcap")
 _HEADS, _POSITIONS = 1, 2
 

@@ -1,4 +1,4 @@
-"""Parity over the parts of a version: the code, its arrangement in buffers, and rebuilding."""
+"""Computes parity over the parts of a version, arranges it in buffers, and rebuilds lost parts."""
 
 from workers.parity.rebuild import damaged, lost_parts, write
 from workers.parity.record import (

@@ -1,13 +1,12 @@
-"""XOR parity over a group of files of unequal length: restores one or any two lost members.
+"""Computes XOR parity over files of unequal length, and restores one or any two lost members.
 
-Files count as padded with zeros to the length of the parity. P is the XOR of all. Q is the XOR of
-all files, the i-th multiplied by A**i, where A is the companion matrix of x^4 + x + 1 over GF(2)
-and a block is divided into four packets, the components that A works on. x generates GF(16), so
-A**i and the sum of two different powers are invertible: P and Q restore any two of up to 15
-members.
+Files count as padded with zeros to the length of the parity. P is the XOR of all files. Q is the
+XOR of all files, the i-th multiplied by A**i. A is the companion matrix of x^4 + x + 1 over GF(2),
+and works on the four packets of a block. x generates GF(16), so A**i and the sum of two different
+powers are invertible: P and Q restore any two of up to 15 members.
 
 Everything is uint8: numpy's XOR is as fast as on uint64, and faster where memory is not aligned.
-Parity does not tell which member is wrong: verify results by checksums.
+Parity does not show which member is wrong, so verify results by checksums.
 
 Source: bit-matrix codes (Bloemer et al., ICSI TR-95-048; Plank and Xu, NCA 2006).
 """
@@ -25,18 +24,18 @@ from workers.errors import ParityError
 #: The two parities, as keys of a mapping and indices of a sequence.
 P: Final = 0
 Q: Final = 1
-#: The powers of a generator of GF(16) repeat after 15.
+#: A generator of GF(16) has 15 different powers.
 GROUP_MAX: Final = 15
 _PACKETS: Final = 4
-#: Size of a block of Q; part of the format. The last block of a file has four packets, too. A
-#: packet of a source and one of each parity fit the second-level cache.
+#: Size of a block of Q; part of the format. The last block of a file also has four packets. A
+#: packet of a source and of each parity fit the second-level cache.
 BLOCK_BYTES: Final = _PACKETS * (128 << 10)
-#: Parity is a multiple of this, so that the last block has four equal packets.
+#: The size of a parity is a multiple of this, so that the last block has four equal packets.
 _GRAIN_BYTES: Final = 64
 
 #: Anything that numpy reads without a copy: bytes, memoryview, mmap, array.
 Buffer: TypeAlias = Any
-#: P, or P and Q; as a mapping also Q alone.
+#: P, or P and Q. A mapping can also hold Q alone.
 Parities: TypeAlias = Sequence[Buffer] | Mapping[int, Buffer]
 _Array: TypeAlias = npt.NDArray[np.uint8]
 
@@ -47,14 +46,14 @@ def parity_bytes(lengths: Sequence[int]) -> int:
 
 
 def add(parity: Parities, index: int, data: Buffer, offset_bytes: int = 0) -> None:
-    """Fold some bytes of member ``index`` into a parity that began as zeros.
+    """Add some bytes of member ``index`` to a parity that began as zeros.
 
-    Each byte of a member once, in any order and any division. Adding the same bytes again removes
-    them, so adding the XOR of old and new updates a parity.
+    Add each byte of a member once, in any order and any division. Adding the same bytes again
+    removes them, so adding the XOR of old and new bytes updates a parity.
 
     Args:
-        parity: Writable, ``parity_bytes`` long each: P, P and Q, or ``{Q: ...}`` alone.
-        offset_bytes: Where in the member they lie.
+        parity: Writable buffers of ``parity_bytes`` each: P, P and Q, or ``{Q: ...}`` alone.
+        offset_bytes: Place of the bytes in the member.
 
     Raises:
         ParityError: The bytes do not lie within the parity, or there is no such member.
@@ -77,13 +76,13 @@ def rebuild(
     missing: Sequence[int],
     targets: Sequence[Buffer],
 ) -> None:
-    """Restore lost members from all others and as many parities.
+    """Restore lost members from all others and one parity for each.
 
-    A lost parity is computed again, not restored. Windows of all arguments work too, if they begin
-    and end at multiples of ``BLOCK_BYTES``, or at the end.
+    Compute a lost parity again instead of restoring it. The arguments may be windows that begin and
+    end at multiples of ``BLOCK_BYTES``, or at the end.
 
     Args:
-        present: The other members, whole, by index; empty ones may be missing.
+        present: The other members, whole, by index. Empty members may be absent.
         parity: The remaining parities, as a mapping if P is lost.
         missing: Indices of the lost members, at most two.
         targets: Writable buffers for the lost members, in the same order.
@@ -105,7 +104,7 @@ def rebuild(
     outputs = dict(zip(missing, map(_array, targets), strict=True))
     for index, member in (sources | outputs).items():
         _check_member(known, size, index, len(member))
-    # One lost member needs one parity; P is the cheaper.
+    # One lost member needs one parity, and P is cheaper.
     used = dict(sorted(known.items())[: len(missing)])
     scratch = {which: np.empty(min(size, BLOCK_BYTES), np.uint8) for which in (*used, -1)}
     for start, stop in _blocks(0, size, size):
@@ -121,9 +120,9 @@ def rebuild(
 
 
 def _solve(syndromes: dict[int, _Array], missing: list[int], spare: _Array) -> dict[int, _Array]:
-    """Return the blocks of the lost members; they lie in the memory of the arguments.
+    """Return the blocks of the lost members, in the memory of the arguments.
 
-    A syndrome is a parity without the known members: the parity of the lost ones.
+    A syndrome is a parity minus the known members, which is the parity of the lost ones.
     """
     if len(missing) == 1:
         (index,) = missing
@@ -173,7 +172,7 @@ def _times(block: _Array, exponent: int, chunk: _Array, offset: int) -> None:
 
 
 def _blocks(low: int, high: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of the blocks, of a parity of ``size``, that meet ``low`` to ``high``."""
+    """Yield the bounds of the blocks of a parity of ``size`` that overlap ``low`` to ``high``."""
     for start in range(low // BLOCK_BYTES * BLOCK_BYTES, high, BLOCK_BYTES):
         yield start, min(start + BLOCK_BYTES, size)
 
@@ -183,7 +182,9 @@ def _parities(parity: Parities) -> tuple[dict[int, _Array], int]:
     arrays = {which: _array(named[which]) for which in sorted(named)}
     sizes = {len(array) for array in arrays.values()}
     if not arrays or not arrays.keys() <= {P, Q} or len(sizes) > 1:
-        raise ParityError(f"one parity P, or P and Q of one length; not {len(named)}, of {sizes}")
+        raise ParityError(
+            f"parities must be P, or P and Q of equal length, not {len(named)} of sizes {sizes}"
+        )
     (size,) = sizes
     if size % _GRAIN_BYTES:
         raise ParityError(f"a parity of {size} bytes: take parity_bytes(lengths)", size_bytes=size)
@@ -213,7 +214,10 @@ def _array(buffer: Buffer) -> _Array:
 
 
 def _powers() -> tuple[tuple[int, ...], ...]:
-    """Return the columns of A**0 to A**14, each a bit set of rows: the element times x**c."""
+    """Return the columns of A**0 to A**14, each a bit set of rows.
+
+    Column c is the element times x**c.
+    """
     elements = [1]
     while len(elements) < GROUP_MAX + _PACKETS:
         double = elements[-1] << 1
@@ -224,7 +228,7 @@ def _powers() -> tuple[tuple[int, ...], ...]:
 _POWERS: Final = _powers()
 #: The exponent of a field element: the first column of A**i is the element itself.
 _LOG: Final = {columns[0]: exponent for exponent, columns in enumerate(_POWERS)}
-#: By power and column, the rows that are one.
+#: The rows that are one, by power and column.
 _ROWS: Final = tuple(
     tuple(tuple(row for row in range(_PACKETS) if column >> row & 1) for column in columns)
     for columns in _POWERS

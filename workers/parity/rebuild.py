@@ -1,12 +1,12 @@
-"""Parts that no memory holds, computed from a group's parities and remaining parts.
+"""Computes parts that no memory holds from a group's parities and remaining parts.
 
 Each node of a group contributes one part of a version, and keeps parities as
-``workers.parity.stripes`` arranges them: of k nodes each keeps 1/(k-1) of a part, and any one may
-be lost; with two parities 2/(k-2), and any two. A rebuilt part is read like any other, and verified
-by the checksums in its own record.
+``workers.parity.stripes`` arranges them: each of k nodes keeps 1/(k-1) of a part, and any one node
+may be lost. With two parities each keeps 2/(k-2), and any two nodes may be lost. A rebuilt part is
+read like any other, and the checksums in its own record verify it.
 
-Counterparts: ``workers.keeper.peers.parity_mirror`` fills the buffers while ranks train, or
-completes those that ``workers.snapshot.for_others`` filled.
+``workers.keeper.peers.parity_mirror`` fills the buffers while ranks train, or completes buffers
+that ``workers.snapshot.for_others`` filled.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from workers.parity.record import ParityRecord, read_record
 from workers.parity.stripes import DataBlock
 from workers.protocol import Held, Member
 
-#: Read at once of each part: whole blocks of either parity.
+#: Bytes of each part to read at once: whole blocks of either parity.
 _WINDOW_BYTES: Final = 8 * BLOCK_BYTES
-#: Read of one part before the next has its turn; whole windows. A node that is asked for nothing
+#: Bytes of one part to read before the next part's turn; whole windows. A node that gets no request
 #: for 2 s takes this one for gone. Turns of four windows cost a twelfth more than whole blocks over
 #: loopback; in a group of 8 with two parities a round takes 1.5 s at 120 MB/s.
 _TURN_BYTES: Final = 4 * _WINDOW_BYTES
-#: With one parity and one lost member a window need not be whole blocks.
+#: With one parity and one lost member, a window need not be whole blocks.
 _GRAIN_BYTES: Final = 64
 
-#: Read at once when a part is verified.
+#: Bytes to read at once when verifying a part.
 _CHECKED_BYTES: Final = 4 << 20
 
 _P = TypeVar("_P", bound=Part)
@@ -45,20 +45,20 @@ _Array = npt.NDArray[np.uint8]
 
 
 def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> tuple[int, int]:
-    """Compute the parities of ``record.place`` into ``body``, and the record behind them.
+    """Compute the parities of ``record.place`` into ``body``, and write the record after them.
 
-    Reads from each part only the blocks that the parities cover, in turns: a node that is asked for
-    nothing for long takes this one for gone, and its rank overwrites the part.
+    Read from each part only the blocks that the parities cover, in turns: a node that gets no
+    request for long takes this one for gone, and its rank overwrites the part.
 
     Args:
         parts: The members of the record by place, without the node's own.
         body: Body of the buffer, ``buffer_bytes`` long.
 
     Returns:
-        Data bytes and record bytes, to finish the buffer with.
+        Data bytes and record bytes, for finishing the buffer.
 
     Raises:
-        StorageError: A part is not there any more.
+        StorageError: A part is gone.
     """
     stripes = record.stripes
     size, target = stripes.block_bytes, np.frombuffer(body, dtype=np.uint8)
@@ -94,11 +94,11 @@ def _data_blocks(record: ParityRecord, stripe: int) -> Iterator[tuple[DataBlock,
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Where a block of a member or of a parity is read."""
+    """The place of a block of a member or of a parity."""
 
     part: Part  #: The buffer.
-    start: int  #: Where the block begins in the buffer's body.
-    size_bytes: int  #: Its length; a shorter block counts as padded with zeros.
+    start: int  #: Start of the block in the buffer's body.
+    size_bytes: int  #: Length of the block; a shorter block counts as padded with zeros.
 
     def read(self, low: int, high: int) -> _Array:
         """Return the bytes ``low`` to ``high`` of the block."""
@@ -110,7 +110,7 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the lost blocks of a stripe are computed."""
+    """The blocks from which the lost blocks of a stripe are computed."""
 
     present: Mapping[int, _Range]  #: The remaining blocks by index in the parity.
     missing: Mapping[int, int]  #: The lengths of the lost blocks.
@@ -141,7 +141,7 @@ class Group:
 
     Raises:
         ParityError: A record is damaged, or contradicts another one or a part.
-        StorageError: A parity is not there any more.
+        StorageError: A parity is gone.
     """
 
     def __init__(self, parities: Sequence[Part], parts: Sequence[Part]) -> None:
@@ -150,8 +150,8 @@ class Group:
         for record in records:
             if replace(record, place=self.record.place) != self.record:
                 raise ParityError(
-                    f"parities of places {self.record.place} and {record.place} are not of the "
-                    "same parts: take another source",
+                    f"parities of places {self.record.place} and {record.place} do not cover "
+                    "the same parts: take another source",
                     places=[self.record.place, record.place],
                 )
         self._parities = {
@@ -170,8 +170,9 @@ class Group:
         expected = [_held(self.record, member) for member in self.record.members if member]
         if replace(held, buffer=0, sequence=0) not in expected:
             raise ParityError(
-                f"the part of rank {held.rank} after step {held.step} of attempt {held.attempt} "
-                f"did not go into the parity of (attempt, step) {self.record.version[:2]}",
+                f"the part of rank {held.rank} after step {held.step} of attempt "
+                f"{held.attempt} is not covered by the parity of (attempt, step) "
+                f"{self.record.version[:2]}",
                 rank=held.rank,
                 step=held.step,
                 attempt=held.attempt,
@@ -181,7 +182,7 @@ class Group:
         """Return the parts that no memory holds.
 
         Raises:
-            ParityError: More is lost than the remaining parities can restore.
+            ParityError: More parts are lost than the remaining parities can restore.
         """
         plans = {stripe: self._plan(stripe) for stripe in range(len(self.record.members))}
         return [
@@ -191,9 +192,9 @@ class Group:
         ]
 
     def _record(self, place: int, member: Member) -> _Range | None:
-        """Return where the record of a lost member is; None if it is computed with its data.
+        """Return the place of a lost member's record; None if it is computed with the data.
 
-        It lies behind every parity of the group: the first intact copy is taken.
+        Every parity of the group has a copy after it. Take the first intact copy.
         """
         if not self.record.with_records:
             return None
@@ -225,14 +226,14 @@ class Group:
                 num_missing=len(missing),
                 num_parities=len(left),
             )
-        # P comes first if it is there, and is cheaper.
+        # P comes first if it is there, because it is cheaper.
         return _Plan(present, missing, dict(list(left.items())[: len(missing)]))
 
 
 class ParityPart:
     """A computed part of one rank; see ``workers.memory.versions.Part``.
 
-    ``held`` is what the lost buffer said, except for where it was.
+    ``held`` is the lost buffer's header, except for its place.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class ParityPart:
         self._plans = plans
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
-        """Compute from the rest of the group: one read per member."""
+        """Compute from the rest of the group, with one read per member."""
         left = [memoryview(target).cast("B") for target in targets if len(target)]
         end = offset_bytes + sum(map(len, left))
         if end > self.held.data_bytes + self.held.record_bytes:
@@ -288,11 +289,11 @@ def _is_whole(record: _Range) -> bool:
 
 
 def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPart]:
-    """Return the parts of a version that no memory holds, of all groups of the parities.
+    """Return the parts of a version that no memory holds, from all groups of the parities.
 
     Raises:
         ParityError: A record is damaged or contradicts a part, or a group has lost too much.
-        StorageError: A parity is not there any more.
+        StorageError: A parity is gone.
     """
     groups: dict[ParityRecord, list[Part]] = {}
     for parity in parities:
@@ -303,13 +304,13 @@ def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPa
 def damaged(parities: Sequence[_P], members: Sequence[_P]) -> list[_P]:
     """Return the parities or parts of a version that are proven to be damaged.
 
-    For a part that was computed wrongly from ``parities`` and ``members``. Parity does not tell
-    which source is wrong, but every part has checksums: parts are read and verified, and a parity
-    is suspected if the computation succeeds without it. Reads everything several times; finds
-    nothing if several parities are damaged.
+    Call it after a part was computed wrongly from ``parities`` and ``members``. Parity does not
+    show which source is wrong, but every part has checksums. So this reads and verifies the parts,
+    and blames a parity if the computation succeeds without it. It reads everything several times,
+    and finds nothing if several parities are damaged.
 
     Raises:
-        StorageError: A source is not there any more.
+        StorageError: A source is gone.
     """
     if found := [part for part in members if not is_sound(part)]:
         return found
@@ -318,7 +319,7 @@ def damaged(parities: Sequence[_P], members: Sequence[_P]) -> list[_P]:
         try:
             computed = lost_parts(others, members)
         except ParityError:
-            # It is needed.
+            # Without this parity too few are left.
             continue
         if computed and all(map(is_sound, computed)):
             return [each]
@@ -329,7 +330,7 @@ def is_sound(part: Part) -> bool:
     """Return whether the bytes of a part match the checksums in its record.
 
     Raises:
-        StorageError: The part is not there any more.
+        StorageError: The part is gone.
     """
     held = part.held
     packed = bytearray(held.record_bytes)

@@ -1,8 +1,8 @@
-"""The record behind the parities in a buffer: which parts they cover, and in what blocks.
+"""Reads and writes the record after a buffer's parities: the parts that they cover, and the blocks.
 
 Parities that a keeper computes cover data and records of the members. A rank that computes a parity
 from its own replica knows the other members' data, but not their records: it leaves a draft, and
-the keeper adds the records, whole, between the parity and its record.
+the keeper adds the whole records between the parity and its record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.parity.stripes import Stripes
 from workers.protocol import Covered, Member
 
 _CRC_BYTES: Final = 4
-#: Room in a record for each member, and for the rest.
+#: Bytes of a record for each member, and for the rest.
 _MEMBER_RECORD_BYTES: Final = 128
 _RECORD_BYTES: Final = 512
 
@@ -31,8 +31,8 @@ class ParityRecord(Covered):
     attempt: int
     step: int
     world_size: int
-    #: Whether the parities cover data only, followed by the members' records by place; in a
-    #: draft these have 0 bytes.
+    #: Whether the parities cover only data, and the members' records follow by place. In a draft
+    #: the records have 0 bytes.
     with_records: bool = False
 
     @property
@@ -44,7 +44,7 @@ class ParityRecord(Covered):
 
     @property
     def lengths(self) -> list[int]:
-        """Return how many bytes of each member are covered."""
+        """Return the number of covered bytes of each member."""
         if self.with_records:
             return [member.data_bytes if member is not None else 0 for member in self.members]
         return [member.size_bytes if member is not None else 0 for member in self.members]
@@ -55,13 +55,13 @@ class ParityRecord(Covered):
         return self.tolerance * self.stripes.block_bytes
 
     def record_start(self, place: int) -> int:
-        """Return where in a buffer with records the record of a member lies."""
+        """Return the place of a member's record in a buffer with records."""
         before = self.members[:place]
         return self.parities_bytes + sum(each.record_bytes for each in before if each is not None)
 
     @property
     def stripes(self) -> Stripes:
-        """Return how the parts are divided into blocks."""
+        """Return the division of the parts into blocks."""
         return Stripes.of_parts(self.lengths, tolerance=self.tolerance)
 
     @property
@@ -70,7 +70,7 @@ class ParityRecord(Covered):
         return self.attempt, self.step, self.world_size
 
     def to_bytes(self, size_bytes: int = 0) -> bytes:
-        """Return the record as it lies behind the parities, at least ``size_bytes`` long."""
+        """Return the record as written after the parities, at least ``size_bytes`` long."""
         text = json.dumps(asdict(self)).encode().ljust(size_bytes - _CRC_BYTES)
         return text + crc32(text).to_bytes(_CRC_BYTES, "little")
 
@@ -79,7 +79,7 @@ class ParityRecord(Covered):
         """Return the record in ``data``.
 
         Raises:
-            ParityError: It is damaged.
+            ParityError: The record is damaged.
         """
         text, value = data[:-_CRC_BYTES], data[-_CRC_BYTES:]
         if crc32(text) != int.from_bytes(value, "little"):
@@ -90,7 +90,7 @@ class ParityRecord(Covered):
 
 
 def buffer_bytes(lengths: Sequence[int], *, tolerance: int) -> int:
-    """Return what a buffer needs for a node's parities of such parts and their record."""
+    """Return the bytes that a buffer needs for a node's parities of such parts and their record."""
     stripes = Stripes.of_parts(lengths, tolerance=tolerance)
     return tolerance * stripes.block_bytes + _record_bytes_max(len(lengths))
 
@@ -110,11 +110,11 @@ def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:
 def complete_draft(made: Part, parts: Mapping[int, Part], body: memoryview) -> None:
     """Add the records of all members, by place, to a parity that was made from a replica.
 
-    Does nothing if they are there. No one else writes there until the buffer is begun again, and
-    then this version does not count.
+    It does nothing if they are there. Until the buffer is begun again, when this version no longer
+    counts, no other process writes to it.
 
     Raises:
-        ParityError: It has other members, or no room for their records.
+        ParityError: The parity has other members, or no room for their records.
         StorageError: A part, or the buffer, was overwritten.
     """
     draft, held = _read(made), made.held
@@ -122,7 +122,7 @@ def complete_draft(made: Part, parts: Mapping[int, Part], body: memoryview) -> N
         return
     expected = {at: (each.rank, each.data_bytes) for at, each in enumerate(draft.members) if each}
     if {at: (part.held.rank, part.held.data_bytes) for at, part in parts.items()} != expected:
-        raise ParityError(f"it is of (rank, data_bytes) {expected}, not of what is held")
+        raise ParityError(f"it covers (rank, data_bytes) {expected}, not the parts that are held")
     sizes = {at: part.held.record_bytes for at, part in parts.items()}
     record = replace(
         draft,
@@ -133,13 +133,13 @@ def complete_draft(made: Part, parts: Mapping[int, Part], body: memoryview) -> N
     if record.record_start(len(record.members)) > held.data_bytes:
         raise ParityError(
             f"{sum(sizes.values())} bytes of records do not fit into the "
-            f"{held.data_bytes - record.parities_bytes} behind it",
+            f"{held.data_bytes - record.parities_bytes} after it",
             size_bytes=sum(sizes.values()),
         )
     for at, part in parts.items():
         start = record.record_start(at)
         part.fill(part.held.data_bytes, [body[start : start + sizes[at]]])
-    # Last: without it the parity does not count.
+    # This comes last: without the record the parity does not count.
     body[held.data_bytes : held.data_bytes + held.record_bytes] = record.to_bytes(held.record_bytes)
 
 
@@ -151,7 +151,7 @@ def read_record(parity: Part) -> ParityRecord:
     """Return the record of the parities in a buffer.
 
     Raises:
-        ParityError: It is damaged, a draft, or of another version than the buffer.
+        ParityError: The record is damaged, a draft, or from another version than the buffer.
         StorageError: The buffer was overwritten.
     """
     record = _read(parity)

@@ -1,15 +1,15 @@
-"""Rotated parity: which blocks each node of a group stores.
+"""Arranges rotated parity: the blocks that each node of a group stores.
 
-A group of n nodes has n stripes. Stripe i keeps its parities on node i, and with two also on node i
-+ 1, and one data block on each other node. So every node holds n - m data blocks, its part, and m
-parities, and m lost nodes cost a stripe at most m of its blocks.
+A group of n nodes has n stripes. Stripe i keeps its parity on node i, a second parity on node i +
+1, and one data block on each other node. So with m parities every node holds n - m data blocks,
+which are its part, and m parities. Losing m nodes costs a stripe at most m of its blocks.
 
 If all n nodes hold the same state (data-parallel replicas), each saves one part of it and computes
 its parities from its own replica without network. Otherwise the blocks travel to the nodes that
 keep their parity.
 
-Source: RAIM5 of REFT (arXiv 2310.12670) for replicas, SCR's XOR scheme otherwise; both have one
-parity and equal parts only.
+Source: RAIM5 of REFT (arXiv 2310.12670) for replicas, SCR's XOR scheme otherwise; both have only
+one parity and equal parts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from workers.protocol import parity_places
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataBlock:
-    """A block of a node's part, and where its parity is kept."""
+    """A block of a node's part, and the nodes that keep its parity."""
 
     stripe: int
-    index: int  #: Its index in the stripe's parity.
-    start: int  #: Where it begins in the part, in bytes.
-    stop: int  #: Where it ends.
+    index: int  #: Index of the block in the stripe's parity.
+    start: int  #: Start of the block in the part, in bytes.
+    stop: int  #: End of the block in the part.
     holders: tuple[int, ...]  #: The nodes with parity P and, if there are two, Q of the stripe.
 
 
@@ -38,7 +38,7 @@ class Stripes:
     """The arithmetic of one group, whose nodes are numbered 0 to n - 1."""
 
     num_nodes: int  #: Size of the group, above ``tolerance``; even or odd.
-    tolerance: int  #: 1 or 2: how many nodes may be lost.
+    tolerance: int  #: Number of nodes that may be lost, 1 or 2.
     block_bytes: int  #: Size of a parity block; a data block may be shorter or empty.
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A process's records of itself, readable from outside after it stopped or died."""
+"""Keeps a process's records of itself, which others can read even after it stopped or died."""
 
 from workers.records.lease import Lease, has_run_out, lease_s
 from workers.records.processes import descendants, process_state

@@ -1,4 +1,4 @@
-"""The costs of a rank's steps, from the spans of its own work."""
+"""Computes the costs of a rank's steps from the spans of its own work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.protocol import StepCost
 class Span(NamedTuple):
     """A finished span; ``own_s`` is its time without the rank's waits for others.
 
-    On a device it is 0.0 if unknown. ``tokens`` is how many it read, 0 if unknown.
+    On a device it is 0.0 if unknown. ``tokens`` is the number of tokens read, or 0 if unknown.
     """
 
     op: str
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 class Costs:
-    """Add up spans to steps. A step ends with its ``optimizer`` span."""
+    """Adds up spans to steps. A step ends with its ``optimizer`` span."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -37,8 +37,8 @@ class Costs:
 
         Args:
             spans: The spans after those added before.
-            has_gap: Whether some spans before them are lost; then their step is unknown.
-            on_device: Whether the device time of some of them is unknown.
+            has_gap: Whether spans before them are lost, which leaves their step unknown.
+            on_device: Whether the device time of some spans is unknown.
         """
         if has_gap:
             self._spans, self._has_gap = [], True
@@ -57,7 +57,7 @@ class Costs:
 def _cost(step: int, spans: Sequence[Span]) -> StepCost | None:
     """Return the duration of a step from its spans; None without a forward pass.
 
-    Several pipeline stages on one rank each have a span of each micro-batch: they are added.
+    Several pipeline stages on one rank each have a span of each micro-batch, and all are added.
     """
     compute: dict[int, float] = defaultdict(float)
     waits: list[float] = []

@@ -1,7 +1,7 @@
-"""How long a node's trainers may continue alone: the keeper stores it in shared memory.
+"""Stores in shared memory how long a node's trainers may continue without a controller.
 
-A live controller calls each keeper every few seconds, and the keeper renews the lease. When it runs
-out, trainers leave at the next step boundary, even if the keeper is gone too.
+A live controller calls each keeper every few seconds, and the keeper renews the lease. When the
+lease runs out, trainers leave at the next step boundary, even if the keeper is also gone.
 
 A lease is as long as Ray waits for an absent head: a head that returns in time takes over trainers
 that never stopped.
@@ -19,17 +19,18 @@ from typing import Final
 from workers.protocol import LEASE_S, LEAVE_SHARE
 from workers.records.ring import map_draft
 
-#: Ray's own: the processes of a node end this many seconds after the head is gone.
+#: Ray's default: the processes of a node end this many seconds after the head is gone.
 VARIABLE: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 _NAME: Final = "lease"
 _SIZE_BYTES: Final = 8
-#: A keeper that checks its lease this late had been stopped, and could not hear the controller.
+#: A keeper that checks its lease this late was stopped, and could not receive the controller's
+#: calls.
 _GAP_S: Final = 1.0
 
 
 def lease_s(environment: Mapping[str, str]) -> float:
-    """Return the length of a lease in seconds, as Ray's processes with this environment have it."""
+    """Return the length of a lease in seconds, as Ray's processes read it from this environment."""
     try:
         found = float(environment.get(VARIABLE, LEASE_S))
     except ValueError:
@@ -38,12 +39,12 @@ def lease_s(environment: Mapping[str, str]) -> float:
 
 
 class Lease:
-    """The keeper's end: one time, by the machine's monotonic clock, in ns.
+    """The keeper's end of the lease: one time of the machine's monotonic clock, in ns.
 
     A lease that an earlier keeper left in ``directory`` continues.
 
     Raises:
-        OSError: There is no room for it.
+        OSError: There is no room for the file.
     """
 
     def __init__(self, directory: Path, lease_s: float = LEASE_S) -> None:
@@ -68,7 +69,7 @@ class Lease:
         self._until_ns[0] = time.monotonic_ns() + int(self._leave_s * 1e9)
 
     def look(self) -> None:
-        """Call it often: time in which this process did not run does not count."""
+        """Extend the lease by time in which this process did not run. Call this often."""
         now_ns = time.monotonic_ns()
         if now_ns - self._looked_ns > _GAP_S * 1e9:
             self._until_ns[0] += now_ns - self._looked_ns

@@ -1,4 +1,4 @@
-"""The kernel's account of processes and threads, read from outside of them."""
+"""Reads the kernel's account of processes and threads from outside."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from workers.protocol import GONE
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _KERNEL_BYTES_MAX: Final = 4096
-#: ``PF_EXITING`` of the kernel's flags: a stopped process has a status too.
+#: ``PF_EXITING`` of the kernel's flags, needed because a stopped process also has a status.
 _EXITING: Final = 4
 
 
 class ProcessState(NamedTuple):
     """The kernel's account of a process or of one of its threads.
 
-    ``exit_status`` is as ``waitpid`` returns it, and None for a process that lives or is gone. It
-    is known before the process has returned its memory, which takes 0.4 s per GiB.
+    ``exit_status`` is as ``waitpid`` returns it, and None for a process that lives or is gone. The
+    kernel knows it before it has freed the process's memory, which takes 0.4 s per GiB.
     """
 
     letter: str
@@ -30,7 +30,7 @@ class ProcessState(NamedTuple):
 def process_state(pid: int, *, thread: int = 0) -> ProcessState:
     """Return the kernel's state letter, start time in ticks, and processor time; X if gone.
 
-    With ``thread``, those of that thread of the process.
+    With ``thread``, return those of that thread of the process.
     """
     place = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
     try:

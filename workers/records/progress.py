@@ -1,14 +1,14 @@
-"""The progress record: a worker stores where it is, and the keeper reads it from outside.
+"""Stores a worker's progress in a record that the keeper reads from outside.
 
 A worker sends no heartbeats. It writes a small file in shared memory that stays readable while the
 process is stopped and after it died. The training thread stores its progress. A separate thread
-stores a beat: a stuck process still beats, a stopped or starved one does not, and the kernel's
-state of the beating thread distinguishes these two.
+stores a beat: a stuck process still beats, a stopped or starved one does not. The kernel's state of
+the beating thread distinguishes stopped from starved.
 
 As in the record ring, every state is stored in two copies, written alternately and framed by the
-number of the store: a reader always finds a complete copy.
+number of the store, so a reader always finds a complete copy.
 
-Counterpart: ``workers.keeper`` reads.
+``workers.keeper`` reads the record.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEADER = struct.Struct("<8sQQQ32s")
 _BEAT_AT: Final = 64
 # The kernel's id of the thread that beats.
 _BEATER_AT: Final = 72
-# And of the thread that trains.
+# The kernel's id of the thread that trains.
 _TRAINER_AT: Final = 80
 # store, attempt, rank, phase, phase_since_ns, step, micro_batch, moved_bytes, step_s, loss, facts,
 # store
@@ -51,7 +51,7 @@ _READ_TRIES_MAX: Final = 100
 _WORD = struct.Struct("<Q")
 #: The kernel's state letters of a process whose first thread waits for something.
 _SLEEPS: Final = frozenset("SDI")
-#: And of a thread that would run if it had a processor or a page of memory.
+#: The kernel's state letters of a thread that would run if it had a processor or a page of memory.
 _HELD_UP: Final = frozenset("RD")
 _LATE_BEATS: Final = 3
 
@@ -62,22 +62,23 @@ class ProgressView:
 
     worker: str
     pid: int  #: The worker's process.
-    #: Its start in clock ticks since boot: distinguishes later processes with this pid.
+    #: The process's start in clock ticks since boot, to distinguish later processes with this pid.
     started_ticks: int
     attempt: int  #: The worker's attempt, 0 if none.
-    rank: int  #: Its rank there, -1 if none.
+    rank: int  #: The worker's rank in the attempt, -1 if none.
     phase: WorkerPhase
     phase_since_ns: int  #: When the phase began.
-    step: int  #: Last step that it completed.
+    step: int  #: Last step that the worker completed.
     micro_batch: int  #: Micro-batches done in the step under way.
     moved_bytes: int  #: Bytes read and written in this attempt, while it loads, saves or leaves.
     step_s: float  #: Duration of the last step completed in this attempt; 0.0 before the first.
-    loss: float  #: Its loss; ``nan`` before the first.
-    facts: StepFacts  #: Its other figures.
+    loss: float  #: Loss of that step; ``nan`` before the first.
+    facts: StepFacts  #: Other figures of that step.
     beat_ns: int  #: Last beat of the process.
     beater: int  #: The kernel's id of the beating thread; 0 before its first beat.
     trainer: int  #: The id of the thread that loads, enters attempts and runs the script; 0 before.
-    place: str  #: Line of the script at which it has long waited for others; "" if it does not.
+    #: Line of the script at which the worker has long waited for others; "" if it does not wait.
+    place: str
 
 
 class ProgressRecord:
@@ -118,7 +119,7 @@ class ProgressRecord:
     def assign(self, attempt: int, rank: int) -> None:
         """Store that the worker enters ``attempt`` as ``rank``; (0, -1) when it is in none.
 
-        Call it in the thread that trains.
+        Call this in the thread that trains.
 
         Resets step duration, loss and facts, except for the last evaluation's: the first step of an
         attempt has its own bound. The last completed step stays until ``resumed`` or ``completed``.
@@ -155,7 +156,7 @@ class ProgressRecord:
             self._store()
 
     def moved(self, num_bytes: int) -> None:
-        """Store that this many more bytes were moved; required if loading or saving takes long."""
+        """Store that this many more bytes were moved. Long loading or saving must call this."""
         with self._lock:
             self._moved_bytes += num_bytes
             self._store()
@@ -180,7 +181,7 @@ class ProgressRecord:
         """
         text = place.encode()[:_PLACE_BYTES_MAX]
         with self._lock:
-            # A reader accepts a text whose length is the same before and after.
+            # A reader accepts a text whose length is equal before and after reading.
             _WORD.pack_into(self._memory, _PLACE_AT, 0)
             self._memory[_PLACE_AT + 8 : _PLACE_AT + 8 + len(text)] = text
             _WORD.pack_into(self._memory, _PLACE_AT, len(text))
@@ -217,7 +218,7 @@ class ProgressReader:
         self._memory = memory
 
     def view(self) -> ProgressView | None:
-        """Return the current content of the record; None if it is not one of ours."""
+        """Return the current content of the record; None if it is not one of everstep's."""
         memory = self._memory
         magic, version, pid, started_ticks, worker = _HEADER.unpack_from(memory, 0)
         if (magic, version) != (_MAGIC, _VERSION):
@@ -250,7 +251,7 @@ class ProgressReader:
 def open_progress(path: str | os.PathLike[str]) -> ProgressReader | None:
     """Return a reader of the record at ``path``; None if there is none.
 
-    Works while the writer runs, is stopped, or is gone.
+    It works while the writer runs, is stopped, or is gone.
     """
     try:
         with Path(path).open("rb") as file:
@@ -275,15 +276,15 @@ def report_on(
     children_s: float = 0.0,
     digest: Digest | None = None,
 ) -> WorkerReport:
-    """Return how ``worker`` looks from outside its process.
+    """Return an observation of ``worker`` from outside its process.
 
     Args:
         worker: Worker id.
-        view: Its progress record; None counts as a process that is gone.
-        ring: The content of its record ring; ignored if of another attempt.
+        view: The worker's progress record; None counts as a process that is gone.
+        ring: The content of the worker's record ring; ignored if it is from another attempt.
         now_ns: The machine's monotonic clock, up to which ages count.
-        children_s: Processor time of its children, as far as known.
-        digest: Its own work from its record ring; ignored if of another attempt.
+        children_s: Processor time of the worker's children, as far as known.
+        digest: The worker's own work from its record ring; ignored if it is from another attempt.
     """
     if view is None:
         return WorkerReport(
@@ -328,7 +329,7 @@ def _read_state(memory: mmap.mmap) -> tuple[Any, ...] | None:
     for _ in range(_READ_TRIES_MAX):
         copies = [memory[at : at + _STATE.size] for at in _COPIES_AT]
         again = [memory[at : at + _STATE.size] for at in _COPIES_AT]
-        # Twice, because a store first zeroes the copy from its head on.
+        # Check twice, because a store first zeroes the copy from its head on.
         states = [_STATE.unpack(a) for a, b in zip(copies, again, strict=True) if a == b]
         whole = [state for state in states if state[0] == state[-1] > 0]
         if whole:

@@ -1,4 +1,4 @@
-"""The record ring: a process's collectives and own work, readable after it stopped or died.
+"""Writes the record ring: a process's collectives and own work, readable after it stopped or died.
 
 There is one file per worker and attempt, mapped into memory: a header, one state per process group,
 and the last records, of 64 bytes each. The writer makes no system call, so a record survives
@@ -9,13 +9,13 @@ A record is a collective, or a span of the rank's own work: data, forward, backw
 Spans follow each other and do not nest. A span knows how long it blocked the training thread, from
 the call of a wait to its end: the rest is the rank's own time. Collectives that were started ahead
 overlap with computation, so their times say nothing about that. On a device the host's times are
-not the device's: there a forward or backward span has the device's time, if known.
+not the device's, so a forward or backward span also has the device's time, if known.
 
 A reader must not mistake half a store for a whole one. So a group's state is stored in two copies,
-written alternately and framed by the number of the store: a writer that is stopped during a store
+written alternately and framed by the number of the store. A writer that is stopped during a store
 leaves the other copy intact.
 
-Counterparts: ``workers.collectives`` writes, ``workers.records.ring_reader`` reads.
+``workers.collectives`` writes the ring, and ``workers.records.ring_reader`` reads it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from workers.records.ring_format import (
 )
 from workers.records.ring_reader import records_per_s
 
-#: A ring holds about this much of a run's time.
+#: A ring holds about this many seconds of a run.
 _HELD_S: Final = 60.0
 _US_MAX: Final = 0xFFFFFFFF
 
@@ -100,7 +100,7 @@ class _GroupWriter:
         self.called = self.entered = self.finished = 0
         self.stores = self.size_bytes = self.call = self.history = self.sent_bytes = 0
         self.in_flight: deque[_InFlight] = deque()
-        # Number and entered_ns of the one for which a thread waits.
+        # Number and entered_ns of the collective for which a thread waits.
         self.waited = (0, 0)
         self.on_device = False
 
@@ -112,7 +112,7 @@ class _GroupWriter:
 
 
 class _InFlight(NamedTuple):
-    """A call whose end was not seen; not entered yet if ``entered_ns`` is 0."""
+    """A call whose end was not seen. It has not been entered if ``entered_ns`` is 0."""
 
     seq: int
     entered_ns: int
@@ -121,10 +121,10 @@ class _InFlight(NamedTuple):
 
 
 class RecordRing:
-    """The writing end, thread-safe. One per attempt, made by the thread that trains in it.
+    """The writing end, thread-safe. The training thread makes one per attempt.
 
-    It replaces the file at ``path`` atomically, and moves that one to ``last_ring_path``. Its size
-    follows from the rate of that ring's records, for 60 s of them.
+    It replaces the file at ``path`` atomically, and moves the previous ring to ``last_ring_path``.
+    Its size holds 60 s of records at the previous ring's rate.
 
     ``path`` is in memory-backed storage; ``num_ranks`` limits the room for the groups' members.
     """
@@ -139,11 +139,11 @@ class RecordRing:
             self._memory, 0, MAGIC, VERSION, attempt, os.getpid(), self._num_ints, self._num_records
         )
         with contextlib.suppress(FileNotFoundError):
-            # Linked, not renamed: a reader finds a ring at any time.
+            # This links instead of renaming, so that a reader always finds a ring.
             kept = draft.with_suffix(".kept")
             kept.hardlink_to(path)
             kept.replace(last_ring_path(path))
-        # A new file under the old name: a reader of the last ring keeps its mapping.
+        # This puts a new file under the old name, so a reader of the last ring keeps its mapping.
         draft.replace(path)
         self._view = memoryview(self._memory)
         self._words, self._halves = self._view.cast("Q"), self._view.cast("I")
@@ -156,7 +156,7 @@ class RecordRing:
         self._span, self._is_open, self._blocked_before_ns = 0, False, 0
 
     def _allocated(self, path: Path) -> tuple[int, Path, mmap.mmap]:
-        """Return how many records fit, the draft of the file, and its memory."""
+        """Return the number of records that fit, the draft of the file, and its memory."""
         needed = int(records_per_s(path) * _HELD_S)
         num_records = min(max(needed, NUM_RECORDS), NUM_RECORDS_MAX)
         if num_records > NUM_RECORDS:
@@ -191,7 +191,7 @@ class RecordRing:
             NAME.pack_into(self._memory, at, len(encoded), encoded, first, len(ranks))
             self._num_ints_used += len(ranks)
             self._groups.append(_GroupWriter(offset, name, ranks))
-            # Last: a reader reads no more groups than this.
+            # This comes last, because a reader reads no more groups than this.
             self._words[NUM_GROUPS_WORD] = index + 1
             return index
 
@@ -228,7 +228,7 @@ class RecordRing:
         micro-batch.
 
         Args:
-            tokens: How many the ending span has read.
+            tokens: Number of tokens that the ending span has read.
 
         Returns:
             The number of the span's record, -1 if none begins.
@@ -246,7 +246,7 @@ class RecordRing:
                 self._blocked_before_ns = self._blocked_ns
                 number = self._put(NO_GROUP, OP_CODES[op], 0, 0, 0, self._span, now_ns)
                 self._is_open, self._span = True, number + 1
-                # Last: it is how a reader finds the record.
+                # This comes last, because a reader finds the record by it.
                 self._words[SPAN_WORD] = number + 1
                 return number
             return -1
@@ -273,7 +273,7 @@ class RecordRing:
         return number
 
     def _end(self, number: int, flags: int, now_ns: int, blocked_ns: int) -> int:
-        """Record the end; return where the record is, 0 if it is already overwritten."""
+        """Record the end; return the record's place, or 0 if it is already overwritten."""
         at = self._records_at + number % self._num_records * RECORD.size
         if self._words[at // 8] != number + 1:
             return 0
@@ -284,7 +284,8 @@ class RecordRing:
     def reach(self, group: int, seq: int) -> None:
         """Record that the device has reached ``seq`` of ``group``; earlier ones come first.
 
-        It counts as waited for from now on, because a stream does not show when it waits.
+        The process counts as waiting for it from now on, because a stream does not show when it
+        waits.
         """
         if group < 0:
             return
@@ -301,8 +302,8 @@ class RecordRing:
     def wait(self, group: int, seq: int) -> None:
         """Record that a thread waits for the collective ``seq`` of ``group``.
 
-        Not called if the result comes at once. A collective that was started ahead must not make
-        its rank look like a waiting one.
+        Do not call this if the result comes at once. A collective that was started ahead must not
+        make its rank look like a waiting one.
         """
         if group < 0:
             return
@@ -318,7 +319,7 @@ class RecordRing:
         every member has called the earlier ones.
 
         Args:
-            blocked_ns: How long the calling thread was blocked until now.
+            blocked_ns: Time for which the calling thread was blocked until now.
         """
         with self._lock:
             if blocked_ns and threading.get_ident() == self._trainer:
@@ -339,7 +340,7 @@ class RecordRing:
     def waited(self, since_ns: int) -> Waited | None:
         """Return a collective for which a thread has waited since then or longer.
 
-        None without one.
+        Return None without one.
         """
         with self._lock:
             for state in self._groups:
@@ -355,7 +356,7 @@ class RecordRing:
             return next((state.called for state in self._groups if state.name == name), 0)
 
     def num_in_flight(self) -> int:
-        """Return how many collectives were called without a seen end."""
+        """Return the number of collectives that were called and whose end was not seen."""
         with self._lock:
             return sum(len(state.in_flight) for state in self._groups)
 

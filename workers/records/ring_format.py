@@ -1,7 +1,7 @@
-"""The layout of a record ring's file.
+"""Defines the layout of a record ring's file.
 
-A header, the state of each process group, the members of the groups, and the records. All numbers
-are little-endian. ``ring`` writes it, ``ring_reader`` reads it.
+The file has a header, the state of each process group, the members of the groups, and the records.
+All numbers are little-endian. ``ring`` writes it, ``ring_reader`` reads it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Final
 MAGIC: Final = b"everring"
 VERSION: Final = 3
 
-#: Groups beyond this many are counted and not recorded. A rank of a 5-axis mesh is in about 10
-#: groups, and pipeline pairs add 2 per neighbour.
+#: Most groups of a ring; further groups are counted but not recorded. A rank of a 5-axis mesh is in
+#: about 10 groups, and pipeline pairs add 2 per neighbour.
 NUM_GROUPS_MAX: Final = 128
 #: The fewest records of a ring: a few steps in 256 KiB.
 NUM_RECORDS: Final = 4096
-#: The most: 8 MiB.
+#: The most records of a ring: 8 MiB.
 NUM_RECORDS_MAX: Final = 131072
 #: Suffix for the ring of the previous attempt.
 LAST_SUFFIX: Final = ".last"
@@ -112,7 +112,7 @@ _SAME_SIZE: Final = frozenset(
 
 
 def sent_bytes(op: str, size_bytes: int, num_members: int) -> int:
-    """Return how many bytes a rank sends to one other, as rings do it.
+    """Return the bytes that a rank sends to one other rank in a ring algorithm.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", JPDC 69, 2009. A root that sends or receives everything counts as a member of a
@@ -146,27 +146,27 @@ def history_before(history: int, op: int, dtype: int, size_bytes: int) -> int:
 
 
 def packed_call(op: int, dtype: int, history: int) -> int:
-    """Return a call in the form in which the state of a group holds it."""
+    """Return a call as the state of a group holds it."""
     return op | dtype << 8 | history << 32
 
 
 def call_with_ahead(call: int, num_ahead: int) -> int:
-    """Return ``call`` with the number of later ones that a device has not reached."""
+    """Return ``call`` with the number of later calls that a device has not reached."""
     return call | min(num_ahead, 0xFFFF) << 16
 
 
 def unpacked_call(call: int) -> tuple[int, int, int, int]:
-    """Return operation, dtype, history, and how many later calls a device has not reached."""
+    """Return operation, dtype, history, and the number of later calls ahead of a device."""
     return call & 0xFF, call >> 8 & 0xFF, call >> 32, call >> 16 & 0xFFFF
 
 
 def ints_offset(index: int) -> int:
-    """Return where a member of a group is."""
+    """Return the place of a member of a group."""
     return HEADER_BYTES + NUM_GROUPS_MAX * GROUP_BYTES + 4 * index
 
 
 def records_offset(num_ints: int) -> int:
-    """Return where the records begin."""
+    """Return the place where the records begin."""
     end = ints_offset(num_ints)
     return end + -end % 64
 

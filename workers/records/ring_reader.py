@@ -1,4 +1,4 @@
-"""Read record rings from another process, or after the writer has ended."""
+"""Reads record rings from another process, or after the writer has ended."""
 
 from __future__ import annotations
 
@@ -52,20 +52,21 @@ _Named: TypeAlias = tuple[str, Sequence[int]]
 class Record:
     """One collective of this process, or one span of its own work."""
 
-    group: int  #: Index of the group in the file's table; -1 of a span.
+    group: int  #: Index of the group in the file's table; -1 for a span.
     seq: int  #: Number of the collective in its group, from 1.
     op: str
     dtype: int  #: Code of the first tensor's dtype, as given to ``enter``.
     step: int  #: The step under way, 0 before the first span.
     micro_batch: int  #: Number of the micro-batch among this rank's of the step, from 0.
     history: int  #: Hash of the group's calls up to this one.
-    blocked_s: float  #: How long this rank waited: for the collective, or for any during the span.
+    #: Time that this rank waited: for the collective, or for any collective during the span.
+    blocked_s: float
     device_s: float  #: Device time of a span; 0.0 if unknown.
     size_bytes: int  #: Payload of this rank.
-    #: When it was called, on the machine's monotonic clock; the host calls long before a device
-    #: reaches it.
+    #: Time of the call on the machine's monotonic clock. The host calls long before a device
+    #: reaches the collective.
     enter_ns: int
-    exit_ns: int  #: When its result was seen; 0 while it is in flight.
+    exit_ns: int  #: Time at which the result was seen; 0 while it is in flight.
     flags: int  #: ``FINISHED``, ``FAILED`` and ``ABORTED``.
 
 
@@ -75,25 +76,30 @@ class Ring:
 
     attempt: int
     rank: int  #: The process's rank in the attempt, -1 if it had none yet.
-    place: tuple[int, int, int] | None  #: Its (dp, pp, tp) in the mesh; None if unknown.
-    node: str  #: Its machine, "" if unknown.
-    on_device: bool  #: Whether it computes on a device, about which the host's times say nothing.
+    place: tuple[int, int, int] | None  #: The process's (dp, pp, tp) in the mesh; None if unknown.
+    node: str  #: The process's machine; "" if unknown.
+    #: Whether the process computes on a device, about which the host's times say nothing.
+    on_device: bool
     groups: Mapping[int, GroupState]  #: State of each group that was called, by ``Record.group``.
-    num_dropped: int  #: Groups that did not fit, so ``records`` has nothing of them.
+    #: Number of groups that did not fit, so ``records`` does not have their calls.
+    num_dropped: int
     records: tuple[Record, ...]  #: The last collectives, oldest first.
 
 
 class RingView(NamedTuple):
     """The content of a ring at one moment."""
 
-    attempt: int  #: Its attempt, 0 without a ring.
+    attempt: int  #: The ring's attempt, 0 without a ring.
     #: The groups in which a collective was called; none once the writer has left.
     groups: tuple[GroupState, ...]
-    num_dropped: int = 0  #: Groups that did not fit and are not recorded.
+    num_dropped: int = 0  #: Number of groups that did not fit and are not recorded.
 
 
 class RingReader:
-    """The reading end, kept open across attempts: mapping a ring costs more than reading it."""
+    """The reading end.
+
+    It stays open across attempts, because mapping a ring costs more than reading it.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -114,8 +120,8 @@ class RingReader:
             found = os.stat(self._path)  # noqa: PTH116  a Path would cost as much again
         except FileNotFoundError:
             return RingView(0, ())
-        # No other file has the inode of a mapped one. A ring is complete when it appears, and never
-        # shrinks.
+        # Another file cannot have the inode of a mapped one. A ring is complete when it appears,
+        # and never shrinks.
         if (found.st_dev, found.st_ino) != self._file:
             if self._memory is not None:
                 self._memory.close()
@@ -127,8 +133,8 @@ class RingReader:
     def digest(self, *, now_ns: int) -> Digest | None:
         """Return the rank's own work since the last digest, from the ring of the last look.
 
-        None if it has no span, or its writer has left. Spans of a device get their times when the
-        step ends; until then they wait for the next digest.
+        Return None if it has no span, or its writer has left. Spans of a device get their times
+        when the step ends; until then they wait for the next digest.
         """
         memory = self._memory
         if memory is None or _word(memory, LEFT_WORD) or not (newest := _word(memory, SPAN_WORD)):
@@ -153,7 +159,7 @@ class RingReader:
                     own_s = took / 1e6
                 found.append(Span(OPS[op], step, micro_batch, own_s, tokens))
             else:
-                # Only the newest one may be open; it is read again when it has ended.
+                # Only the newest span may be open; it is read again when it has ended.
                 now_in, since_ns, newest = op, enter_ns, before
             at = before
         self._last_span = newest
@@ -174,7 +180,7 @@ def is_ring(path: str | os.PathLike[str]) -> bool:
 def read_ring(path: str | os.PathLike[str]) -> Ring:
     """Return the content of the ring at ``path``, also after its writer left the attempt.
 
-    Waits count up to its last record: a copy does not say when it was made.
+    Waits count up to the last record, because a copy does not show its time.
     """
     records = read_records(path)
     with _mapped(path) as memory:
@@ -297,7 +303,7 @@ def _read_group(
     for _ in range(_READ_TRIES_MAX):
         copies = [STATE.unpack_from(memory, offset + i * STATE.size) for i in (0, 1)]
         again = [STATE.unpack_from(memory, offset + i * STATE.size) for i in (0, 1)]
-        # Twice, because the store first zeroes the copy from its head on.
+        # Check twice, because the store first zeroes the copy from its head on.
         whole = [a for a, b in zip(copies, again, strict=True) if a == b and a[0] == a[8]]
         if whole:
             break
@@ -308,7 +314,7 @@ def _read_group(
         return None
     op, dtype, history, num_ahead = unpacked_call(call)
     if index not in names:
-        # A group's members never change, and are thousands in a large run.
+        # Read members only once: they never change, and a large run has thousands.
         names[index] = _read_name(memory, offset + 2 * STATE.size)
     name, ranks = names[index]
     return GroupState(

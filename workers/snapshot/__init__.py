@@ -1,4 +1,4 @@
-"""Versions of the training state in memory: taken by trainers, held by keepers."""
+"""Takes versions of the training state into memory, which keepers hold."""
 
 from typing import TYPE_CHECKING
 

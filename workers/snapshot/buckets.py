@@ -1,4 +1,4 @@
-"""The buckets in which a state is copied off a device: their tensors and order."""
+"""Divides a state into the buckets in which it is copied off a device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from workers.memory import Question
 
-#: Two thirds of a millisecond on a bus of 50 GB/s.
+#: Bytes of a bucket: two thirds of a millisecond on a bus of 50 GB/s.
 BUCKET_BYTES: Final = 32 << 20
-#: Of a piece of a bucket, for which copies of other streams wait.
+#: Bytes of a piece of a bucket, for which copies of other streams wait.
 PIECE_BYTES: Final = 32 << 20
 
 
@@ -28,7 +28,7 @@ class TensorRange(NamedTuple):
 def into_buckets(
     sizes_bytes: Sequence[int], *, bucket_bytes: int, block_bytes: int
 ) -> list[tuple[TensorRange, ...]]:
-    """Divide tensors into buckets, in order; tensors are divided only at blocks.
+    """Divide tensors into buckets, in order. Divide tensors only at blocks.
 
     ``bucket_bytes`` is a multiple of ``block_bytes``, the unit of the checksums.
     """
@@ -50,20 +50,20 @@ def into_buckets(
 
 
 class Asked(NamedTuple):
-    """The part of a bucket that is to be checksummed: ranges of tensors, and their memory."""
+    """The part of a bucket to checksum: ranges of tensors, and their memory."""
 
     ranges: Sequence[TensorRange]
     question: Question
 
 
 class Plan:
-    """The parts of each bucket of a state, made once: slicing takes longer than enqueueing.
+    """The parts of each bucket of a state, made once because slicing takes longer than enqueueing.
 
     Args:
-        places: The addresses of their memory: a tensor may move.
+        places: The addresses of the tensors' memory, because a tensor may move.
 
     Attributes:
-        asked: The part of each bucket that is to be checksummed, by number, once it was asked for.
+        asked: The part of each bucket to checksum, by number, once it was requested.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Plan:
     def fits(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], places: Sequence[int]
     ) -> bool:
-        """Return whether it copies these tensors to these targets."""
+        """Return whether this plan copies these tensors to these targets."""
         return _are_same(targets, self._targets) and self.copies(sources, places)
 
     def copies(self, sources: Sequence[Tensor], places: Sequence[int]) -> bool:
-        """Return whether it copies these tensors."""
+        """Return whether this plan copies these tensors."""
         return places == self._places and _are_same(sources, self._sources)
 
 
@@ -121,7 +121,7 @@ def _flat(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _part(pair: tuple[Tensor, Tensor], low: int, high: int) -> tuple[Tensor, Tensor] | None:
-    """Return some bytes of a pair; all of an indivisible one with its first bytes."""
+    """Return some bytes of a pair; for an indivisible pair, all bytes with the first ones."""
     target, source = pair
     if not source.is_contiguous():
         return None if low else pair

@@ -1,8 +1,8 @@
-"""How the tensors of a rank lie in a buffer, and copies within this machine's memory.
+"""Lays out the tensors of a rank in a buffer, and copies within this machine's memory.
 
-Tensors of a block and more are checksummed later by another thread (``workers.snapshot.device``):
-on the way it would make training wait a fifth longer. Smaller ones are checksummed on the way: for
-each of them another thread would take the interpreter from training
+Another thread (``workers.snapshot.device``) later checksums tensors of a block or more, because
+doing it while copying would make training wait a fifth longer. Smaller tensors are checksummed
+while copying: for each of them another thread would take the interpreter from training
 (``tests.benchmarks.bench_snapshot``).
 """
 
@@ -23,13 +23,13 @@ from workers.memory import NUM_BUFFERS, Arena, ArenaStore
 from workers.protocol import Assignment
 from workers.state import StateEntry
 
-#: A new layout needs parts of blocks, which are read whole: a tenth to a third more than needed
-#: with these, half as much again with blocks of 1 MiB.
+#: Size of a block. A new layout needs parts of blocks, but blocks are read whole. With this size
+#: that reads a tenth to a third more than needed, with 1 MiB half as much again.
 BLOCK_BYTES: Final = 256 << 10
 #: A record has room for twice the small values of the first snapshot, and for this.
 _RECORD_SPARE_BYTES: Final = 64 << 10
 
-#: From this size on the copy releases the interpreter, which takes 2 us.
+#: From this size on, the copy releases the interpreter, which takes 2 us.
 _LARGE_BYTES: Final = 64 << 10
 
 
@@ -41,17 +41,17 @@ class Captured:
     entries: Sequence[StateEntry]  #: The part of the state's tensors that this rank saves.
     extra: Mapping[str, Any]  #: Small named values.
     param_groups: Sequence[Mapping[str, Any]]  #: The optimizer's groups.
-    #: ``(rank, tensors)`` that it saves for other ranks: as copies, or in a parity.
+    #: ``(rank, tensors)`` that this rank saves for other ranks, as copies or in a parity.
     guarded: Sequence[tuple[int, Sequence[StateEntry]]] = ()
 
 
 def source_of(assignment: Assignment) -> dict[str, Any]:
-    """Return what a checkpoint says of its writer."""
+    """Return a checkpoint's note about its writer."""
     return {"writer": "everstep", "layout": assignment.layout.to_json()}
 
 
 class BufferLayout:
-    """The position of everything in a buffer, as ``save_rank`` writes it; made once per layout."""
+    """The position of everything in a buffer, as ``save_rank`` writes it. Made once per layout."""
 
     def __init__(self, state: Captured, assignment: Assignment) -> None:
         self._entries = state.entries
@@ -73,7 +73,7 @@ class BufferLayout:
         self.views: list[list[Tensor]] = []
 
     def takes(self, entries: Sequence[StateEntry]) -> bool:
-        """Return whether these tensors have this layout; if so, copy from them from now on."""
+        """Return whether these tensors have this layout. If so, copy from them from now on."""
         if entries is self._entries:
             return True
         if [_layout(entry) for entry in entries] != self._places:
@@ -92,7 +92,7 @@ class BufferLayout:
         return self._host.views()
 
     def copy(self, buffer: int) -> list[Sums] | None:
-        """Copy all of it into the buffer and return its checksums; None if it is on a device."""
+        """Copy the state into the buffer and return its checksums; None if it is on a device."""
         return self._host.copy_to(self.data[buffer])
 
     def lay_out(self, arena: Arena) -> None:
@@ -119,7 +119,7 @@ class BufferLayout:
         sums: Sequence[Sums],
         check: Callable[[], None],
     ) -> None:
-        """Write the record of what was captured, with its checksums; see ``ArenaStore``."""
+        """Write the record of the captured state, with its checksums; see ``ArenaStore``."""
         self.saver.save(
             ArenaStore(arena, buffer, check=check),
             "",
@@ -140,7 +140,7 @@ class BufferLayout:
 
 
 class HostTensors:
-    """The bytes of tensors, of any dtype on any device, that are copied again and again."""
+    """The bytes of tensors, of any dtype on any device, that are copied repeatedly."""
 
     def __init__(self, tensors: Sequence[Tensor], *, block_bytes: int) -> None:
         self._tensors = tensors
@@ -151,11 +151,11 @@ class HostTensors:
     def views(self) -> Sequence[memoryview] | None:
         """Return the bytes of every tensor in place; None if one is on a device or not contiguous.
 
-        The same list as last time if no tensor has moved.
+        The list is the same as last time if no tensor has moved.
         """
         if self._tensors and self._tensors[0].is_cuda:
             return None
-        # A tensor of the same name and shape may have other memory than before.
+        # A tensor with the same name and shape may have other memory than before.
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
             if any(t.is_cuda or not t.is_contiguous() for t in self._tensors):
@@ -167,8 +167,8 @@ class HostTensors:
     def copy_to(self, targets: Sequence[memoryview]) -> list[Sums] | None:
         """Copy every tensor to ``targets``; return its checksums.
 
-        A large tensor has none: it is checksummed later. Returns None, and copies nothing, if the
-        bytes are not accessible.
+        A large tensor has no checksum yet: it is made later. Returns None, and copies nothing, if
+        the bytes are not accessible.
         """
         sources = self.views()
         if sources is None:
@@ -191,6 +191,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _layout(entry: StateEntry) -> tuple[Any, ...]:
-    """Return what decides where an entry lies."""
+    """Return the properties that decide an entry's place."""
     tensor = entry.tensor
     return (entry.fqn, entry.slot, entry.shape, entry.box, tensor.dtype)

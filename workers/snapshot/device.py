@@ -1,21 +1,21 @@
-"""From a device into a buffer: in buckets, beside the computation, done before the next update.
+"""Copies a state off a device in buckets beside the computation, before the next update.
 
-Between two updates the state stands still. Meanwhile it leaves in buckets on a stream of its own,
-and each bucket is checksummed while the next ones are copied. Few are under way at once, and only
-while the rank holds one of the node's credits: other users of the bus wait for a bucket, not for a
-state. The rest leaves at once when the update comes, and the device delays the update until then;
-the training thread does not wait.
+Between two updates the state does not change. Meanwhile a stream of its own copies it in buckets,
+and each bucket is checksummed while the next ones are copied. Only a few are under way at once, and
+only while the rank holds one of the node's credits, so other users of the bus wait for a bucket and
+not for a state. When the update comes, the remaining buckets leave at once, and the device delays
+the update until then. The training thread does not wait.
 
-In a pipeline the step releases the buckets: a few behind the update, the others behind marks that
-the stage's blocks set where passes begin and end (``workers.snapshot.passes``,
+In a pipeline the step releases the buckets: a few after the update, the others after marks that the
+stage's blocks set at the beginning and end of passes (``workers.snapshot.passes``,
 ``bucket_releases``). Marks are reached on the device, since the processor enqueues a pass long
 before; the device also measures its gaps between passes, for the releases of a later step. Without
-marks, and when somebody waits for the snapshot, buckets leave as fast as they can, and there are
-few: a device has gaps to fill only where it waits for other stages, and each mark and each bucket
-takes the interpreter from training (``tests.benchmarks.bench_interpreter``).
+marks, and when a caller waits for the snapshot, buckets leave as fast as they can. Without marks
+there are few buckets: a device has gaps to fill only if it waits for other stages, and each mark
+and each bucket takes the interpreter from training (``tests.benchmarks.bench_interpreter``).
 
 Tensors in this machine's memory were copied already (``workers.snapshot.buffer_layout``), and only
-missing checksums are made here, by credits too. The thread is not made nice: when descheduled, it
+missing checksums are made here, also by credits. The thread has normal priority: descheduled, it
 would hold the interpreter's lock and delay training.
 
 Source: the device level of REFT's hierarchical snapshots (arXiv 2310.12670).
@@ -49,27 +49,27 @@ from workers.memory import (
 )
 from workers.snapshot.buckets import BUCKET_BYTES, Asked, Plan, TensorRange, into_buckets
 
-#: One is copied while the next one waits.
+#: Buckets under way: one is copied while the next one waits.
 IN_FLIGHT_MAX: Final = 2
-#: Bytes that leave on one credit, some 10 ms; then it is another rank's turn.
+#: Bytes that leave on one credit, some 10 ms, before it is another rank's turn.
 _TURN_BYTES: Final = 512 << 20
-#: Buckets of a turn, at least: a new turn takes the interpreter from training, and the bus waits.
+#: Fewest buckets of a turn: a new turn takes the interpreter from training, and the bus waits.
 _TURN_BUCKETS_MIN: Final = 4
 #: Most buckets of a state, or a few more, with marks and without; a larger state has more.
 _BUCKETS_MAX: Final = 16
 _FEW_BUCKETS: Final = 4
 #: 20 ms on a bus of 50 GB/s, for which other ranks wait.
 _BUCKET_BYTES_MAX: Final = 1 << 30
-#: The device's gaps are measured in one of so many snapshots, and in the first two: it takes an
-#: event at every mark, and a first step is like no other.
+#: The device's gaps are measured in one of this many snapshots, and in the first two. Measuring
+#: takes an event at every mark, and a first step is unlike later ones.
 _MEASURED_EVERY: Final = 16
 _MEASURED_FIRST: Final = 2
 
 #: Period of checking whether the last copy has ended.
 _END_LOOK_S: Final = 0.001
 
-#: Share of a step's marks over which buckets are spread: most of the forward passes of a single
-#: micro-batch. The sooner a snapshot is complete, the less is lost.
+#: Share of a step's marks over which buckets are spread, most of the forward passes of a single
+#: micro-batch. The sooner a snapshot is complete, the less a failure loses.
 SPREAD: Final = 0.5
 
 
@@ -77,12 +77,12 @@ def bucket_releases(num_buckets: int, gaps_s: Sequence[float], bucket_s: float) 
     """Return how many buckets may have left by each mark of a step. Pure.
 
     Copies in a gap of the device delay nothing. Pipeline stages have their gaps at different times
-    (under 1F1B the last ones at the begin of a step, the first ones before the first backward
-    pass), so using the gaps of the step before also staggers the stages. Buckets that do not fit
-    are spread over the first half of the step.
+    (under 1F1B the last stages at the beginning of a step, the first stages before the first
+    backward pass), so using the gaps of the previous step also staggers the stages. Buckets that do
+    not fit are spread over the first half of the step.
 
-    ``gaps_s`` is how long the device was idle behind each mark, from the begin of a snapshot on;
-    ``bucket_s`` is how long a bucket takes to leave.
+    ``gaps_s`` has the device's idle time after each mark, from the beginning of a snapshot;
+    ``bucket_s`` is the time that a bucket takes to leave.
     """
     fits = [int(gap_s / bucket_s) for gap_s in gaps_s]
     num_in_gaps = min(num_buckets, sum(fits))
@@ -109,7 +109,7 @@ class Leaving:
 
 @dataclass(slots=True)
 class Counts:
-    """What copies have done so far."""
+    """The work that copies have done so far."""
 
     num_bytes: int = 0  #: Bytes of the states.
     num_pieces: int = 0  #: Copies that were enqueued.
@@ -145,8 +145,8 @@ def _note(ranges: Sequence[TensorRange], sums: Sequence[Sums], found: list[Sums]
 class DeviceCopy:
     """Copies of a state off its device, one at a time.
 
-    The training thread calls ``begin``, ``passed`` and ``hold_update``, another one ``run``. By
-    default the copies go over a CUDA stream if something is on a device, else at once.
+    The training thread calls ``begin``, ``passed`` and ``hold_update``, another thread ``run``. By
+    default the copies use a CUDA stream if a source is on a device, and are made at once otherwise.
     """
 
     def __init__(
@@ -189,12 +189,12 @@ class DeviceCopy:
     def begin(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], *, num_checked: int
     ) -> None:
-        """Note what to copy, as it is once the device has done all enqueued work.
+        """Note the tensors to copy, in their state after all work that the device has enqueued.
 
         Args:
-            targets: Contiguous, in memory of this machine.
-            sources: Sources of the same shapes.
-            num_checked: How many of the first ones ``run`` is to checksum.
+            targets: Contiguous tensors in this machine's memory.
+            sources: Tensors of the same shapes.
+            num_checked: Number of the first ones that ``run`` checksums.
         """
         with self._lock:
             self._todo.clear()
@@ -224,18 +224,18 @@ class DeviceCopy:
 
     @property
     def has_stream(self) -> bool:
-        """Return whether something was copied beside the computation so far."""
+        """Return whether any copy was made beside the computation so far."""
         return self._stream is not None
 
     @property
     def waited_s(self) -> float:
-        """Return how long the last ``run`` waited for passes and credits."""
+        """Return the time that the last ``run`` waited for passes and credits."""
         return self._waited_s
 
     def passed(self, *, ends: bool) -> None:
-        """Note where, in the device's work, a pass of a step begins or ends; from any thread.
+        """Mark the beginning or end of a pass in the device's work.
 
-        From an end the device is idle until the next pass begins.
+        Any thread may call this. After an end the device is idle until the next pass begins.
         """
         with self._lock:
             self._num_told += 1
@@ -243,12 +243,12 @@ class DeviceCopy:
                 self._release(self._stream, ends=ends)
 
     def hurry(self) -> None:
-        """Stop waiting for passes: somebody waits for the copy."""
+        """Stop waiting for passes, because a caller waits for the copy."""
         with self._lock:
             self._release_all()
 
     def hold_update(self) -> None:
-        """Have the device run later work of the training thread after the copy."""
+        """Make the device run later work of the training thread after the copy."""
         with self._lock:
             self._told_a_step, self._num_told = self._num_told, 0
             if self._told is not None:
@@ -268,16 +268,16 @@ class DeviceCopy:
         known: Sequence[Sums] = (),
         hurries: bool = False,
     ) -> list[Sums]:
-        """Copy what ``begin`` noted; return the checksums of each of ``data`` once all is there.
+        """Copy the tensors of ``begin``; return the checksums of each of ``data`` in the end.
 
         Args:
             data: Memory of the targets to checksum; other memory, if there are none.
             known: The checksums, or none, of each part of such other memory.
-            hurries: Whether to wait for no credit.
+            hurries: Whether to do without credits.
 
         Raises:
             Exception: The device failed, or lacks memory for copying.
-            RuntimeError: The copy was ended before.
+            RuntimeError: The copy was stopped earlier.
         """
         used_s = time.thread_time()
         found = list(known) or [NO_SUMS] * len(data)
@@ -319,10 +319,10 @@ class DeviceCopy:
         turn: int,
         patience_s: float | None,
     ) -> None:
-        """While ``has_next``, call ``go_on`` with what is left of a turn until it returns False.
+        """While ``has_next``, call ``go_on`` with the rest of a turn until it returns False.
 
-        Each turn holds a credit, and waits for it up to ``patience_s``; None needs none, as for a
-        single bucket, which is faster than waiting.
+        Each turn holds a credit, and waits for it up to ``patience_s``. With None it needs no
+        credit, as for a single bucket, which is faster than waiting.
         """
         begun_s = time.monotonic()
         while has_next():
@@ -336,9 +336,9 @@ class DeviceCopy:
                 patience_s = 0.0
 
     def _has_next(self) -> bool:
-        """Return whether there is a bucket, once it may leave; no credit is held meanwhile."""
+        """Wait until a bucket may leave, without a credit; return whether there is one."""
         with self._lock:
-            # At most as long as a step: training may be doing something else.
+            # Wait at most as long as a step, because training may be doing something else.
             if not self._changed.wait_for(self._is_released, self._late_s - time.monotonic()):
                 self._release_all()
             gate = None if self._under_way else self._gate()
@@ -358,9 +358,9 @@ class DeviceCopy:
         data: Sequence[memoryview],
         asked: list[Asked],
     ) -> bool:
-        """Wait for the next bucket while others follow; return whether there was one.
+        """Wait for the next bucket and checksum it while others follow; return if there was one.
 
-        Checksumming it takes longer than copying the next one, which does not wait for that.
+        Checksumming a bucket takes longer than copying the next one, which does not wait for it.
         """
         begun_s = time.monotonic()
         with self._lock:
@@ -379,7 +379,7 @@ class DeviceCopy:
         return True
 
     def _asked_of(self, plan: Plan, number: int, data: Sequence[memoryview]) -> Asked:
-        """Return what to ask of a bucket; the last result for this memory."""
+        """Return the checksum request for a bucket; reuse the last one for this memory."""
         known = plan.asked.get(number)
         if known is None:
             ranges = [one for one in plan.buckets[number] if one.tensor < len(data)]
@@ -390,12 +390,15 @@ class DeviceCopy:
     def _check(
         self, ranges: Sequence[TensorRange], data: Sequence[memoryview], found: list[Sums]
     ) -> bool:
-        """Checksum ranges; return whether there were any."""
+        """Checksum ranges, and return whether there were any."""
         _note(ranges, self._checksums.of(_views(ranges, data), self._block_bytes), found)
         return bool(ranges)
 
     def wait(self) -> None:
-        """Return when the copy is there; from any thread. Raises what ``run`` raises."""
+        """Wait until the copy is complete.
+
+        Any thread may call this. It raises the error of ``run``.
+        """
         with self._lock:
             self._queue_all()
             self._raise_failed()
@@ -406,11 +409,11 @@ class DeviceCopy:
     def end(self, limit_s: float) -> bool:
         """Stop copying; return whether all copies have ended within ``limit_s``.
 
-        A device that is stuck in a computation never gets to a copy behind it.
+        A device that is stuck in a computation never reaches the copies after it.
         """
         with self._lock:
             if self._todo:
-                self._failed = RuntimeError("the copy was ended before it was whole")
+                self._failed = RuntimeError("the copy was stopped before it was complete")
             self._todo.clear()
             self._plan, self._plans = Plan((), (), (), []), {}
             self._changed.notify_all()
@@ -423,7 +426,7 @@ class DeviceCopy:
         return True
 
     def _share(self) -> None:
-        """Distribute the buckets over the marks of a step, as many as the last one had."""
+        """Distribute the buckets over a step's marks, assuming as many as in the last step."""
         while self._told_before and self._told_before[0][-1].mark.is_reached():
             told = self._told_before.popleft()
             self._gaps_s = [
@@ -439,7 +442,7 @@ class DeviceCopy:
         self._leave_s = []
 
     def _release(self, stream: CopyStream, *, ends: bool) -> None:
-        """Release the buckets that may leave behind all enqueued work."""
+        """Release the buckets that may leave after all enqueued work."""
         assert self._told is not None
         place, num = self._num_told, self._num_buckets
         if place < len(self._shares):
@@ -460,7 +463,7 @@ class DeviceCopy:
         self._changed.notify_all()
 
     def _gate(self) -> _Gate | None:
-        """Return the gate of the next bucket; None if only the previous bucket holds it."""
+        """Return the gate of the next bucket; None if it only waits for the previous bucket."""
         while self._gates and self._gates[0].num_buckets <= self._num_queued:
             self._gates.popleft()
         return self._gates[0] if self._gates else None
@@ -470,12 +473,12 @@ class DeviceCopy:
         self._queue(len(self._todo))
 
     def _queue_few(self, left: int) -> None:
-        """Enqueue as many buckets as may be under way, of those left of a turn."""
+        """Enqueue as many of the turn's remaining buckets as may be under way."""
         num = min(IN_FLIGHT_MAX, left) - len(self._under_way)
         self._queue(min(num, self._num_reached - self._num_queued))
 
     def _queue(self, num: int) -> None:
-        """Enqueue buckets; a failure is raised to whoever wants the copy."""
+        """Enqueue buckets. Keep a failure for the caller that waits for the copy."""
         for _ in range(min(num, len(self._todo))):
             assert self._stream is not None
             number = self._todo.popleft()
@@ -506,14 +509,14 @@ class DeviceCopy:
             raise self._failed
 
     def _plan_of(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Plan:
-        """Return how to copy these tensors; the last plan for a buffer if nothing has moved."""
+        """Return the plan for copying these tensors; reuse a buffer's last if none has moved."""
         places = [source.data_ptr() for source in sources]
         most = _BUCKETS_MAX if self._told_a_step else _FEW_BUCKETS
         key = (id(targets[0]), most)
         plan = self._plans.get(key)
         if plan is None or not plan.fits(targets, sources, places):
             if any(not known.copies(sources, places) for known in self._plans.values()):
-                # They would keep memory that the training has left.
+                # The old plans would keep memory that training has released.
                 self._plans = {}
             sizes = [target.numel() * target.element_size() for target in targets]
             num_blocks = -(-sum(sizes) // (self._block_bytes * most))
@@ -524,7 +527,10 @@ class DeviceCopy:
         return plan
 
     def _buckets_of(self, sizes_bytes: Iterable[int]) -> list[tuple[TensorRange, ...]]:
-        """Return the buckets; the last result if sizes are unchanged: most tensors are small."""
+        """Return the buckets.
+
+        Reuse the last result if sizes are unchanged, because most tensors are small.
+        """
         sizes = list(sizes_bytes)
         if sizes != self._sizes:
             self._sizes = sizes

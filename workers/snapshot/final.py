@@ -1,8 +1,8 @@
-"""The final snapshot of a rank that leaves an attempt early: whether, and into which buffer. Pure.
+"""Decides whether a rank that leaves an attempt early takes a final snapshot, and where. Pure.
 
-A rank that survives its attempt still has the state after its last step, which memory may not have.
-So it takes one more snapshot before it says that it has left; if all ranks do, no step is lost. No
-rank knows whether the others can, so the version that they would otherwise resume from must
+A rank that survives its attempt still has the state after its last step, of which there may be no
+snapshot. So it takes one more before it reports that it has left. If all ranks do so, no step is
+lost. A rank does not know whether the others can, so the version to resume from otherwise must
 survive.
 """
 
@@ -15,7 +15,7 @@ from ucp_core.lineage import Lineage
 from workers.memory import counts, version_of, worth
 from workers.protocol import Held
 
-#: Limit of the final snapshot: the controller waits for it, and kills the rank after 2 s.
+#: Time limit of the final snapshot: the controller waits for it, and kills the rank after 2 s.
 FINAL_S_MAX: Final = 0.5
 #: A snapshot that is expected to take longer is not begun.
 _EXPECTED_S_MAX: Final = FINAL_S_MAX / 2
@@ -24,7 +24,7 @@ _BYTES_PER_S: Final = 1 << 30
 
 
 def is_quick(size_bytes: int, measured_s: float | None) -> bool:
-    """Return whether a snapshot is short enough to be taken on the way out.
+    """Return whether a snapshot is short enough to be taken when leaving.
 
     Args:
         measured_s: Duration of the last snapshot without its waits; None if there was none.
@@ -34,10 +34,10 @@ def is_quick(size_bytes: int, measured_s: float | None) -> bool:
 
 
 class Fallback:
-    """Which versions the run can fall back on, as far as one rank of an attempt knows.
+    """The versions that the run can fall back on, as far as one rank of an attempt knows.
 
     Args:
-        resumed: ``(attempt, step)`` of the version that it resumed from, (0, 0) if none.
+        resumed: ``(attempt, step)`` of the version that the rank resumed from, (0, 0) if none.
 
     Attributes:
         safe: ``(attempt, step)`` of the newest version that all ranks and their peers have.
@@ -55,9 +55,9 @@ class Fallback:
         self._num_taken += 1
 
     def agree(self, *, is_behind: bool, is_without_memory: bool) -> None:
-        """Note what all ranks agreed on about the snapshots so far."""
+        """Note the agreement of all ranks about the snapshots so far."""
         if is_without_memory:
-            # One rank may have failed to complete it, and no other will learn of it.
+            # One rank may have failed to complete it, and the others will not know.
             self._taken = None
         elif not is_behind and self._taken is not None:
             self.safe = self._taken
@@ -67,14 +67,14 @@ class Fallback:
     ) -> int | None:
         """Return the buffer for one more snapshot; None if every buffer may be needed.
 
-        Spared are the newest version that all ranks have completed and copied, and everything
-        newer. Also, keepers take the first of two versions of an attempt for complete
+        Spare the newest version that all ranks have completed and copied, and everything newer.
+        Also, keepers take the first of two versions of an attempt for complete
         (``workers.memory.retention``), so no second one may follow a first one that may be
         incomplete.
 
         Args:
-            buffers: What each buffer holds; None if it is empty, damaged or being written.
-            pinned: A buffer that waits to be stored.
+            buffers: The version in each buffer; None if it is empty, damaged or being written.
+            pinned: A buffer that waits for storing.
             lineage: ``(attempt, resume_step)`` of every attempt up to this one.
         """
         if self._num_taken == 1 and self.safe != self._taken:

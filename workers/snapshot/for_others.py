@@ -1,11 +1,11 @@
-"""What a rank saves of other ranks' shares, from its own replica: no network needed.
+"""Saves other ranks' shares from a rank's own replica, without the network.
 
 Replicas on other nodes have the same state, and each saves one share of it. A rank copies some
-other shares into memory of their own, which the keeper of its node treats as copies of what those
-ranks wrote; and they are, bit for bit. Or, in a group of n, it keeps the XOR of one block of each
-other share: 1/(n-1) of a share, and any one share may be lost. The blocks are XORed in place while
-the state stands still; the keeper adds the records. While memory is refused nothing is saved for
-others; the rank's own snapshots go on.
+other shares into separate memory. They equal those ranks' own snapshots bit for bit, so the keeper
+of its node treats them as copies of those. Or, in a group of n, the rank keeps the XOR of one block
+of each other share. That takes 1/(n-1) of a share, and any one share may be lost. The blocks are
+XORed in place while the state does not change, and the keeper adds the records. While the keeper
+refuses memory, the rank saves nothing for others, but continues its own snapshots.
 
 Source: the redundant copies and RAIM5 of REFT (arXiv 2310.12670), over shares that differ in size.
 """
@@ -34,24 +34,24 @@ from workers.snapshot.buffer_layout import BLOCK_BYTES, BufferLayout, Captured
 from workers.state import StateEntry
 
 #: Refused memory is requested again after this. The previous attempt's memory is freed once this
-#: one's versions are proven; until then nothing survives a lost node.
+#: one's versions are proven; until then no snapshot survives the loss of a node.
 _REFUSED_S: Final = 2.0
-#: XORed at once: intermediate results stay in the cache.
+#: Bytes to XOR at once, so that intermediate results stay in the cache.
 _WINDOW_BYTES: Final = 256 << 10
 
 log = logging.getLogger(__name__)
 
 _Bytes = npt.NDArray[np.uint8]
-#: Begin and end of bytes in a block.
+#: Start and end of bytes in a block.
 _Run = tuple[int, int]
-#: Targets and sources of what is to be copied off a device.
+#: Targets and sources of copies off a device.
 _Copies: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 class ForOthers:
     """The copies, or the parity, that one rank saves in one attempt as its assignment says.
 
-    Only ``takes`` and ``capture`` are quick. The training thread calls these, and never while
+    Only ``takes`` and ``capture`` are quick. The training thread calls these two, and never while
     another call runs.
     """
 
@@ -63,18 +63,18 @@ class ForOthers:
 
     @property
     def are_whole(self) -> bool:
-        """Return whether there is memory for all of it."""
+        """Return whether there is memory for the whole assignment."""
         return all(block.arena is not None for block in self._blocks)
 
     def takes(self, guarded: Sequence[tuple[int, Sequence[StateEntry]]]) -> bool:
-        """Return whether these tensors are laid out like those that were prepared for."""
+        """Return whether these tensors have the prepared layout."""
         return [rank for rank, _ in guarded] == [rank for rank, _ in self._others] and all(
             layout.takes(entries)
             for (_, layout), (_, entries) in zip(self._others, guarded, strict=True)
         )
 
     def prepare(self, state: Captured, *, for_cuda: bool) -> None:
-        """Reserve memory for states like this one, as far as it is granted."""
+        """Reserve memory for states like this one, as far as the keeper grants it."""
         assignment, worker = self._assignment, self._memory.worker
         self._others = [
             (rank, BufferLayout(replace(state, entries=entries), replace(assignment, rank=rank)))
@@ -107,22 +107,23 @@ class ForOthers:
             block.reserve()
 
     def capture(self, step: int, kept: tuple[int, int] | None = None) -> _Copies:
-        """Take all of it; return (targets, sources) of what is to be copied off a device.
+        """Capture the whole assignment; return (targets, sources) of copies off a device.
 
-        ``kept`` is attempt and step of the newest version that all ranks have: not overwritten.
+        ``kept`` is attempt and step of the newest version that all ranks have. It is not
+        overwritten.
         """
         found = [block.fill() for block in self._blocks if block.begin(step, kept)]
         targets = [target for some, _ in found for target in some]
         return targets, [source for _, some in found for source in some]
 
     def complete(self, state: Captured, *, check: Callable[[], None]) -> None:
-        """Write the records of what was captured.
+        """Write the records of the captured data.
 
-        ``check`` is called before each block is completed; if it raises, the block stays
+        ``check`` is called before each block is completed. If it raises an error, the block stays
         incomplete.
         """
         for block in self._blocks:
-            # It is complete already if the fence came while another one was completed.
+            # A block is already complete if the fence came while another block was completed.
             if block.is_open:
                 block.complete(state, check)
 
@@ -134,11 +135,13 @@ class ForOthers:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Block(ABC):
-    """A block of others' shares, the memory where it goes, and what was begun there last."""
+    """A block of other ranks' shares, its memory, and the last version begun there."""
 
     memory: SnapshotMemory
     assignment: Assignment
-    rank: int  #: What its buffers say; below 0 for a parity, in which a reader must find no rank.
+    #: The rank in its buffers' headers; below 0 for a parity, which a reader must not take for a
+    #: rank's part.
+    rank: int
     body_bytes: int
     for_cuda: bool
     arena: Arena | None = None
@@ -154,7 +157,7 @@ class _Block(ABC):
         return self.arena.held(self.buffer) is None
 
     def reserve(self) -> None:
-        """Reserve its memory if that is missing, unless it was refused a moment ago."""
+        """Reserve missing memory, unless it was refused a moment ago."""
         if self.arena is not None or time.monotonic() < self.refused_until_s:
             return
         try:
@@ -188,22 +191,22 @@ class _Block(ABC):
 
     @abstractmethod
     def fill(self) -> _Copies:
-        """Fill the buffer that was begun; return what is to be copied off a device."""
+        """Fill the buffer that was begun; return the copies off a device."""
 
     @abstractmethod
     def complete(self, state: Captured, check: Callable[[], None]) -> None:
-        """Write the record behind what was filled, which completes the buffer."""
+        """Write the record after the data, which completes the buffer."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Copy(_Block):
-    """One other rank's share."""
+    """Another rank's share."""
 
     layout: BufferLayout
     sums: Sequence[Sums] = ()
 
     def lay_out(self, arena: Arena) -> None:
-        """Find the places of its tensors."""
+        """Find the places of the share's tensors."""
         self.layout.lay_out(arena)
 
     def fill(self) -> _Copies:
@@ -215,7 +218,7 @@ class _Copy(_Block):
         return self.layout.views[self.buffer], self.layout.sources
 
     def complete(self, state: Captured, check: Callable[[], None]) -> None:
-        """Write the record that the rank itself writes."""
+        """Write the same record as the rank itself."""
         data, sums = self.layout.data[self.buffer], list(self.sums)
         unknown = [place for place, known in enumerate(sums) if not known[1]]
         made = self.memory.checksums.of([data[i] for i in unknown], BLOCK_BYTES)
@@ -255,7 +258,7 @@ class _Parity(_Block):
 
     def complete(self, state: Captured, check: Callable[[], None]) -> None:
         """Write the draft record, which the keeper completes."""
-        assert self.step == state.step, "what was captured is completed"
+        assert self.step == state.step, "the captured version is completed"
         assert self.arena is not None
         draft = replace(self.draft, step=self.step)
         sizes = write_draft(draft, self.arena.body(self.buffer)[: self.body_bytes])
@@ -271,13 +274,13 @@ class _Parity(_Block):
     def _fold_on_device(self, block: memoryview) -> _Copies:
         """Compute the parity on the tensors' device; return (targets, sources) of its copy.
 
-        A device without memory for it costs the parity, not the training.
+        A device without memory for it fails the parity, not the training.
         """
         every = [tensor.device for layout in self.others.values() for tensor in layout.sources]
         device = next((device for device in every if device.type == "cuda"), every[0])
         size = len(block)
         try:
-            # Copies what is not contiguous.
+            # This copies tensors that are not contiguous.
             flat = [
                 [tensor.detach().reshape(-1).view(torch.uint8) for tensor in layout.sources]
                 for layout in self.others.values()
@@ -285,7 +288,7 @@ class _Parity(_Block):
             if self.on_device is None:
                 self.on_device = torch.empty(size, dtype=torch.uint8, device=device)
             for (start, stop), sources in self._folds_of(flat, size):
-                # Some of a state may be off the device.
+                # A part of a state may be off the device.
                 fold(self.on_device[start:stop], [source.to(device) for source in sources])
         except torch.OutOfMemoryError:
             self.buffer = -1
@@ -300,7 +303,7 @@ def _parity(
     *,
     for_cuda: bool,
 ) -> _Parity:
-    """Return the parity of the shares with these layouts, by rank, the own one included."""
+    """Return the parity of the shares with these layouts, by rank, including the rank's own."""
     ranks = assignment.parity
     draft = ParityRecord(
         attempt=assignment.attempt,
@@ -370,7 +373,7 @@ def folds(
 def _block(
     stripes: Stripes, stripe: int, place: int, data: Sequence[Any]
 ) -> list[tuple[_Run, Any]]:
-    """Return the bytes of a member in its block of a stripe, and where they lie in the block."""
+    """Return the bytes of a member in its block of a stripe, and their places in the block."""
     length = sum(map(len, data))
     runs: list[tuple[_Run, Any]] = []
     for data_block in stripes.blocks(place, length):

@@ -1,4 +1,4 @@
-"""Where a step is: reports the begin and end of every block's forward and backward pass.
+"""Reports the beginning and end of every block's forward and backward pass in a step.
 
 Source: the hooks that release buckets in REFT's hierarchical snapshots (arXiv 2310.12670).
 """
@@ -21,20 +21,20 @@ from workers.snapshot.torch_names import (
 
 
 class Told(Protocol):
-    """Called by the thread that runs the pass."""
+    """A function that the thread of the pass calls."""
 
     def __call__(self, *, ends: bool) -> None:
-        """Note that a pass begins here, or ends."""
+        """Note that a pass begins or ends."""
 
 
 def on_passes(blocks: Iterable[nn.Module], told: Told) -> Callable[[], None]:
-    """Call ``told`` where passes of blocks begin and end; return a function that stops it.
+    """Call ``told`` when passes of blocks begin and end; return a function that stops this.
 
-    That is before and behind each forward pass of a block, before each backward pass, and behind a
-    whole backward call: one block's backward pass begins where another's ends.
+    The calls come before and after each forward pass of a block, before each backward pass, and
+    after a whole backward call: one block's backward pass begins where another's ends.
 
-    Only while gradients are enabled: the calls of a step are counted. Never while a CUDA graph is
-    recorded, which replays without calls.
+    There are calls only while gradients are enabled, because the caller counts a step's calls.
+    There are none while a CUDA graph is recorded, because it replays without calls.
     """
     hooks = _Hooks(told)
     handles = []
@@ -56,7 +56,7 @@ class _Hooks:
         self._told = told
         self._last = NO_BACKWARD
 
-    # A compiled block would be split there, and compiled again for each ``told``.
+    # Otherwise torch would split a compiled block here, and compile it again for each ``told``.
     @torch.compiler.disable
     def before(self, _block: nn.Module, _arguments: Any) -> None:
         """Report that a forward pass begins."""
@@ -65,7 +65,7 @@ class _Hooks:
 
     @torch.compiler.disable
     def behind(self, _block: nn.Module, _arguments: Any, output: Any) -> None:
-        """Report that a forward pass ends; have the begin of the backward pass reported."""
+        """Report that a forward pass ends; arrange the report of the backward pass's beginning."""
         if not torch.is_grad_enabled():
             return
         # A forward pass within a backward pass (recomputation) continues it.
@@ -73,7 +73,7 @@ class _Hooks:
             self._tell(ends=True)
         for one in tree_iter(output):
             if isinstance(one, Tensor) and one.requires_grad:
-                # A hook of the module would wrap what it returns in a function.
+                # A hook of the module would wrap the module's result in a function.
                 one.register_hook(self._before_backward)
                 return
 

@@ -1,4 +1,4 @@
-"""torch's names that this room uses and torch does not promise. Checked on 2.11, 2.13 to 2.15."""
+"""Names of torch that this room uses and torch does not promise. Checked on 2.11, 2.13 to 2.15."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def current_backward() -> int:
 
 
 def call_behind_backward(callback: Callable[[], None]) -> None:
-    """Have ``callback`` called when the backward call of this thread has ended, as FSDP2 does."""
+    """Call ``callback`` when the backward call of this thread has ended, as FSDP2 does."""
     Variable._execution_engine.queue_callback(callback)  # noqa: SLF001

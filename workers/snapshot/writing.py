@@ -1,9 +1,9 @@
-"""Snapshots: the state after a step goes straight into a buffer that the keeper holds too.
+"""Takes snapshots: copies the state after a step into a buffer that the keeper also holds.
 
-The training thread chooses the buffer and copies. A thread of its own checksums the copy and
-writes the record, which completes the buffer. Nothing here waits for another process or fails the
-training: while there is no memory, or a snapshot cannot be completed, it logs that once and the
-state goes to storage.
+The training thread chooses the buffer and copies. Another thread checksums the copy and writes the
+record, which completes the buffer. Nothing here waits for another process or fails the training: if
+there is no memory, or a snapshot cannot be completed, it logs that once and the state goes to
+storage.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "sourc
 
 #: Period of checking whether the attempt was fenced.
 _LOOK_S: Final = 0.02
-#: Period of checking whether peers have a copy: copying takes about as long.
+#: Period of checking whether peers have a copy; copying takes about as long.
 _COPIED_LOOK_S: Final = 0.005
-#: The record of a snapshot is left to write, and off a device some ms for each 100 MB.
+#: Time limit for completing a snapshot: its record, and off a device some ms for each 100 MB.
 _CLOSE_S_MAX: Final = 5.0
-#: A keeper that is away for longer protects nothing: the state goes to storage.
+#: A keeper that is away for longer protects nothing, so the state goes to storage.
 _KEEPER_S_MAX: Final = 30.0
 #: Period of checking whether the keeper was restarted.
 _KEEPER_LOOK_S: Final = 1.0
-#: Pause after a refusal or failure: a restarted keeper is back in a second.
+#: Pause after a refusal or failure; a restarted keeper is back in a second.
 _RETRY_S: Final = 2.0
 
 log = logging.getLogger(__name__)
@@ -54,12 +54,12 @@ class SnapshotWriter:
     Args:
         memory: Memory of this worker.
         assignment: Attempt, rank and layout of the snapshots.
-        fenced: Returns whether the attempt may write no more.
+        fenced: Returns whether the attempt must stop writing.
         told: Returns once the metrics of all steps so far are written, or that takes too long.
         stream: See ``DeviceCopy``.
 
     Attributes:
-        device_copy: Takes captured state off the device; is told of passes and updates.
+        device_copy: Takes captured state off the device, and learns of passes and updates.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class SnapshotWriter:
         self._thread.start()
 
     def prepare(self, state: Captured) -> None:
-        """Start to reserve memory for states like this one; see ``is_ready``."""
+        """Start reserving memory for states like this one; see ``is_ready``."""
         self._ready.clear()
-        # A snapshot under way uses the memory; the next step asks again.
+        # A snapshot under way uses the memory; the next step tries again.
         if self._idle.is_set() and not self.is_broken:
             self._put(lambda: self._prepare(state))
 
@@ -130,12 +130,12 @@ class SnapshotWriter:
             return True
         if self._arena is None or not self._arena.copy_behind():
             return False
-        # A restarted keeper does not know this memory, nor that no peer copies it.
+        # A restarted keeper does not know this memory, or that no peer copies it.
         self._put(self._tell)
         return True
 
     def look_after(self) -> None:
-        """Hand the memory to a restarted keeper; for the end of a step without a snapshot.
+        """Hand the memory to a restarted keeper, at the end of a step without a snapshot.
 
         Until then only the worker holds it, and it would die with the worker.
         """
@@ -147,14 +147,14 @@ class SnapshotWriter:
             self._put(self._tell)
 
     def is_pinned(self) -> bool:
-        """Return whether a snapshot waits to be stored."""
+        """Return whether a snapshot waits for storing."""
         return self._arena is not None and self._arena.pinned() is not None
 
     def capture(self, state: Captured, *, kept_step: int = -1) -> bool:
         """Copy the state into a buffer; return whether that was possible.
 
         The previous snapshot must be complete: see ``is_behind`` and ``wait``. Every rank and its
-        peers have the snapshot of ``kept_step``: it is not overwritten.
+        peers have the snapshot of ``kept_step``, which is not overwritten.
         """
         assert self._idle.is_set(), "one snapshot at a time"
         self._captured = None
@@ -186,7 +186,7 @@ class SnapshotWriter:
         self._captured = _Copied(buffer, state, begun_s, sums or [])
 
     def complete(self, *, pin: bool) -> None:
-        """Complete the captured snapshot in the background; ``pin`` it to have it stored."""
+        """Complete the captured snapshot in the background; ``pin`` has the keeper store it."""
         assert self._captured is not None, "nothing was captured"
         copied = self._captured
         self._put(lambda: self._complete(copied, pin=pin))
@@ -200,7 +200,7 @@ class SnapshotWriter:
         return self._finished_step == step
 
     def get_ready(self, state: Captured, until_s: float) -> bool:
-        """Wait until a snapshot of ``state`` can be taken, or ``until_s``; return whether."""
+        """Wait until a snapshot of ``state`` can be taken; return whether it was by ``until_s``."""
         while not (self._idle.is_set() and self.is_ready_for(state.entries, state.guarded)):
             left_s = until_s - time.monotonic()
             if left_s <= 0 or self._fenced():
@@ -213,7 +213,7 @@ class SnapshotWriter:
         return True
 
     def wait_copied(self, step: int, until_s: float) -> bool:
-        """Wait until other nodes have the snapshot of ``step``, or ``until_s``; return whether."""
+        """Wait until other nodes have the snapshot of ``step``; return if so by ``until_s``."""
         self.device_copy.hurry()
         while True:
             if self._idle.is_set():
@@ -230,19 +230,19 @@ class SnapshotWriter:
     def take_final(self, state: Captured, fallback: Fallback) -> bool:
         """Take a snapshot of the state that this rank leaves with, although it may be fenced.
 
-        Call it before the rank says that it has left: until then the attempt is not over.
-        ``fallback`` says which buffer can be spared.
+        Call this before the rank reports that it has left, because until then the attempt is not
+        over. ``fallback`` says which buffer is not needed.
 
         Returns:
-            Whether it is complete; otherwise nothing that counted before is lost.
+            Whether it is complete. If not, no version that counted is lost.
         """
         if not self.is_ready:
-            # Memory may be on its way, which takes longer.
+            # The memory may still be being reserved, which takes longer.
             return False
         self._late_until_s = time.monotonic() + FINAL_S_MAX
         self.device_copy.hurry()
         try:
-            # A snapshot under way may be the one; it may complete now.
+            # The snapshot under way may be of this step, and may complete now.
             if not self._idle.wait(FINAL_S_MAX):
                 return False
             if self._captured is None or self._captured.state.step != state.step:
@@ -285,7 +285,7 @@ class SnapshotWriter:
     def close(self) -> bool:
         """End the thread; return whether it has released the memory.
 
-        A thread that is stuck releases it once it can. What a device that is stuck may still write
+        A thread that is stuck releases it once it can. Memory that a stuck device may still write
         to is never released.
         """
         self.device_copy.hurry()
@@ -296,12 +296,12 @@ class SnapshotWriter:
         try:
             is_ended = self.device_copy.end(_CLOSE_S_MAX)
         except Exception as error:  # noqa: BLE001  a device that failed is no news by now
-            log.warning("the last snapshot is lost, its device failed: %s", error)
+            log.warning("the last snapshot is lost because its device failed: %s", error)
             is_ended = True
         return is_ended and not self._is_left
 
     def leave(self) -> None:
-        """Release the memory, which a reader may still hold; after ``close``."""
+        """Release the memory, which a reader may still hold. Call this after ``close``."""
         self._for_others.leave()
         self._memory.leave()
 
@@ -328,7 +328,7 @@ class SnapshotWriter:
         self._ready.clear()
         self._broken_until_s = time.monotonic() + _RETRY_S
         if why != self._why_not:
-            log.warning("no snapshots are taken for a while, storage serves instead: %s", why)
+            log.warning("snapshots pause, and storage serves instead: %s", why)
         self._why_not = why
 
     def _run(self) -> None:
@@ -355,13 +355,14 @@ class SnapshotWriter:
         # The metrics of a version's steps are written before it counts.
         self._told()
         buffer, state = copied.buffer, copied.state
-        # Before the own record: whoever finds that may expect the copies for other ranks.
+        # This comes before the rank's own record: a reader that finds that may expect the copies
+        # for other ranks.
         self._for_others.complete(state, check=self._check)
-        # It is complete already if the fence came while another rank's share was completed.
+        # The buffer is already complete if the fence came while another rank's share was completed.
         if self._arena.held(buffer) is None:
             self._layout.complete(self._arena, buffer, state, sums, self._check)
         if pin:
-            # After the record: a pinned buffer is complete.
+            # This comes after the record, because a pinned buffer is complete.
             self._arena.pin(buffer)
         self._finished_step = state.step
         self._took_s = time.monotonic() - copied.begun_s - self.device_copy.waited_s
@@ -374,7 +375,7 @@ class SnapshotWriter:
             raise _FencedError
 
     def _tell(self) -> None:
-        """Notify the keeper. A dead one is back in a second; the memory is safe meanwhile."""
+        """Notify the keeper. A dead keeper is back in a second; the memory is safe meanwhile."""
         now_s = time.monotonic()
         if self._memory.tell():
             self._away_since_s = float("inf")
@@ -385,12 +386,12 @@ class SnapshotWriter:
 
 
 class _FencedError(Exception):
-    """The attempt was fenced: the buffer stays incomplete."""
+    """The attempt was fenced, so the buffer stays incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A captured state: where and when, and its known checksums."""
+    """A captured state: its buffer and step, and its known checksums."""
 
     buffer: int
     state: Captured

@@ -1,4 +1,4 @@
-"""The training state of a rank as named local tensors, and as a map of boxes."""
+"""Represents the training state of a rank as named local tensors, and as a map of boxes."""
 
 from typing import TYPE_CHECKING
 

@@ -1,13 +1,13 @@
-"""Persistent buffers: state of a model that no gradient changes, such as running statistics.
+"""Handles persistent buffers: state that no gradient changes, such as running statistics.
 
 A buffer in ``state_dict`` is saved with every version, in its own dtype. If a step changes one, the
 value after the step must not depend on the number of workers. So every micro-batch of a step begins
 with the value before the step, and each must leave the same value. A buffer that depends on the
-samples, such as BatchNorm's running mean, becomes the mean over all micro-batches if declared so;
-otherwise it is refused by name.
+samples, such as BatchNorm's running mean, becomes the mean over all micro-batches if the script
+declares it so. Otherwise an error names it.
 
-A snapshot may be copied while the next forward pass changes buffers. So a copy is saved, which
-changes with the weights.
+The next forward pass may change buffers while a snapshot is copied. So a version saves a copy of
+them, which changes only with the weights.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class PersistentBuffers:
     """The buffers of a model that are in its ``state_dict``.
 
     Changes are detected by version counters, addresses and identities: this takes about a
-    microsecond per buffer and waits for no device. Writes through ``.data`` are not counted; the
-    first pass compares the bytes to find them.
+    microsecond per buffer and waits for no device. Writes through ``.data`` leave no such trace, so
+    the first pass compares the bytes to find them.
 
     Args:
         model: The model, on its device.
-        averaged: Names, with ``*``, of those that become the mean over micro-batches.
+        averaged: Names, perhaps with ``*``, of buffers that become the mean over micro-batches.
 
     Attributes:
-        have_changed: Whether a pass of the current step changed one.
+        have_changed: Whether a pass of the current step changed a buffer.
 
     Raises:
-        TaskError: A name in ``averaged`` is that of no buffer with floating values.
+        TaskError: A name in ``averaged`` matches no buffer with floating values.
     """
 
     def __init__(self, model: nn.Module, averaged: Sequence[str] = ()) -> None:
@@ -55,24 +55,24 @@ class PersistentBuffers:
         unused = [one for one in averaged if not any(_is_one_of(h, [one]) for h in self._averaged)]
         if unused:
             raise TaskError(
-                f"session.model: average_buffers names {', '.join(unused)}, and no buffer with "
+                f"session.model: average_buffers names {', '.join(unused)}, but no buffer with "
                 f"floating values has such a name; there are {', '.join(self._held) or 'none'}"
             )
         self._equal = [
             held for held in self._held.values() if held.is_saved and held not in self._averaged
         ]
-        #: Those that a pass writes without a trace; None until one has been made.
+        #: Buffers that a pass writes without a trace; None before the first pass.
         self._uncounted: list[_Held] | None = None
         self._bounds: tuple[Tensor, Tensor] | None = None
         self._sums: dict[int, Tensor] = {}
         self.have_changed = False
 
     def named(self) -> dict[str, Tensor]:
-        """Return what is saved of each buffer, by name: a copy, always in the same memory."""
+        """Return the saved copy of each buffer by name, always in the same memory."""
         return {held.fqn: held.kept for held in self._held.values() if held.is_saved}
 
     def restore(self) -> None:
-        """Give the model the values after the last step, which may have been loaded."""
+        """Restore the model's values after the last step, which may have been loaded."""
         for held in self._held.values():
             held.restore()
 
@@ -80,7 +80,7 @@ class PersistentBuffers:
         """Do nothing if all buffers are as the last step left them.
 
         Raises:
-            TaskError: One has changed in between; no version has the change.
+            TaskError: A buffer has changed between steps, and no version has the change.
         """
         self.have_changed, self._bounds, self._sums = False, None, {}
         for held in self._changed():
@@ -93,13 +93,13 @@ class PersistentBuffers:
                 held.restore()
 
     def end_pass(self, micro_batch: int | None, step: int) -> None:
-        """Take in what a pass did to the buffers.
+        """Record the changes that a pass made to the buffers.
 
         Args:
-            micro_batch: Its micro-batch; None if it does not count.
+            micro_batch: The pass's micro-batch; None if it does not count.
 
         Raises:
-            TaskError: There is a new buffer, or one has another shape or dtype.
+            TaskError: There is a new buffer, or a buffer has another shape or dtype.
         """
         if self._uncounted is None:
             self._uncounted = [
@@ -129,14 +129,14 @@ class PersistentBuffers:
             raise self._refusal(held, step, "changed in a pipeline in step", advice)
 
     def end_step(self, step: int, num_micro_batches: int, *, in_order: bool) -> None:
-        """Agree on the values after a step; every worker calls it if one has changed.
+        """Agree on the values after a step. Every worker calls this if a buffer has changed.
 
         Args:
-            num_micro_batches: Micro-batches of the step over all workers.
+            num_micro_batches: Number of micro-batches of the step on all workers.
             in_order: Whether means have the same bits for any number of workers.
 
         Raises:
-            TaskError: One that is not averaged differs between micro-batches or workers.
+            TaskError: A buffer that is not averaged differs between micro-batches or workers.
         """
         if self._equal:
             self._check_equal(step)
@@ -156,8 +156,8 @@ class PersistentBuffers:
         for held, one, other in zip(self._equal, found[:num], found[num:], strict=True):
             if one != -other:
                 advice = (
-                    "if it is a mean over samples, have it averaged: session.model(build, "
-                    f'average_buffers=["{held.fqn}"]); else {_ADVICE}'
+                    "if it is a mean over samples, let everstep average it: "
+                    f'session.model(build, average_buffers=["{held.fqn}"]); else {_ADVICE}'
                 )
                 raise self._refusal(
                     held, step, "differs between micro-batches or workers after step", advice
@@ -172,7 +172,7 @@ class PersistentBuffers:
         )
 
     def _changed(self) -> list[_Held]:
-        """Return what has other values now; a moved or converted tensor has the same ones."""
+        """Return the buffers with other values; a moved or converted tensor keeps its values."""
         found = [held for held in self._held.values() if held.has_changed()]
         for held in found:
             if held.is_replaced() and held.is_equal():
@@ -184,7 +184,8 @@ class PersistentBuffers:
         if not self._averaged:
             return []
         sizes = [held.kept.numel() for held in self._averaged]
-        # As with losses: elements of others are zero, so a sum over workers changes no bit.
+        # As with losses, the elements of other workers are zero, so a sum over workers changes no
+        # bit.
         sums = torch.zeros(
             num_micro_batches if in_order else 1,
             sum(sizes),
@@ -194,7 +195,7 @@ class PersistentBuffers:
         for micro_batch, values in sorted(self._sums.items()):
             sums[micro_batch if in_order else 0] += values
         dist.all_reduce(sums)
-        # A snapshot after this step has them.
+        # A snapshot after this step contains the new values.
         total = settled(sums)[0]
         for row in sums[1:]:
             total = total + row
@@ -241,7 +242,7 @@ class _Held:
         key: Its name in its module.
         tensor: Its tensor at the start; None if it was registered without a value.
         is_saved: Whether there are values that a checkpoint can hold.
-        kept: The saved value: the one after the last step.
+        kept: The saved value, from after the last step.
     """
 
     def __init__(self, fqn: str, key: str, owner: nn.Module) -> None:
@@ -258,7 +259,7 @@ class _Held:
 
     @property
     def value(self) -> Tensor:
-        assert self.now is not None, f"{self.fqn} has no value any more"
+        assert self.now is not None, f"{self.fqn} has lost its value"
         return self.now.detach()
 
     def look(self) -> None:
@@ -273,7 +274,7 @@ class _Held:
         return self.now is not self._seen
 
     def is_written_unseen(self) -> bool:
-        """Return whether the values changed without any sign of it."""
+        """Return whether the values changed without a trace."""
         return not self.has_changed() and not _same_bytes(self.kept, self.now)
 
     def keeps_form(self) -> bool:
@@ -327,8 +328,8 @@ def _same_bytes(before: Tensor, now: Tensor | None) -> bool:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return a number of all bits of a tensor, int64, on its device; equal bits have equal ones."""
+    """Return a number made of all bits of a tensor, int64 on its device; equal for equal bits."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).long()
     places = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1
-    # Wraps around; a fourth of it can be negated.
+    # The sum wraps around; a fourth of it can be negated.
     return ((flat + 1) * (places ^ (places >> 29))).sum() >> 2

@@ -1,8 +1,8 @@
-"""The training state of this rank as named local tensors, for saving and loading.
+"""Represents the training state of this rank as named local tensors, for saving and loading.
 
-Weights that are trained are float32 masters. Each tensor that the optimizer keeps for a parameter
-is a slot of the parameter, under the optimizer's own name (``exp_avg``). Its scalars (``step``) are
-small named values. Nothing here communicates.
+Trained weights are float32 masters. Each tensor that the optimizer keeps for a parameter is a slot
+of the parameter, under the optimizer's own name (``exp_avg``). Its scalars (``step``) are small
+named values. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HoldsState(Protocol):
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:
-        """Return the state of every parameter that has some."""
+        """Return the state of every parameter that has state."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -63,8 +63,9 @@ class StateEntry:
     slot: str  #: "weight", or the optimizer's name for it.
     shape: tuple[int, ...]
     box: Box  #: The elements of this rank.
-    tensor: Tensor  #: These elements, on the training device.
-    #: The ranks that hold them, with this one, in order; empty if there are no others.
+    tensor: Tensor  #: The elements, on the training device.
+    #: The ranks that hold these elements, including this one, in order; empty if only this rank
+    #: does.
     replicas: tuple[int, ...] = ()
 
     def rows(self, box: Box) -> StateEntry:
@@ -90,17 +91,18 @@ class StateEntry:
 
 
 def local_parameters(shards: Sequence[LocalShard]) -> dict[str, nn.Parameter]:
-    """Return a plain parameter over the memory of each shard, for the optimizer.
+    """Return a plain parameter that shares the memory of each shard, for the optimizer.
 
-    With plain tensors an optimizer skips DTensor's dispatch, which takes longer than the update of
-    a small parameter, and keeps no mesh alive.
+    Plain tensors keep no mesh alive and skip DTensor's dispatch, which takes longer than the update
+    of a small parameter.
     """
     made: dict[str, nn.Parameter] = {}
     for shard in shards:
-        # A 0-d parameter has one row: what an optimizer keeps for it then differs from a number.
+        # A 0-d parameter gets one row, so that the optimizer's tensors for it differ from numbers.
         local = shard.local if shard.local.dim() else shard.local.view(1)
         own = nn.Parameter(local, requires_grad=shard.parameter.requires_grad)
-        # Such as ``_no_weight_decay``, for the function that makes the optimizer.
+        # These are attributes such as ``_no_weight_decay``, for the function that makes the
+        # optimizer.
         vars(own).update(vars(shard.parameter))
         made[shard.fqn] = own
     return made
@@ -115,7 +117,7 @@ def state_of(
 
     Raises:
         StateError: The optimizer keeps a value that is neither a scalar nor a tensor of its
-            parameter's shape, or a tensor of a type or class that is not saved.
+            parameter's shape, or a tensor with a dtype or class that cannot be saved.
     """
     entries: list[StateEntry] = []
     for shard in shards:
@@ -168,7 +170,7 @@ def set_scalars(
 ) -> None:
     """Set the optimizer's scalars to what ``TrainingState.scalars`` returned.
 
-    Skips parameters without optimizer state: frozen ones, and those of no group.
+    Skip parameters without optimizer state, which are frozen or in no group.
     """
     for fqn, parameter in parameters.items():
         state = optimizer.state.get(parameter, {})
@@ -192,12 +194,12 @@ class TrainingState:
     Args:
         shards: This rank's shard of every parameter.
         parameters: The parameters of the optimizer, by name.
-        rank: This rank; of what others hold, too, it saves a share.
-        guards: Ranks that hold all that this one does, and whose shares it saves, too.
+        rank: This rank. It saves a share of the tensors that others also hold.
+        guards: Ranks that hold the same tensors and whose shares this rank also saves.
         elsewhere: Names of the parameters on other pipeline stages, by group of the optimizer;
             None without stages.
         buffers: Persistent buffers by name, whole, always in the same memory.
-        sharers: The ranks that have these buffers, with this one, in order.
+        sharers: The ranks that have these buffers, including this one, in order.
     """
 
     def __init__(
@@ -237,14 +239,14 @@ class TrainingState:
         self._names = {id(parameter): fqn for fqn, parameter in parameters.items()}
 
     def add(self, entries: Sequence[StateEntry]) -> None:
-        """Save these beside weights and optimizer, too: always in the same memory."""
+        """Also save these values beside weights and optimizer. Their memory must stay the same."""
         self._beside += entries
         self._entries = None
 
     def entries(self) -> list[StateEntry]:
-        """Return all tensors, for loading; the same list as long as they are the same tensors.
+        """Return all tensors, for loading. The list stays the same object while the tensors do.
 
-        Those without elements are in ``without_elements``.
+        Tensors without elements are in ``without_elements``.
 
         Raises:
             StateError: The optimizer keeps a value that cannot be saved in shards.
@@ -258,7 +260,7 @@ class TrainingState:
         return self._entries
 
     def saved(self) -> list[StateEntry]:
-        """Return this rank's share of ``entries``, which it saves; likewise the same list.
+        """Return the share of ``entries`` that this rank saves; the list also stays the same.
 
         Raises:
             StateError: The optimizer keeps a value that cannot be saved in shards.
@@ -289,7 +291,8 @@ class TrainingState:
     def without_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Return ``{name: {slot: [dtype, shape]}}`` of the tensors that have no elements.
 
-        Call ``entries`` first. Those on other stages are said to have the slots of others here.
+        Call ``entries`` first. Parameters on other stages are assumed to have the slots of
+        parameters here.
 
         Args:
             shapes: Shapes of all parameters of the whole model, by name.
@@ -311,8 +314,8 @@ class TrainingState:
         Call ``entries`` first.
 
         Raises:
-            StateError: They differ, and other parameters are on other stages: only one rank's are
-                saved.
+            StateError: The scalars differ and other stages have parameters. Only one rank's scalars
+                can be saved.
         """
         found: dict[str, dict[str, float]] = {}
         for held in self._held:
@@ -404,7 +407,7 @@ class HostBuffer:
         return dict(zip(map(id, elsewhere), self.views(elsewhere), strict=True))
 
     def on_host(self, entries: Sequence[StateEntry]) -> list[LocalTensor]:
-        """Return ``entries`` where they are; a copy of those without contiguous host memory."""
+        """Return ``entries`` in place, and a copy of those without contiguous host memory."""
         staged = self.staged(entries)
         for entry in entries:
             if id(entry) in staged:
@@ -429,7 +432,7 @@ def _shares(entries: Sequence[StateEntry], num_shares: int) -> list[list[StateEn
 
 
 def _read_together(values: dict[str, Any]) -> None:
-    """Replace scalars by their numbers: from a device in one transfer, not one for each."""
+    """Replace scalars by their numbers, and read all scalars of a device in one transfer."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     values.update((name, float(value)) for name, value in values.items() if name not in tensors)
     for kind in {(one.device, one.dtype) for one in tensors.values()}:

@@ -1,9 +1,9 @@
-"""Fit a script's optimizer to shards, and refuse those that cannot update them.
+"""Fits a script's optimizer to shards, and refuses an optimizer that cannot update them.
 
 An optimizer gets this worker's shard of every parameter. If it treats every element alike, shards
 give the same result as whole parameters. If it uses whole matrices, its steps silently depend on
-the number of workers, and its state need not show it: Muon's momentum has its parameter's shape.
-torch's own are known by class; any other one is refused unless it is declared.
+the number of workers, and its state need not show this: Muon's momentum has its parameter's shape.
+torch's own optimizers are known by class. Any other one is refused unless the script declares it.
 ``workers.state.entries`` refuses optimizers of any class whose state cannot be saved in shards.
 """
 
@@ -24,17 +24,17 @@ from workers.state.whole_vectors import in_whole_vectors
 
 #: The key under which a version keeps changed values of optimizers.
 CHANGED: Final = "optimizer_changed"
-#: Says that the optimizers have done no step yet.
+#: Says that the optimizers have not done a step.
 UNSTARTED: Final = "optimizer_unstarted"
-#: Refused for any number of workers (torch 2.13).
+#: Optimizers of torch that are refused for any number of workers (2.13).
 _NEVER: Final[Mapping[type[optim.Optimizer], str]] = {
     optim.Adafactor: "scales by sums over whole rows, columns and parameters, and keeps the "
     "sums, which cannot be saved in parts",
     optim.LBFGS: "computes the loss several times in a step, and keeps one history for all "
     "parameters, which cannot be saved in parts",
-    optim.SparseAdam: "takes sparse gradients only, and between workers they are dense",
+    optim.SparseAdam: "takes only sparse gradients, but between workers gradients are dense",
 }
-#: Those of torch that treat every element alike (torch 2.13). A subclass may not.
+#: Optimizers of torch that treat every element alike (2.13). A subclass may not do so.
 _ELEMENTWISE: Final = frozenset(
     {
         optim.ASGD,
@@ -56,11 +56,11 @@ class Optimizers:
     """The optimizers of a session as one.
 
     Args:
-        every: They; none before they are made.
+        every: The optimizers; none before they are made.
         parameters: All parameters by name.
 
     Attributes:
-        unstarted: Whether no step was done, though there may be state to save.
+        unstarted: Whether no step was done, even if there is state to save.
 
     Raises:
         StateError: Two of them update the same parameter.
@@ -84,7 +84,7 @@ class Optimizers:
                             f"{type(one).__name__}); give each parameter to one",
                             fqn=fqn,
                         )
-        #: The rates as they were set last.
+        #: The learning rates that were set last.
         self._rates = {id(group): (group, _noted(group["lr"])) for group in self.param_groups}
         #: The state that ``prime`` replaced.
         self._made: list[tuple[optim.Optimizer, nn.Parameter, dict[str, Any] | None]] = []
@@ -93,7 +93,7 @@ class Optimizers:
 
     @property
     def unknown(self) -> tuple[optim.Optimizer, ...]:
-        """Return those that are not of torch's kinds whose state can be saved in shards."""
+        """Return the optimizers outside torch's kinds whose state can be saved in shards."""
         return tuple(one for one in self.every if type(one) not in _ELEMENTWISE)
 
     def set_rates(self, optimizer: optim.Optimizer, rate: float) -> None:
@@ -107,12 +107,12 @@ class Optimizers:
             self._rates[id(group)] = group, _noted(group["lr"])
 
     def refuse_rates(self, step: int, is_scheduled: Callable[[optim.Optimizer], bool]) -> None:
-        """Raise if a script has set learning rates that the session will overwrite.
+        """Raise an error if a script has set learning rates that the session would overwrite.
 
-        Waits for no device.
+        This does not wait for a device.
 
         Raises:
-            TaskError: It has.
+            TaskError: The script has set a learning rate.
         """
         for group, noted in self._rates.values():
             if _noted(group["lr"]) == noted:
@@ -132,22 +132,22 @@ class Optimizers:
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:
-        """Return the state of every parameter that has some, to read."""
+        """Return the state of every parameter that has state, for reading."""
         return self.every[0].state if len(self.every) == 1 else _States(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the groups of all, in order."""
+        """Return the groups of all optimizers, in order."""
         return [group for one in self.every for group in one.param_groups]
 
     def owner(self, parameter: nn.Parameter) -> optim.Optimizer | None:
-        """Return the optimizer that updates ``parameter``; None if none does."""
+        """Return the optimizer that updates ``parameter``, or None."""
         return self._owners.get(id(parameter))
 
     def prime(self) -> None:
-        """Allocate state for all parameters that are trained, all zero; ``forget`` takes it back.
+        """Allocate state of zeros for all trained parameters; ``forget`` undoes it.
 
-        Weights stay as they are, and so does what the optimizers keep beside it.
+        Weights and the optimizers' other values do not change.
         """
         self.forget(parameter for _, parameter, _ in self._made)
         self.unstarted, self._made = True, []
@@ -158,7 +158,7 @@ class Optimizers:
                 one.state[parameter] = state
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give ``parameters`` the state again that they had before ``prime``, or none."""
+        """Restore the state that ``parameters`` had before ``prime``, or none."""
         chosen = {id(parameter) for parameter in parameters}
         for owner, parameter, state in self._made:
             if id(parameter) in chosen:
@@ -168,13 +168,13 @@ class Optimizers:
                     owner.state[parameter] = state
 
     def begin(self) -> None:
-        """Say that all state is that of a step, which was loaded or is about to be done."""
+        """Note that all state belongs to a step that was loaded or is about to be done."""
         self.unstarted = False
         self._made = []
 
 
 class _States(Mapping[Any, dict[str, Any]]):
-    """The state of every parameter; looking for it makes none, as it does in an optimizer."""
+    """The state of every parameter. Unlike in an optimizer, a lookup creates no state."""
 
     def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers = optimizers
@@ -194,7 +194,7 @@ class _States(Mapping[Any, dict[str, Any]]):
 
 
 def _noted(value: Any) -> Any:
-    """Return what tells whether a rate has changed, without a read from a device."""
+    """Return a value that shows whether a rate has changed, without reading from a device."""
     return (value, value._version) if isinstance(value, Tensor) else value  # noqa: SLF001
 
 
@@ -203,12 +203,12 @@ def adopt(
     shards: Sequence[LocalShard],
     parameters: Mapping[str, nn.Parameter],
 ) -> None:
-    """Have a new optimizer over the model's parameters update the shards instead.
+    """Make a new optimizer over the model's parameters update the shards instead.
 
-    Does nothing to one that was made over ``parameters``, as it should be.
+    An optimizer that was made over ``parameters``, as it should be, does not change.
 
     Raises:
-        StateError: It has other parameters, or keeps state for the model's already.
+        StateError: The optimizer has other parameters, or already has state for the model's.
     """
     own = {id(parameter) for parameter in parameters.values()}
     of_model = {id(shard.parameter): parameters[shard.fqn] for shard in shards}
@@ -218,7 +218,11 @@ def adopt(
                 continue
             local = of_model.get(id(parameter))
             if local is None or parameter in optimizer.state:
-                why = "keeps state for" if local is not None else "is not that of this session for"
+                why = (
+                    "keeps state for"
+                    if local is not None
+                    else "does not belong to this session and has"
+                )
                 raise StateError(
                     f"optimizer {type(optimizer).__name__} {why} a parameter of shape "
                     f"{tuple(parameter.shape)}; make it over the parameters that it is given: "
@@ -229,7 +233,7 @@ def adopt(
 
 
 def take_whole_vectors(optimizer: optim.Optimizer) -> None:
-    """Extend the parameters of one of torch's kinds that treat every element alike."""
+    """Extend the parameters of a torch optimizer that treats every element alike."""
     if type(optimizer) in _ELEMENTWISE:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         in_whole_vectors(parameters, optimizer.state)
@@ -238,14 +242,14 @@ def take_whole_vectors(optimizer: optim.Optimizer) -> None:
 def refuse_unfit(
     optimizer: optim.Optimizer, layout: ParallelLayout, *, elementwise: bool = False
 ) -> None:
-    """Raise if ``optimizer`` would update shards in another way than whole parameters.
+    """Raise an error if ``optimizer`` would update shards differently from whole parameters.
 
     Args:
         optimizer: The optimizer over one worker's shards.
         elementwise: Whether the script declares that it treats every element alike.
 
     Raises:
-        StateError: Its class, or a base class of it, is known not to fit; or it is not known, and
+        StateError: The optimizer's class or a base class is known not to fit; or it is unknown and
             not declared, and parameters are in parts.
     """
     name = type(optimizer).__name__

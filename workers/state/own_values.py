@@ -1,9 +1,9 @@
-"""Values of an optimizer beside the state of parameters, such as ScheduleFree's count of steps.
+"""Saves an optimizer's values outside the state of parameters, such as ScheduleFree's step count.
 
-Such values are in its groups; and in a kind that is not torch's own, in attributes and in ``state``
-under keys that are no parameters. Numbers, texts, tensors of no dimension and collections of these
-are saved with each version if they have changed since the optimizer was made. Values that a script
-passes to an optimizer's constructor stay its choice.
+Such values are in its groups. A kind that is not torch's own also has them in attributes, and in
+``state`` under keys that are not parameters. Each version saves numbers, strings, 0-d tensors and
+collections of these if they have changed since the optimizer was made. Values that a script passes
+to an optimizer's constructor remain the script's choice.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from workers.state.registered import decode, encode
 
 #: Values that are not the optimizer's own: the session or a scheduler sets the rates.
 _SET_BY_OTHERS: Final = frozenset({"params", "lr", "initial_lr"})
-#: Attributes of every optimizer; those for hooks begin with ``_optimizer_``.
+#: Attributes of every optimizer; attributes for hooks begin with ``_optimizer_``.
 _OF_TORCH: Final = frozenset({"defaults", "param_groups", "state"})
-#: Noted for a value that is not plain.
+#: Stands for a value that is not plain.
 _OTHER: Final = object()
 
 
 class OwnValues:
-    """The values of optimizers beside the state of parameters.
+    """The values of optimizers outside the state of parameters.
 
     Args:
-        unknown: Those of them whose kinds are not torch's own.
+        unknown: The optimizers whose kinds are not torch's own.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class OwnValues:
     ) -> None:
         groups = [group for one in every for group in one.param_groups]
         self._parameters = [one for group in groups for one in group["params"]]
-        # Lists count as dictionaries with indices as keys.
+        # Lists are treated as dictionaries with indices as keys.
         self._holders: list[Any] = [*map(vars, unknown), *groups, *(one.state for one in unknown)]
         seen = set(map(id, self._holders))
         for holder in tuple(self._holders):
@@ -58,13 +58,13 @@ class OwnValues:
         return [encode(one, "the optimizer's values") for one in found] if any(found) else []
 
     def set_changed(self, values: Sequence[Any]) -> None:
-        """Set what ``changed`` returned."""
+        """Set values that ``changed`` returned."""
         for holder, changed in zip(self._holders, values, strict=False):
             for key, value in decode(changed).items():
                 self._put(holder, key, value)
 
     def _put(self, holder: Any, key: Any, value: Any) -> None:
-        """Set a value: in place if there is one, which others may refer to."""
+        """Set a value, in place if one exists, because other objects may refer to it."""
         held = holder[key] if isinstance(holder, list) else holder.get(key)
         if isinstance(held, Tensor):
             held.fill_(value)
@@ -83,17 +83,17 @@ class OwnValues:
 
 
 def refusal(name: str, what: str) -> StateError:
-    """Return what to raise for an optimizer that keeps what no version holds."""
+    """Return the error for an optimizer with a value that no version can hold."""
     return StateError(
-        f"optimizer {name} keeps {what}, beside the state of parameters: a run that resumes would "
-        'begin without it. Make it in step() in self.state[parameter]["..."], as a number or a '
-        "tensor of the parameter's shape, which is saved with the weight",
+        f"optimizer {name} keeps {what} outside the state of parameters: a run that resumes "
+        'would begin without it. Make it in step() in self.state[parameter]["..."], as a '
+        "number or a tensor of the parameter's shape, which is saved with the weight",
         optimizer=name,
     )
 
 
 def own_items(holder: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield keys and values of a dictionary or list of an optimizer that may be its own."""
+    """Yield keys and values, in a dictionary or list of an optimizer, that may be its own."""
     if isinstance(holder, list):
         yield from enumerate(holder)
         return
@@ -107,7 +107,7 @@ def own_items(holder: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value can be saved: a number, a text, or a collection of these."""
+    """Return whether a value can be saved: a number, a string, or a collection of these."""
     if isinstance(value, list | tuple | deque):
         return all(map(is_plain, value))
     if isinstance(value, dict):
@@ -127,7 +127,7 @@ def saved_form(value: Any) -> Any:
 
 
 def _mixed(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
-    """Yield the dictionaries and lists in ``values`` that hold plain values and others."""
+    """Yield the dictionaries and lists in ``values`` that hold both plain and other values."""
     for value in values:
         if isinstance(value, dict | list) and id(value) not in seen and not is_plain(value):
             seen.add(id(value))
@@ -138,7 +138,7 @@ def _mixed(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
 
 
 def _noted(value: Any) -> Any:
-    """Return what tells whether a value has changed, without a read from a device."""
+    """Return a value that shows whether a value has changed, without reading from a device."""
     if not is_plain(value):
         return _OTHER
     if isinstance(value, Tensor):

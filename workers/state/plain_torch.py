@@ -1,9 +1,9 @@
-"""The state of a plain torch script: its own model and optimizers, under any DTensor placements.
+"""Represents the state of a plain torch script: its model and optimizers, perhaps as DTensors.
 
 Names are torch's own, as ``get_model_state_dict`` gives them. Nothing here communicates. The mesh
-of a DTensor says which of its ranks hold the same elements, and ``DistributedDataParallel`` which
-ranks hold the same model. Who else holds a plain tensor, or a mesh of other ranks, is not known:
-each rank saves what it has, and the commit keeps one copy.
+of a DTensor shows which of its ranks hold the same elements, and ``DistributedDataParallel`` shows
+which ranks hold the same model. Other copies of a plain tensor, or on a mesh of other ranks, are
+unknown: each rank saves its own copy, and the commit keeps one.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class PlainState:
 
     Args:
         model: The model, perhaps with ``DistributedDataParallel`` around it.
-        optimizers: What updates it.
-        is_alone: Whether it saves the whole state by itself.
+        optimizers: The optimizers that update the model.
+        is_alone: Whether this rank saves the whole state alone.
 
     Attributes:
         module: The model without ``DistributedDataParallel``.
-        parameters: Its parameters by name; a shared one occurs once.
+        parameters: The model's parameters by name; a shared one occurs once.
         shards: This rank's part of each parameter and persistent buffer, in place.
-        training: The tensors of the state: those and the optimizers'.
+        training: The tensors of the state: the shards and the optimizers' tensors.
         roles: "frozen" or "buffer", by name.
         ties: Other names of shared parameters.
 
     Raises:
-        StateError: Something cannot be saved; names it.
+        StateError: A part of the state cannot be saved. The error names it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PlainState:
                 "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are "
                 "flat: use fully_shard (FSDP2)"
             )
-        # First of all: FSDP2 drops gathered parameters here.
+        # This must be first: it makes FSDP2 drop gathered parameters.
         tensors = own_names(get_model_state_dict(model).items())
         self.module, holders = _unwrapped(model)
         self.parameters = own_names(self.module.named_parameters())
@@ -80,12 +80,12 @@ class PlainState:
                 self.roles[name] = "buffer"
             elif not parameter.requires_grad:
                 self.roles[name] = "frozen"
-            # A buffer may differ between ranks, such as a running mean: one rank's is saved whole.
+            # A buffer, such as a running mean, may differ between ranks: one rank's is saved whole.
             replicas = () if is_alone or parameter is None else holders
             self.shards[name] = _shard(name, tensors[name], replicas, is_alone=is_alone)
         self._parts = {name: shard.local for name, shard in self.shards.items()}
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        #: As an optimizer has it, but for this rank's part of each parameter.
+        #: State as an optimizer holds it, but for this rank's part of each parameter.
         self.state: dict[Any, dict[str, Any]] = {}
         self.param_groups: list[dict[str, Any]] = []
         for optimizer in optimizers:
@@ -109,8 +109,8 @@ class PlainState:
                 if not fqn:
                     raise StateError(
                         f"{type(optimizer).__name__} updates a parameter of shape "
-                        f"{list(parameter.shape)} that is not in the model: give the model that "
-                        "the optimizer was made for"
+                        f"{list(parameter.shape)} that is not in the model: pass the model "
+                        "that the optimizer was made for"
                     )
                 theirs = optimizer.state.get(parameter)
                 if theirs:
@@ -121,7 +121,7 @@ class PlainState:
 
     @property
     def slots(self) -> set[str]:
-        """Return the names of what the optimizers keep for parameters."""
+        """Return the names of the optimizers' values for parameters."""
         return set(chain.from_iterable(self.state.values()))
 
     def without_elements(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class PlainState:
     def scalars(self) -> dict[str, Mapping[str, Any]]:
         """Return the optimizers' numbers by name, and by parameter.
 
-        Each rank knows those of its own parameters only, so none stands for all.
+        Each rank knows only its own parameters' numbers, so no rank's numbers stand for all.
         """
         self.training.entries()
         return {
@@ -143,23 +143,23 @@ class PlainState:
         }
 
     def set_optimizer(self, scalars: Mapping[str, Any], without_state: Collection[str]) -> None:
-        """Set the optimizers' numbers, and drop the state of parameters that had none."""
+        """Set the optimizers' numbers; drop the state of parameters that had none when saved."""
         parts: Any = self._parts
         set_scalars(parts, self, scalars)
         for theirs, ours in self._pairs:
-            # Tensors are the same in both.
+            # Both states hold the same tensors.
             theirs |= {key: one for key, one in ours.items() if not isinstance(one, Tensor)}
-        # Without a dim the moments of a parameter are numbers.
+        # The moments of a 0-d parameter are numbers.
         counted = chain.from_iterable(one for one in scalars.values() if isinstance(one, Mapping))
         for fqn in self.parameters.keys() & set(without_state) - set(counted):
             for optimizer in self.optimizers:
                 optimizer.state.pop(self.parameters[fqn], None)
 
     def set_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Set what the optimizers' groups say beside parameters, such as the learning rate.
+        """Set the hyper-parameters of the optimizers' groups, such as the learning rate.
 
         Raises:
-            StateError: The parameters of one group were in several.
+            StateError: The parameters of one group were in several groups when saved.
         """
         owners = {fqn: group for group in saved for fqn in group.get("params", ())}
         groups = chain.from_iterable(one.param_groups for one in self.optimizers)
@@ -167,8 +167,8 @@ class PlainState:
             found = [owners[fqn] for fqn in named["params"] if fqn in owners]
             if any(one is not found[0] for one in found):
                 raise StateError(
-                    f"{named['params'][0]} and others are in one group of the optimizer, and were "
-                    "in several when they were saved: make the same groups"
+                    f"{named['params'][0]} and others are in one group of the optimizer, but "
+                    "were in several when they were saved: make the same groups"
                 )
             for key, value in found[0].items() if found else ():
                 # A scheduler that is made later needs the initial rate.
@@ -177,7 +177,7 @@ class PlainState:
 
 
 def make_optimizer_state(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> None:
-    """Have optimizers make all of their state, to be filled; gradients are dropped."""
+    """Make optimizers create all their state, ready to be filled. This drops gradients."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
         every = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -195,11 +195,11 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def _shard(fqn: str, value: Any, replicas: tuple[int, ...], *, is_alone: bool) -> LocalShard:
-    """Return this rank's part of a tensor of the model; ``replicas`` have it if it is plain."""
+    """Return this rank's part of a tensor of the model; ``replicas`` also hold a plain tensor."""
     if not isinstance(value, Tensor):
         raise StateError(
-            f"{fqn} is no tensor but a {type(value).__name__}, which a module returns by "
-            "get_extra_state: it cannot be saved",
+            f"{fqn} is a {type(value).__name__} that a module's get_extra_state returned, not "
+            "a tensor: it cannot be saved",
             fqn=fqn,
         )
     shape, local, boxes = tuple(value.shape), value, boxes_of(value.shape, ())
@@ -208,13 +208,14 @@ def _shard(fqn: str, value: Any, replicas: tuple[int, ...], *, is_alone: bool) -
             raise StateError(f"{fqn} is a partial sum: redistribute it before you save", fqn=fqn)
         cuts = [] if is_whole(shape) else cuts_of(value)
         if is_alone and any(cut.num_parts > 1 for cut in cuts):
-            raise StateError(f"{fqn} is in parts on several ranks: all of them must save", fqn=fqn)
+            raise StateError(f"{fqn} is sharded over several ranks: all of them must save", fqn=fqn)
         boxes, local = boxes_of(shape, cuts), value.to_local()
         replicas = () if is_alone else _replicas(value)
     if type(local) not in (Tensor, nn.Parameter) or local.dtype not in DTYPES or local.is_meta:
         kind = "on the meta device" if local.is_meta else f"{type(local).__name__} of {local.dtype}"
         raise StateError(
-            f"{fqn} is {kind}; saved are plain tensors of {', '.join(map(str, DTYPES))}", fqn=fqn
+            f"{fqn} is {kind}; only plain tensors of {', '.join(map(str, DTYPES))} can be saved",
+            fqn=fqn,
         )
     if sum(box.num_elements for box in boxes) != local.numel():
         raise StateError(
@@ -234,7 +235,7 @@ def _shard(fqn: str, value: Any, replicas: tuple[int, ...], *, is_alone: bool) -
 
 
 def _replicas(value: DTensor) -> tuple[int, ...]:
-    """Return the ranks of its mesh that hold the same elements, with this one, in order."""
+    """Return the ranks of a tensor's mesh with the same elements, including this one, in order."""
     mesh: Any = value.device_mesh
     index = tuple(
         slice(None) if placement.is_replicate() else place
@@ -244,7 +245,7 @@ def _replicas(value: DTensor) -> tuple[int, ...]:
 
 
 def _part(value: Any, parameter: nn.Parameter, slot: str, fqn: str) -> Any:
-    """Return this rank's part of what an optimizer keeps for a parameter."""
+    """Return this rank's part of an optimizer's value for a parameter."""
     if not isinstance(value, DTensor):
         return value
     if value.dim() and getattr(parameter, "placements", None) != value.placements:

@@ -1,4 +1,4 @@
-"""State of a script beside the model: schedulers, averages of the loss, a curriculum.
+"""Saves a script's state besides the model: schedulers, averages of the loss, a curriculum.
 
 Anything with ``state_dict`` and ``load_state_dict`` can be registered. Its state is saved with
 every version as small JSON values, the same on every worker.
@@ -26,7 +26,7 @@ from workers.errors import TaskError
 
 #: Limit for all registered objects together: it is written after every step, as text.
 _BYTES_MAX: Final = 256 << 10
-#: Keys of the dictionaries that stand for what JSON lacks.
+#: Keys of dictionaries that stand for values that JSON lacks.
 _TAGS: Final = ({"tensor", "shape", "base64"}, {"array", "shape", "base64"}, {"base64"},
                 {"items"}, {"tuple"}, {"float"}, {"as", "of"})  # fmt: skip
 
@@ -36,10 +36,10 @@ class Stateful(Protocol):
     """An object that can be registered."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state: numbers, texts, small tensors, in dictionaries and lists."""
+        """Return the state: numbers, strings and small tensors, in dictionaries and lists."""
 
     def load_state_dict(self, state_dict: Any, /) -> object:
-        """Set the state to one that ``state_dict`` returned."""
+        """Set the state to a value that ``state_dict`` returned."""
 
 
 @dataclass(slots=True)
@@ -53,14 +53,14 @@ class Registered:
         return bool(self._objects)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether one of them decides the learning rate of ``optimizer``."""
+        """Return whether a registered object sets the learning rate of ``optimizer``."""
         return any(
             _is_scheduler(one) and one.optimizer is optimizer for one in self._objects.values()
         )
 
     @property
     def scaler(self) -> GradScaler | None:
-        """Return the one that scales losses, so that small float16 gradients do not vanish."""
+        """Return the object that scales losses, so that small float16 gradients do not vanish."""
         found = (one for one in self._objects.values() if isinstance(one, GradScaler))
         return next((one for one in found if one.is_enabled()), None)
 
@@ -68,7 +68,7 @@ class Registered:
         """Register an object, and load its state if there is one.
 
         Args:
-            saved: The value that ``values`` had for it; None at the start of a run.
+            saved: The object's value in the saved ``values``; None at the start of a run.
 
         Raises:
             TaskError: The name is taken, or the object has no state that can be saved or loaded.
@@ -101,7 +101,8 @@ class Registered:
                 ) from error
             groups = stateful.optimizer.param_groups if _is_scheduler(stateful) else ()
             for group, values in zip(groups, saved["groups"], strict=False):
-                # A scheduler continues from what it had set: most do not set it again.
+                # A scheduler continues from the values that it had set, because most do not set
+                # them again.
                 group.update(decode(values))
         self._objects[name] = stateful
 
@@ -109,7 +110,7 @@ class Registered:
         """Return the state of all objects, as JSON values.
 
         Raises:
-            TaskError: It cannot be saved, or is too large.
+            TaskError: The state cannot be saved, or is too large.
         """
         found = {name: self._value(name, one) for name, one in self._objects.items()}
         size_bytes = len(json.dumps(found))
@@ -124,7 +125,7 @@ class Registered:
         return found
 
     def states(self) -> dict[str, Any]:
-        """Return what each object gives for its state, by name."""
+        """Return the value that each object gives for its state, by name."""
         return {name: one.state_dict() for name, one in self._objects.items()}
 
     def _value(self, name: str, one: Stateful) -> dict[str, Any]:
@@ -139,7 +140,7 @@ class Registered:
 
 
 def _is_scheduler(one: Any) -> TypeGuard[LRScheduler]:
-    """Return whether an object sets learning rates: a scheduler of torch, or one made alike."""
+    """Return whether an object sets learning rates: a scheduler of torch, or a similar one."""
     alike = ("optimizer", "step", "get_last_lr")
     return isinstance(one, LRScheduler) or all(hasattr(one, name) for name in alike)
 
@@ -156,10 +157,11 @@ def _is_plain(key: str, value: Any) -> bool:
 
 
 def encode(value: Any, path: str) -> Any:
-    """Return a value as JSON that ``decode`` turns back.
+    """Return a value as JSON that ``decode`` converts back.
 
     Raises:
-        TaskError: There is something else than numbers, texts, tensors and collections of them.
+        TaskError: The value holds something other than numbers, strings, tensors and collections of
+            them.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -215,7 +217,7 @@ def _refusal(path: str, what: str) -> TaskError:
 
 
 def decode(value: Any) -> Any:
-    """Return what ``encode`` made a JSON value of."""
+    """Return the value that ``encode`` made JSON from."""
     if isinstance(value, list):
         return [decode(one) for one in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Replica shares: ranks that hold the same state save disjoint shares of equal size. Pure.
+"""Cuts a state into replica shares: ranks that hold it save disjoint shares of equal size. Pure.
 
 Each of n data-parallel replicas saves 1/n of the state. They compute the same shares without
 communication, because they cut the same boxes in the same order.
@@ -23,7 +23,7 @@ class ReplicaShare:
 
     num_shares: int = 1
     share: int = 0  #: The share that this rank saves, ``0 <= share < num_shares``.
-    #: ``(rank, share)`` of other replicas whose shares this rank saves, too.
+    #: ``(rank, share)`` of other replicas whose shares this rank also saves.
     guarded: tuple[tuple[int, int], ...] = ()
 
     @classmethod
@@ -31,8 +31,9 @@ class ReplicaShare:
         """Return the share of ``rank``.
 
         Args:
-            replicas: The ranks that hold the same state, with itself; none if there are no others.
-            guards: Replicas whose shares this rank saves, too.
+            replicas: The ranks that hold the same state, including itself; none if there are no
+                others.
+            guards: Replicas whose shares this rank also saves.
         """
         ranks = tuple(replicas) or (rank,)
         guarded = tuple((other, ranks.index(other)) for other in guards)
@@ -45,7 +46,7 @@ def replicas_of(layout: ParallelLayout, rank: int) -> tuple[int, ...]:
 
 
 def cut(parts: Sequence[tuple[Box, int]], num_shares: int) -> list[list[tuple[int, Box]]]:
-    """Return the shares of a state: for each, ``(number of the part, box)`` of what it has.
+    """Return the shares of a state, each as ``(number of the part, box)`` of its rows.
 
     Each part is cut into runs of rows of nearly equal length; the smallest shares so far get one
     row more. So two shares differ by at most one row, of the part with the largest rows. A part

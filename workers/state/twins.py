@@ -1,4 +1,4 @@
-"""Steps of an optimizer that leave it as it is: to allocate its state, and to see what it keeps."""
+"""Does steps of an optimizer without changing it, to allocate its state and to find its values."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from workers.parallel import LocalShard
 from workers.state.entries import state_of
 from workers.state.own_values import is_plain, own_items, refusal, saved_form
 
-#: Stands for a value that is not there.
+#: Stands for a missing value.
 _NOTHING: Final = object()
-#: Generators of random numbers.
+#: Classes of random number generators.
 _RANDOM: Final = (
     torch.Generator, random.Random, np.random.Generator, np.random.RandomState,
 )  # fmt: skip
-#: These have attributes, and none that a step of an optimizer changes.
+#: Classes with attributes that no step of an optimizer changes.
 _NO_STATE: Final = (nn.Module, type, ModuleType, FunctionType, MethodType)
-#: These are compared as wholes.
+#: Classes whose objects are compared as wholes.
 _WHOLES: Final = (np.ndarray, set, frozenset, bytes, bytearray)
 
 
 def state_of_a_step(
     optimizer: optim.Optimizer, *, shares_weights: bool
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the state that a first step makes for the parameters that are trained, but zero.
+    """Return the state that a first step makes for the trained parameters, but with zeros.
 
     Args:
-        optimizer: The optimizer, which stays as it is, with its weights.
-        shares_weights: Whether the step may be done on the weights themselves, because the kind is
-            known to change none at a rate of zero.
+        optimizer: The optimizer. It and its weights do not change.
+        shares_weights: Whether the step may use the weights themselves, because this kind changes
+            none at a rate of zero.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     twin, stand_ins = _twin(optimizer, copies=() if shares_weights else parameters)
@@ -60,13 +60,13 @@ def refuse_unsavable(
     shards: Sequence[LocalShard],
     parameters: Mapping[str, nn.Parameter],
 ) -> None:
-    """Do a step on copies of the weights, and raise if no version could hold what it leaves.
+    """Do a step on copies of the weights; raise an error if no version could hold the result.
 
     Raises:
-        StateError: It could not: there is a tensor beside the state of parameters, say.
+        StateError: A version cannot hold a value, such as a tensor outside the state of parameters.
     """
     own = [one for group in optimizer.param_groups for one in group["params"]]
-    # Changed or not: it may change in every tenth step.
+    # An unchanged tensor is refused as well, because it may change in every tenth step.
     for what, name in _like_weights(optimizer, own):
         raise refusal(type(optimizer).__name__, f"{what} in {name}")
     twin, stand_ins = _twin(optimizer, copies=own)
@@ -88,7 +88,7 @@ def refuse_unsavable(
 def _like_weights(
     optimizer: optim.Optimizer, own: Sequence[nn.Parameter]
 ) -> Iterator[tuple[str, str]]:
-    """Yield ``(what, name)`` of tensors of a weight's shape beside the state of parameters."""
+    """Yield ``(what, name)`` of tensors of a weight's shape outside the state of parameters."""
     shapes = {one.shape for one in own if one.numel() > 1}
     memory = {_memory(one) for one in own}
     places = [("defaults.", optimizer.defaults)]
@@ -122,7 +122,7 @@ def _twin(
     }
     made: dict[nn.Parameter, nn.Parameter] = {}
     for one in copies:
-        # Copies of tensors in the same memory have one memory, too.
+        # Copies of tensors that share memory also share memory.
         made[one] = nn.Parameter(copy.deepcopy(one.detach(), memo), one.requires_grad)
         vars(made[one]).update(vars(one))
         memo[id(one)] = made[one]
@@ -130,10 +130,10 @@ def _twin(
 
 
 def _copied_optimizer(optimizer: optim.Optimizer, memo: dict[int, Any]) -> optim.Optimizer:
-    """Return a copy; that of ``copy.deepcopy`` would lack attributes."""
+    """Return a copy with all attributes, which ``copy.deepcopy`` would drop."""
     memo[id(optimizer)] = twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        # Hooks of a script are for steps that count.
+        # A script's hooks must run only for steps that count.
         vars(twin)[name] = OrderedDict() if name.startswith("_optimizer_") else _copied(value, memo)
     return twin
 
@@ -156,7 +156,7 @@ def _step(optimizer: optim.Optimizer, gradient_of: Callable[[Tensor], Tensor]) -
     for one in trained:
         gradients.append(gradient_of(one.detach()))
         one.grad = gradients[-1]
-    # A scheduler may have put a function that belongs to the first optimizer over this one.
+    # A scheduler may have replaced this method with one that belongs to the first optimizer.
     type(optimizer).step(optimizer)
     for one in trained:
         one.grad = None
@@ -166,7 +166,7 @@ def _step(optimizer: optim.Optimizer, gradient_of: Callable[[Tensor], Tensor]) -
 def _beside_parameters(
     before: optim.Optimizer, after: optim.Optimizer
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what two optimizers keep beside the state of parameters, with names."""
+    """Yield the values of two optimizers outside the state of parameters, with names."""
     places = [("", vars(before), vars(after)), ("state.", before.state, after.state)]
     pairs = zip(before.param_groups, after.param_groups, strict=True)
     places += [(f"param_groups[{n}].", *pair) for n, pair in enumerate(pairs)]
@@ -179,9 +179,9 @@ def _beside_parameters(
 def _unsavable(
     before: Any, after: Any, name: str, memory: set[int], seen: set[int], *, is_inside: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yield ``(what, name)`` of all that a step made or changed and that cannot be saved.
+    """Yield ``(what, name)`` of everything that a step made or changed and that cannot be saved.
 
-    ``is_inside`` tells that it is inside an object, of which nothing can.
+    ``is_inside`` says that the value is inside an object, of which nothing can be saved.
     """
     if after is before or id(after) in seen:
         return
@@ -206,7 +206,7 @@ def _unsavable(
 
 
 def _parts(before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the values in a collection or object, each with that of the one before."""
+    """Yield the values in a collection or object, each with the value of the earlier one."""
     if isinstance(after, list | tuple | deque):
         held = iter(before) if isinstance(before, list | tuple | deque) else iter(())
         for number, value in enumerate(after):
@@ -216,7 +216,7 @@ def _parts(before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
     if not is_dict and (isinstance(after, _NO_STATE) or not hasattr(after, "__dict__")):
         return
     mine, theirs = (one if is_dict else getattr(one, "__dict__", {}) for one in (before, after))
-    # By place: keys may be parameters, for which the copy has others.
+    # Compare by place: keys may be parameters, for which the copy has other objects.
     held = iter(mine.values() if isinstance(mine, dict) else ())
     for key, value in theirs.items():
         said = f"[{key!r}]" if isinstance(key, str | int) else "[...]"

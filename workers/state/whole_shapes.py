@@ -1,4 +1,4 @@
-"""Parameters that say the shape of the whole weight while a script makes its optimizer.
+"""Makes parameters report the shape of the whole weight while a script makes its optimizer.
 
 Rules by shape are common: a learning rate by fan-in (muP), a factor by rows over columns, decay by
 size. On this worker's part they would depend on the number of workers.
@@ -18,7 +18,7 @@ from workers.parallel import LocalShard
 
 
 class WholeShape(nn.Parameter):
-    """A part of a weight whose shape is that of the whole. Its values are those of the part."""
+    """A part of a weight that reports the whole weight's shape but holds only the part's values."""
 
     whole: torch.Size
 
@@ -28,7 +28,7 @@ class WholeShape(nn.Parameter):
         return self.whole
 
     def size(self, dim: int | None = None) -> Any:
-        """Return that shape, or its extent along a dim."""
+        """Return the whole weight's shape, or its extent along a dim."""
         return self.whole if dim is None else self.whole[dim]
 
     def numel(self) -> int:
@@ -38,7 +38,7 @@ class WholeShape(nn.Parameter):
     nelement = numel
 
     def __len__(self) -> int:
-        """Return its number of rows."""
+        """Return the number of rows of the whole weight."""
         return self.whole[0]
 
 
@@ -46,10 +46,10 @@ class WholeShape(nn.Parameter):
 def saying_whole_shapes(
     shards: Sequence[LocalShard], parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[None]:
-    """Let each of ``parameters``, which are the parts by name, say the shape of the whole."""
+    """Make each of ``parameters``, the parts by name, report the shape of the whole weight."""
     for shard in shards:
         part: Any = parameters[shard.fqn]
-        # A 0-d parameter has one row for its optimizer.
+        # The optimizer sees a 0-d parameter as one row.
         part.__class__, part.whole = WholeShape, torch.Size(shard.shape or (1,))
     try:
         yield

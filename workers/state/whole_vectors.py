@@ -1,11 +1,11 @@
-"""Whole vectors: with them an update of an element does not depend on the size of its shard.
+"""Pads shards to whole vectors, so that an element's update does not depend on its shard's size.
 
-torch computes a tensor on a CPU by vectors, and the elements behind the last whole one singly. Some
-kernels round these in another way: the fused ones of AdamW and SGD, and pow, sigmoid or atan2 in
+On a CPU torch computes a tensor by vectors, and the elements after the last whole vector singly.
+Some kernels round these differently: the fused ones of AdamW and SGD, and pow, sigmoid or atan2 in
 any optimizer (torch 2.13). The position of the last elements depends on the number of workers. So
-in deterministic mode the optimizer gets each shard with rows behind it, in memory that the model
-does not use, up to whole vectors. No kernel is chosen here, so this holds for any of them, and for
-any width of vectors and any device.
+in deterministic mode the optimizer gets each shard padded with rows to whole vectors, in memory
+that the model does not use. No kernel is chosen here, so this holds for any of them, and for any
+width of vectors and any device.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ELEMENTS: Final = 64
 
 
 def reserve(shards: Iterable[LocalShard]) -> None:
-    """Let the memory of each shard grow to whole vectors. The model's views of it stay valid.
+    """Grow the memory of each shard to whole vectors. The model's views of it stay valid.
 
-    Call it before the memory is used: what NumPy has seen cannot grow.
+    Call this before the memory is used, because memory that NumPy has seen cannot grow.
     """
     for shard in shards:
         memory = shard.local.untyped_storage()
@@ -39,13 +39,14 @@ def reserve(shards: Iterable[LocalShard]) -> None:
 def in_whole_vectors(
     parameters: Iterable[nn.Parameter], state: Mapping[Any, dict[str, Any]] | None = None
 ) -> None:
-    """Give each parameter zeros behind its rows, up to whole vectors, in place.
+    """Add zeros after each parameter's rows, up to whole vectors, in place.
 
-    Dims but the first stay as they are. The optimizer's state for it, in ``state``, gets zeros too.
+    Only the first dim grows. The optimizer's state for the parameter, in ``state``, also gets
+    zeros.
 
     Args:
-        parameters: Those of ``local_parameters``, after ``reserve``.
-        state: The state of an optimizer that was made over them before.
+        parameters: Parameters from ``local_parameters``, after ``reserve``.
+        state: The state of an optimizer that was made over them earlier.
     """
     for parameter in parameters:
         before = tuple(parameter.shape)
@@ -77,7 +78,7 @@ def of_shard(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def _whole(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return ``shape`` with as many rows as make up whole vectors; that of a number has one dim."""
+    """Return ``shape`` with rows added up to whole vectors; the shape of a number gets one dim."""
     num_rows, *row = shape or (1,)
     step = _ELEMENTS // gcd(_ELEMENTS, prod(row))
     return (-(-num_rows // step) * step, *row)

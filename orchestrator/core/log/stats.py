@@ -108,7 +108,7 @@ class RunStats:
         if record["kind"] == "RunResumed":
             # The record before was the run's last sign of life.
             self._enter("over", self._now_s)
-        # What the run held between two claims is unknown.
+        # The resources of the run between two claims are unknown.
         if self._prices and at_s > self._now_s and record["kind"] != "RunResumed":
             self.cost_usd += (at_s - self._now_s) * self.usd_per_hour / _HOUR_S
         self._now_s = max(self._now_s, at_s)

@@ -1,4 +1,4 @@
-"""What the processes of all arms put on record: JSON lines, in one file a process.
+"""Records the events of all arms' processes: JSON lines, in one file per process.
 
 Every line has ``time`` (wall clock), ``pid``, ``node`` and ``event``:
 

@@ -68,7 +68,7 @@ class Injector:
     """Plays one cell: starts a job, hurts it some times, and waits until it is over.
 
     Args:
-        steps: Of a job without a fault.
+        steps: Steps of a job without a fault.
         faults: How many faults at most.
         limit_s: A job that has not gone on by then is helped, and the fault counts as not survived.
     """

@@ -46,17 +46,17 @@ class Arm:
     """A peer as its ``arm.toml`` sets it up.
 
     Attributes:
-        name: Of the folder, with "-" and the variant if there is one.
+        name: Name of the folder, with "-" and the variant if there is one.
         folder: Has ``arm.toml`` and ``train.py``.
-        about: What is set, in a few words.
-        package: Whose version belongs to each figure.
+        about: The settings, in a few words.
+        package: The package whose version belongs to each figure.
         environment: Its name below ``ENVIRONMENTS``; "" for the one that runs the benchmark.
         faults: Those that it is made for; () for all.
         head: Commands of services that no fault touches.
         node: Commands on each node, also when a node comes back.
         job: The command that trains; "" if those of the nodes do.
-        ready: What a head and a node print once they are up; "" for a head that is up when it
-            listens on its port. Nodes start one after the other then.
+        ready: The text that a head and a node print once they are up; "" for a head that is up when
+            it listens on its port. Nodes start one after the other then.
         stop: The command that ends it in order; "" for SIGTERM.
         variables: For all of its commands.
         skipped: Why it is not run; "" if it is.
@@ -224,7 +224,7 @@ class Job:
 
     def end(self) -> None:
         """Kill whatever is left, and delete what only sockets and checkpoints need."""
-        # What a process starts while it is killed is found the second time.
+        # The second time finds processes that were started during the kill.
         for _ in range(2):
             kill({pid for name in (JOB, *NODES, HEAD) for pid in self.owned(name)})
         for commands in self._commands.values():

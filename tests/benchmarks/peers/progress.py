@@ -15,7 +15,7 @@ class Done:
 
     Attributes:
         first_s: When the first process had committed it; ``last_s`` when the last one had.
-        pids: Who took part, with their nodes.
+        pids: The processes that took part, with their nodes.
     """
 
     step: int
@@ -29,7 +29,8 @@ class Done:
 def whole_steps(events: Iterable[Event]) -> list[Done]:
     """Return the steps that every process of a group committed, in order of their ends.
 
-    What survivors of a fault still end of the step under way is none: the victim is missing.
+    Survivors of a fault may still end the step under way, which does not count: the victim is
+    missing.
     """
     shared: dict[tuple[int, str, int], dict[int, Event]] = defaultdict(dict)
     for line in events:

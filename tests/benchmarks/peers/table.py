@@ -26,7 +26,7 @@ _QUIET: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one fault cost.
+    """The costs of one fault.
 
     Attributes:
         seconds: From the fault to the end of the first whole step behind it; None if there was
@@ -42,10 +42,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What the lines of one job say.
+    """The results in the lines of one job.
 
     Attributes:
-        costs: Of each fault.
+        costs: Costs of each fault.
         samples: That are in the weights, by step.
         steps_s: How long steps took, from the end of one to the end of the next, after the warm-up.
         begin_s: From the launch to the first step.
@@ -223,7 +223,7 @@ def step_rows(jobs: Sequence[Seen], lines: dict[str, int]) -> list[dict[str, Any
     """Return a row for each arm that ran without a fault.
 
     Args:
-        lines: Of each arm's script.
+        lines: Lines of each arm's script.
     """
     cells: dict[str, list[Seen]] = defaultdict(list)
     for job in jobs:

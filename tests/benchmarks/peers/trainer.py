@@ -1,4 +1,4 @@
-"""What all arms train: a small decoder, its data, their order, and the global batch.
+"""The training of all arms: a small decoder, its data, their order, and the global batch.
 
 It needs torch and nothing else, since each arm runs in an environment of its own.
 """

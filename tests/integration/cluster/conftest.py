@@ -14,7 +14,7 @@ from orchestrator.driver.faults import wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.errors import CapacityError
 
-#: Of a run whose test has failed.
+#: Lines of a run whose test has failed.
 STOP_S_MAX = 240.0
 
 

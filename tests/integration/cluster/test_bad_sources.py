@@ -1,4 +1,4 @@
-"""A real run whose newest snapshot is damaged wherever it is held: nobody fails, it goes on."""
+"""A real run whose newest snapshot is damaged in every memory: no worker fails, it goes on."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _damage(arenas: dict[tuple[int, str, str], Arena]) -> tuple[int, int]:
 def test_a_version_that_is_damaged_everywhere_gives_way_to_the_one_before(
     begin_endless: Callable[..., Launched],
 ) -> None:
-    """The attempt that finds it out is nobody's failure, and storage is not needed."""
+    """The attempt that finds it blames no worker, and storage is not needed."""
     run = begin_endless(workers__standby_per_node=0, **PACED)
     config = run.config
     status = wait_for(

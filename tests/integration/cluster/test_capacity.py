@@ -42,7 +42,7 @@ def _left() -> list[str]:
 def test_a_run_that_is_over_leaves_nothing_that_any_of_its_controllers_asked_for(
     nodes: Any,
 ) -> None:
-    """A group that comes after the next controller has looked is in nobody's books."""
+    """A group that comes after the next controller has looked is in no controller's books."""
     assert nodes.nodes()
 
     async def play() -> list[str]:

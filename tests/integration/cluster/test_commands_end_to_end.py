@@ -103,7 +103,7 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     assert Path(directory, manifest).exists()
     assert other.returncode == 2
     assert "train.steps: 7 here, 100000 in the run" in other.stderr
-    wait(lambda: not shared.exists(), "a run that is over is in nobody's memory")
+    wait(lambda: not shared.exists(), "a run that is over is in no memory")
     _assert_goes_on(path, directory, summary)
 
 
@@ -111,7 +111,7 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
 def test_stop_is_told_to_the_controller_after_one_that_is_stopped(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """The request was lost: the run trained on, and the command said that nobody answers."""
+    """The request was lost: the run trained on, and the command reported no answer."""
     config = make_config(
         train__steps=100_000, recovery__patience=6, workers__max=1, workers__standby_per_node=0,
         **PACED,

@@ -102,7 +102,7 @@ def prometheus(endless_run: Launched, tmp_path: Path) -> Iterator[Prometheus]:
 
 
 def test_every_panel_has_data(endless_run: Launched, prometheus: Prometheus) -> None:
-    """A panel whose metric was renamed would stay empty, and nobody would know why."""
+    """A panel whose metric was renamed would stay empty for no visible reason."""
     run_id = endless_run.names.run_id
     reached = wait_for(
         endless_run,

@@ -26,7 +26,7 @@ SCRIPT = """
     from everstep import Session, run
 
     def stuck() -> None:
-        time.sleep(1000)  # a lock that nobody gives back
+        time.sleep(1000)  # a lock that is never released
 
     def train(session: Session) -> None:
         inputs = torch.linspace(-1, 1, 64).reshape(-1, 1)

@@ -1,4 +1,4 @@
-"""What README and GUIDE offer, as a reader runs it: on nodes, with a script, with a kill.
+"""Features of README and GUIDE, as a reader runs them: on nodes, with a script, with a kill.
 
 The table in ``tests/README.md`` says which test has which feature; one run carries many of them.
 """
@@ -200,7 +200,7 @@ def test_a_stream_with_nearly_everything_goes_on_from_a_script_that_ran_alone(
 
     calm, directory = tmp_path / "calm", tmp_path / "run"
     run_script(script, tmp_path, files, str(calm), str(NUM_STEPS))
-    # What it leaves if it ends after ten steps.
+    # Its output if it ends after ten steps.
     name = "checkpoints/step-{:08d}"
     shutil.copytree(calm / name.format(10), directory / name.format(10))
     (directory / "metrics").mkdir()

@@ -184,7 +184,7 @@ def test_losses_that_draw_numbers_are_those_of_one_process(
 def test_a_state_dict_of_one_rank_ends_the_run_at_once_and_says_what_to_use(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """4 attempts in 20 steps, nobody guilty, and a file with a third of each weight."""
+    """4 attempts in 20 steps, none guilty, and a file with a third of each weight."""
     summary = Launched(_config(make_config, str(tmp_path), "alone"), nodes).follow(lambda _: None)
 
     assert (summary["outcome"], summary["attempts"]) == ("failed", 1)

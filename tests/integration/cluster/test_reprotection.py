@@ -15,7 +15,7 @@ from tests.support.snapshots import eventually
 pytestmark = pytest.mark.timeout(900)
 
 ACT_S_MAX = 240.0
-#: Of ``workers.train.boundary.protection_wait``.
+#: Limits of ``workers.train.boundary.protection_wait``.
 WAIT_S_MAX = 1.0
 
 
@@ -27,7 +27,7 @@ def _num_lines(directory: str, attempt: int) -> int:
 def test_node_lost_right_after_a_growth_costs_one_step(
     nodes: Any, begin_endless: Callable[..., Launched]
 ) -> None:
-    """What was there before is on the old node alone, what is new at first on its own node."""
+    """Earlier versions are only on the old node, and a new one at first only on its own node."""
     run = begin_endless(workers__standby_per_node=0, checkpoint__every_steps="auto")
     config = run.config
     started = wait_for(
@@ -100,5 +100,5 @@ def test_on_a_slow_link_snapshots_are_fewer_and_outlive_a_node_still(
 
     assert summary["outcome"] == "stopped", summary["reason"]
     (loss,) = [each for each in summary["incidents"] if each["kind"] == "node_loss"]
-    assert loss["sources"], "it began anew"
+    assert loss["sources"], "it began at step 0"
     assert set(loss["sources"]) <= {"local memory", "peer memory"}

@@ -27,7 +27,7 @@ from workers.settings import RunSettings, Settings
 
 pytestmark = pytest.mark.timeout(900)
 
-#: Of runs whose weights are compared: the undisturbed one is trained once for all of them.
+#: Settings of runs whose weights are compared: the undisturbed run is trained once for all.
 COMPARED_STEPS = 80
 
 
@@ -92,7 +92,7 @@ def _stop(run: Launched) -> dict[str, Any]:
     run.stop("all is seen")
     summary = run.follow(lambda _: None)
     assert summary["outcome"] == "stopped", summary["reason"]
-    # Whoever attaches in the moment in which the run ends sees its end.
+    # A command that attaches in the moment in which the run ends sees its end.
     assert Launched(run.config, None, attach=True).follow(lambda _: None) == summary
     return summary
 
@@ -167,7 +167,7 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     nodes: Any, make_config: Callable[..., RunConfig], undisturbed: Any
 ) -> None:
     """Raylet and all: Ray needs 12 s and more to notice, the run must not."""
-    # What is stored already and not copied yet would come from there.
+    # Versions stored but not copied yet would come from there.
     config = make_config(
         train__steps=COMPARED_STEPS,
         workers__standby_per_node=0,
@@ -177,7 +177,7 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     run = Launched(config, nodes)
     before = reach(run, 10, workers=4)
     before = _protected(run, before["step"])
-    # One that outlives its node's keeper trains what nobody copies.
+    # A worker that outlives its node's keeper trains versions that are not copied.
     _check_ends_at_once(before, member(before, 3)["node"])
 
     kill_node_of(run, 3)
@@ -199,7 +199,7 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
 def test_lost_node_is_computed_from_the_parities_of_its_group(
     nodes: Any, make_config: Callable[..., RunConfig], undisturbed: Any
 ) -> None:
-    """Nobody has a copy of what it held; two nodes are left, who go on with copies."""
+    """No node has a copy of its versions; two nodes are left, which continue with copies."""
     nodes.add_node()
     config = make_config(
         train__steps=COMPARED_STEPS,
@@ -255,7 +255,7 @@ def test_processes_that_stop_or_die_in_turn_are_replaced_one_by_one(
     assert [i["guilty"] for i in hangs] == [[stopped]]
     found = [next(i for i in losses if i["attempt"] == attempt) for attempt in attempts]
     assert [i["kind"] for i in found] == ["crash", "crash", "crash"]
-    # Of the last one only the copy on the other node was left.
+    # Only the other node's copy of the last version was left.
     for incident, from_node_loss in zip(found, (False, False, True), strict=True):
         _check_from_memory(config, incident, from_node_loss=from_node_loss)
     read_history(config.run.directory).check_exactly_once(config, summary["steps"])
@@ -269,7 +269,7 @@ def _check_logged_once(directory: Path, num_steps: int) -> None:
     assert [step for step, _ in logged] == list(range(1, num_steps + 1))
     names, rows = in_wandb(directory, num_steps)
     assert len(names) == 1
-    # What the service had not written when its controller was killed is lost.
+    # Lines that the service had not written when its controller was killed are lost.
     assert {step for step, _ in rows} <= set(range(1, num_steps + 1))
     assert rows[-1][0] == num_steps
 
@@ -299,7 +299,7 @@ def _end_the_controller(run: Launched, number: signal.Signals) -> dict[str, Any]
 
 
 def _kill_a_keeper(run: Launched) -> dict[str, Any]:
-    """The trainers hold their arenas too: the next keeper has to take them in, and copies anew."""
+    """The trainers hold their arenas too: the next keeper must take them over, and copies again."""
     before = _protected(run, workers=4)
     kill_keeper_of(run, 1)
     after = _protected(run, before["step"] + 20, workers=4)

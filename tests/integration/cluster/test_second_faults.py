@@ -21,7 +21,7 @@ from tests.support.reach import ACT_S_MAX, PACED, reach
 
 pytestmark = pytest.mark.timeout(900)
 
-#: What the journal says when the second worker dies, and of which attempt from the broken one on.
+#: The journal's event when the second worker dies, and its attempt counted from the broken one.
 PHASES = [("WorkerExited", 0), ("FenceAttempt", 0), ("StartAttempt", 1), ("WorkerFormed", 1)]
 
 
@@ -34,7 +34,7 @@ def _journal(directory: str) -> str:
 def _wait_record(directory: str, kind: str, attempt: int, *, after: str) -> None:
     """Return as soon as the journal says ``kind`` of ``attempt``: within a few milliseconds.
 
-    What it said before, as in ``after``, does not count.
+    Earlier events, as in ``after``, do not count.
     """
     deadline_s = time.monotonic() + ACT_S_MAX
     while time.monotonic() < deadline_s:
@@ -57,7 +57,7 @@ def _break(run: Launched, before: dict[str, Any], kind: str, later: int, second:
 def test_second_process_dies_in_each_phase_of_recovery(
     begin_endless: Callable[..., Launched],
 ) -> None:
-    """What is half done belongs to an attempt that is over: nothing of it may be counted.
+    """Half-done work belongs to an attempt that is over: none of it may count.
 
     After the workers the controller dies: its next incarnation folds the journal, finds who lives,
     and finishes what was begun.
@@ -81,7 +81,7 @@ def test_second_process_dies_in_each_phase_of_recovery(
 def test_a_controller_that_dies_while_a_run_ends_leaves_nobody_behind(
     begin_endless: Callable[..., Launched],
 ) -> None:
-    """The next incarnation finds a run that is over, and has met nobody whom it could end."""
+    """The next incarnation finds a run that is over, and has no worker that it could end."""
     run = begin_endless(workers__max=2, workers__standby_per_node=0, **PACED)
     before = reach(run, 5, workers=2)
     pids = [row["pid"] for row in before["workers"]]
@@ -155,7 +155,7 @@ def test_user_bug_fails_fast_and_shows_the_users_own_lines(
 def test_exception_of_one_rank_is_survived_once(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """A driver hiccup on one machine is no bug of the script, and takes nobody's state along."""
+    """A driver hiccup on one machine is not a bug of the script, and loses no state."""
     mark = tmp_path / "raised"
     bug = (
         f"mark = __import__('pathlib').Path({str(mark)!r})\n"

@@ -42,7 +42,7 @@ def _await(run: Launched, num_workers: int, *, above: int) -> dict[str, Any]:
 
 
 class OtherController:
-    """What a controller says, without a run."""
+    """A controller's announcements, without a run."""
 
     def __init__(self, said: dict[str, Any]) -> None:
         self._said = said

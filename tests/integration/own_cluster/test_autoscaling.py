@@ -90,7 +90,7 @@ def test_a_run_has_the_nodes_that_it_uses_and_no_others(tmp_path: Path) -> None:
 
 
 def test_what_is_sold_out_is_replaced_until_it_returns(tmp_path: Path) -> None:
-    """Spot first, then what nobody has, then what costs more; and back when spot is there again."""
+    """Spot first, then an unavailable type, then a dearer one; and back to spot in the end."""
     types = {
         market: {
             "resources": {"CPU": 1},

@@ -53,6 +53,6 @@ def test_a_machine_that_says_when_it_goes_is_left_before_and_loses_no_step(
 
     lines = run.lines()
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "none was redone"
-    assert lines[-1]["attempt"] == after["attempt"] > before["attempt"], "nobody missed it"
+    assert lines[-1]["attempt"] == after["attempt"] > before["attempt"], "no worker missed it"
     assert (summary["outcome"], summary["lost_steps"]) == ("completed", 0)
     assert summary["weights_digest"] == digest_alone(tmp_path, STEPS)

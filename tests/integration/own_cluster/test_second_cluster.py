@@ -67,7 +67,7 @@ def _kill_head(host_pid: int) -> None:
 @pytest.mark.chaos
 def test_the_first_cluster_destroys_nothing_of_the_second(command: Command) -> None:
     """Seen: its trainers committed on, their retention deleted the step that the new claimant had
-    named, and 4,070 committed steps were begun anew from step 0.
+    named, and 4,070 committed steps were redone from step 0.
     """
     command.start("--detach").communicate(timeout=240)
     (first,) = command.clusters()

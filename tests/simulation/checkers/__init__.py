@@ -1,4 +1,4 @@
-"""What must never happen, checked against the truth of the virtual cluster."""
+"""Checks that broken promises never happen, against the truth of the virtual cluster."""
 
 from tests.simulation.checkers.invariants import check
 from tests.simulation.checkers.monitor import SLOW_SEEN_S, SLOW_STEADY_S, Monitor

@@ -1,4 +1,4 @@
-"""What must never happen, checked against the truth of the virtual world.
+"""Checks that broken promises never happen, against the truth of the virtual world.
 
 The monitor keeps its own books: which attempts began where, which steps and commits are real. It
 never asks the machine what it thinks.
@@ -32,9 +32,9 @@ from tests.simulation.world import STEP_S, SimNode, World, answers
 from ucp_core.lineage import Lineage
 from workers.protocol import Source, stored_source
 
-#: What so many attempts could not read is not to be tried again.
+#: A version that this many attempts could not read must not be tried again.
 _UNREAD_MAX = 2
-#: A worker that is slow for less is waited for.
+#: The run waits for a worker that is slow for less.
 SLOW_STEADY_S = 0.5
 #: A window of steps has passed by then in which a worker is well again, and a replacement came.
 SLOW_SEEN_S = 8.0
@@ -47,7 +47,7 @@ class Monitor:
         self.starts: list[tuple[int, int]] = []
         # The newest that was started.
         self.attempt = 0
-        # What the newest of them resumed from, and the claim under which it began.
+        # The version that the newest of them resumed from, and the claim under which it began.
         self.named, self.named_by = (0, 0), 1
         self.last_step = 0
         self.fence_began_s = 0.0
@@ -78,10 +78,10 @@ class Monitor:
         self.is_state_gone = False
         self.is_unkept = False
         self.found_damaged: set[tuple[int, int]] = set()
-        # What was deleted by requests sent while their claim counted.
+        # Checkpoints deleted by requests sent while their claim counted.
         self.deleted_rightly: set[tuple[int, int]] = set()
         self.cut_off: dict[int, bool] = {}
-        # What the machine was told of: damaged sources, and who could not read which.
+        # Facts sent to the machine: damaged sources, and the ranks that could not read them.
         self.told_damaged: set[Source] = set()
         # When reads were answered, by number, and the newest that was heard.
         self.reads: dict[int, float] = {}
@@ -319,7 +319,7 @@ class Monitor:
             is_open = world.tiers.preference is Preference.AUTO and (
                 attempt.first_kept_step is None or self.last_step <= attempt.first_kept_step + 1
             )
-            # What was taken on one node is on that node alone until the next one is protected.
+            # A version taken on one node is on that node alone until the next one is protected.
             source = world.attempts.get(self.named[1])
             was_alone = source is not None and len(source.copiers) == 1
             is_alone = was_alone and (
@@ -332,7 +332,7 @@ class Monitor:
                 and any(world.now_s < node.keeper_back_s for node in world.nodes.values())
             )
             is_exempt = len(attempt.copiers) == 1 or is_alone or is_open or is_unkept
-            # What is held behind a lost link cannot be loaded, nor copied there.
+            # A version behind a lost link cannot be loaded or copied there.
             is_exempt = is_exempt or bool(self.unlinked)
             require(is_exempt, "L3", f"one fault, {num_lost} steps lost")
         # The last step is in storage or nowhere: who is fenced while it is written repeats it.
@@ -347,7 +347,7 @@ class Monitor:
     def stepped(self, attempt: int, step: int) -> None:
         """Check a completed step."""
         if attempt != self.attempt and self.cut_off.get(attempt):
-            # All of it was declared lost, and nothing reaches it. It trains on for nobody.
+            # All of it was declared lost, and nothing reaches it. It trains on in vain.
             return
         if attempt != self.attempt:
             raise Violation(f"S1: attempt {attempt} steps during {self.attempt}")
@@ -360,7 +360,7 @@ class Monitor:
         self.yielded = (attempt, step)
 
     def killing(self, world: World, action: KillWorker) -> None:
-        """Check that nobody is killed without proof."""
+        """Check that no worker is killed without proof."""
         killed_before = action.worker in self.kill_ordered.keys() | self.kill_lost
         self.kill_ordered.setdefault(action.worker, world.now_s)
         worker = world.workers.get(action.worker)
@@ -476,14 +476,15 @@ class Monitor:
         for name in action.guilty:
             require(name in self.faulty, "S5", f"{name} is blamed: {action.evidence}")
         if action.incident == "share":
-            require(self.is_shared, "S5", f"nobody may have them: {action.evidence}")
+            require(self.is_shared, "S5", f"no run may have them: {action.evidence}")
         if action.incident == "link":
             require(bool(self.unlinked or self.lost_nodes), "S5", f"no link: {action.evidence}")
 
     def _check_slow(self, world: World, action: ReportIncident) -> None:
-        """Check that who is left for being slow was so for long, and of late, and that it pays."""
+        """Check that a node left for being slow was slow for long and recently, and that leaving
+        pays."""
         num_left = world.rules.total_steps - world.attempts[action.attempt].step
-        require(bool(action.guilty), "S5", f"nobody is slow: {action.evidence}")
+        require(bool(action.guilty), "S5", f"no worker is slow: {action.evidence}")
         for name in action.guilty:
             since_s, until_s, times = self.slowed.get(name, (inf, -inf, 1.0))
             is_slow = since_s + SLOW_STEADY_S <= action.found_s <= until_s + SLOW_SEEN_S

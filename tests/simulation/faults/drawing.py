@@ -54,7 +54,7 @@ def hang(cluster: SimCluster) -> None:
 
 
 def pause(cluster: SimCluster) -> None:
-    """A worker works or sleeps for many steps, in Python or in C: nobody may be blamed for it."""
+    """A worker works or sleeps for many steps, in Python or in C: none may be blamed for it."""
     worker = _pick_worker(cluster)
     if worker is not None:
         worker.busy_at_s = cluster.now_s
@@ -102,7 +102,7 @@ def lose_node(cluster: SimCluster, node: SimNode | None = None) -> None:
 
 
 def cut_off(cluster: SimCluster) -> None:
-    """The controller hears nothing of a node any more, while its workers train on."""
+    """The controller stops hearing from a node, while its workers train on."""
     node = _pick_node(cluster)
     if node is None or node.draining_until_s is not None:
         return
@@ -145,7 +145,7 @@ def cut_link(cluster: SimCluster) -> None:
 
 
 def cut_all_links(cluster: SimCluster) -> None:
-    """A node reaches none of the others any more, only the controller."""
+    """A node stops reaching all others, except for the controller."""
     node = _pick_node(cluster)
     if node is not None:
         others = [other for other in cluster.nodes if other != node.name]
@@ -290,7 +290,7 @@ def raise_once(cluster: SimCluster) -> None:
 
 
 def damage(cluster: SimCluster) -> None:
-    """The newest version cannot be loaded any more."""
+    """The newest version can no longer be loaded."""
     commits = cluster.storage.commits
     if commits:
         commits[next(reversed(commits))].damaged = True
@@ -328,7 +328,7 @@ def kill_keeper(cluster: SimCluster) -> None:
 
 
 def stop_keeper(cluster: SimCluster) -> None:
-    """A keeper hangs: it holds what it holds, and answers nobody until it is started again."""
+    """A keeper hangs: it keeps its versions, and does not answer until it is started again."""
     node = _pick_node(cluster)
     if node is not None and node.has_keeper and node.keeper_back_s <= cluster.now_s:
         node.keeper_back_s = inf
@@ -351,7 +351,7 @@ def _miss_keeper(cluster: SimCluster, node: SimNode, hang: int, num_told: int) -
 
 
 def cut_off_storage(cluster: SimCluster) -> None:
-    """Storage answers nobody for a while; often something fails meanwhile."""
+    """Storage does not answer for a while; often something fails meanwhile."""
     outage_s = 0.5 + 4.0 * cluster.rng.random()
     cluster.storage.back_s = max(cluster.storage.back_s, cluster.now_s + outage_s)
     _strike_soon(cluster)
@@ -398,7 +398,7 @@ def lose_head(cluster: SimCluster, rng: Random) -> None:
 
 def _begin_claim(cluster: SimCluster) -> None:
     cluster.storage.claim_anew()
-    # What was committed by now is not to be lost.
+    # Steps committed by now must not be lost.
     cluster.monitor.left(cluster, cluster.monitor.attempt)
     cluster.monitor.yielded = None
     cluster.is_headless = False

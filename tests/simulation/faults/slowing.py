@@ -63,7 +63,7 @@ def slow_down(cluster: SimCluster, rng: Random) -> None:
 
 
 def _slow_link(cluster: SimCluster, rng: Random) -> None:
-    """Let keepers find a link slow, and well again; nobody is to blame."""
+    """Let keepers find a link slow, and well again; no worker is to blame."""
     nodes = sorted({w.node.name for w in cluster.workers.values() if w.attempt})
     if len(nodes) > 1:
         sender, receiver = rng.sample(nodes, 2)

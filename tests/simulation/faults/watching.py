@@ -1,4 +1,4 @@
-"""What keepers would report of an attempt that stands still, judged by the production detector."""
+"""Keepers' reports on an attempt that stands still, judged by the production detector."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Watching:
     """One incarnation of the controller, as far as it watches.
 
     Attributes:
-        detector: What it remembers of reports.
+        detector: The detector's memory of reports.
         judged: The last attempt that it found to hang.
-        told: Who it said is at work in a fenced attempt.
+        told: The workers that it reported at work in a fenced attempt.
     """
 
     incarnation: int
@@ -38,7 +38,7 @@ class Watching:
 
 
 def watch(cluster: SimCluster) -> None:
-    """Report and judge until nobody is hung or pauses; a second call changes nothing."""
+    """Report and judge until no worker is hung or pauses; a second call changes nothing."""
     if not cluster.is_watched:
         cluster.is_watched = True
         cluster.at(_LOOK_S, _look, cluster, Watching(cluster.incarnation))

@@ -33,7 +33,7 @@ _RETURN_S = 0.5
 _COMMIT_S = 0.6 * STEP_S
 #: Share of requests without room of which the provider says so.
 _REFUSED = 0.3
-#: A controller that was restarted looks that often for reservations that nobody knows.
+#: Period in which a restarted controller looks for unknown reservations.
 _STRAY_S = 0.2
 
 
@@ -102,7 +102,7 @@ class SimCluster(World):
         """Release a reservation, or cancel a request that has not arrived."""
         self.pending.pop(reservation, None)
         name = self.granted.get(reservation)
-        # A request that the release overtook must not come into force any more.
+        # A request that the release overtook must have no effect.
         self.granted[reservation] = ""
         if name:
             self.nodes[name].reservations.discard(reservation)
@@ -175,7 +175,7 @@ class SimCluster(World):
         if worker is not None and worker.alive and not worker.node.cut_off:
             self.die(worker, "killed")
         elif worker is None:
-            # The order overtook the start: the process must not come up any more.
+            # The order overtook the start: the process must not come up.
             self.post(ev.WorkerExited, worker=name, cause="killed", detail="")
 
     def die(self, worker: SimWorker, cause: str) -> None:
@@ -262,7 +262,7 @@ class SimCluster(World):
     def _give_up_node(self, action: act.GiveUpNode) -> None:
         node = self.nodes[action.node]
         self.monitor.giving_up(node, self.now_s)
-        # It is there all the same, and its keeper is started anew.
+        # It is there all the same, and its keeper is started again.
         self.at(_RETURN_S, self._is_found_again, node)
 
     def _is_found_again(self, node: SimNode) -> None:
@@ -521,7 +521,7 @@ class SimCluster(World):
             worker.attempt == attempt.number for worker in self.workers.values()
         )
         if way is None:
-            # Whole again; if it is lost before the next step, that is noticed anew.
+            # Whole again; if it is lost before the next step, that is noticed again.
             attempt.stalls = False
             return
         if not attempt.stalls or is_over:

@@ -73,7 +73,7 @@ def _from_memory(
             damaged.append(source)
         else:
             loaded.add(place.held.rank)
-    # What no holder has may be computed from parities.
+    # Parts without a holder may be computed from parities.
     left = bad_sources.good(found, (*loading.bad, *damaged))
     return any((each.step, each.attempt) == loading.version for each in versions.complete(left, ()))
 

@@ -2,7 +2,7 @@
 
 An arena takes the last versions of one rank, as the real one does; copies on other nodes have
 arenas of their own, and so have shares that are saved for replicas, and a node's parities of an
-attempt. What can be read is asked of ``policies.versions``, as the shell does.
+attempt. ``policies.versions`` says which versions can be read, as for the shell.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Memory:
     """All that keepers hold.
 
     Args:
-        budget_bytes: What each keeper says that snapshots may take; 0 if it does not say.
+        budget_bytes: Each keeper's budget for snapshots; 0 if it reports none.
 
     Attributes:
         landed_s: When the last rank's part of a version was written, by (step, attempt).

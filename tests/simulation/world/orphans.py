@@ -16,7 +16,7 @@ _UNDER_WAY_S = 0.2
 
 
 class Orphans:
-    """The processes of one attempt, which nobody but storage can reach any more."""
+    """The processes of one attempt, which now reach only storage."""
 
     def __init__(self, world: World, attempt: SimAttempt, rng: Random) -> None:
         self._world = world

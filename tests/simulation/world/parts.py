@@ -1,4 +1,4 @@
-"""What the virtual cluster is made of: nodes, worker processes, attempts as they really go."""
+"""Parts of the virtual cluster: nodes, worker processes, attempts as they really go."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SimNode:
         # How often its keeper hung.
         self.num_hangs = 0
         self.reservations: set[int] = set()
-        # What another run has of its room.
+        # The part of its room that another run has.
         self.num_lent = 0
         self.workers: dict[str, SimWorker] = {}
 
@@ -115,8 +115,8 @@ class Tiers:
         snapshot_every: Steps between two snapshots; 0 takes none.
         store_every: Steps between two commits in storage.
         tolerance: How many lost nodes are to be survived.
-        budget_bytes: What each keeper says that snapshots may take; 0 if it does not say.
-        costs: What rank 0 says that saves cost; None if their intervals are not to be chosen.
+        budget_bytes: Each keeper's budget for snapshots; 0 if it reports none.
+        costs: The costs of saves that rank 0 reports; None if their intervals are fixed.
         copy_s: How long a copy or a parity takes at most; from the length of a step on, steps are
             skipped.
     """
@@ -144,13 +144,13 @@ class Tiers:
 
 @dataclass(slots=True)
 class Loading:
-    """What one attempt loads from.
+    """The sources of one attempt's load.
 
     Attributes:
         version: (step, attempt) to load; (0, 0) if there is nothing to load.
         places: The holders of its parts in memory; None if it is to come from storage. There may
             be none at all where all parts can be computed from parities.
-        bad: What the controller leaves out.
+        bad: The sources that the controller leaves out.
         is_done: Whether it is known how it went.
         is_loaded: How it went.
         damaged: By member: what it found damaged.

@@ -108,7 +108,7 @@ def _finish(
         delay_s = _STORE_S * world.rng.random()
         world.at(delay_s, _store, world, attempt, worker, part)
     for copier in attempt.copiers[node.name]:
-        # A keeper that is not there does not attend, and nobody waits for it.
+        # A missing keeper does not attend, and no rank waits for it.
         is_there = serves(world.nodes[copier], world.now_s) and serves(node, world.now_s)
         if is_there and not world.lost_way((copier, node.name)):
             attempt.num_uncopied += 1
@@ -207,12 +207,12 @@ def _copy(world: World, attempt: SimAttempt, worker: SimWorker, part: Part, copi
 def _store(world: World, attempt: SimAttempt, worker: SimWorker, part: Part) -> None:
     """Store a part that is still held, be its worker alive or not."""
     if world.now_s < world.storage.back_s:
-        # It stays pinned until then, or is not there any more.
+        # It stays pinned until then, or is gone.
         world.at(_back_s(world), _store, world, attempt, worker, part)
         return
     node = worker.node
     is_there = world.memory.has(node.name, worker.name, part)
-    # What is stored is checked on its way.
+    # Versions are checked on their way to storage.
     is_whole = is_there and not world.is_damaged(node.name, worker.name, part)
     if serves(node, world.now_s) and is_whole:
         _record(world, attempt, part.rank, part.step)

@@ -31,7 +31,7 @@ class Storage:
         self.claim = 1
 
     def claim_anew(self) -> None:
-        """Claim the run directory anew."""
+        """Claim the run directory again."""
         self.claim += 1
 
     def owns(self, claim: int) -> bool:

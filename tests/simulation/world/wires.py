@@ -1,4 +1,4 @@
-"""What exists in the virtual cluster, its clock, and its wires to the machine."""
+"""The things in the virtual cluster, its clock, and its wires to the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.protocol import Source
 
 
 class Observer(Protocol):
-    """What checks the world is told, as it happens. ``Monitor`` does it.
+    """Receives events of the world as they happen. ``Monitor`` checks them.
 
     Attributes:
         is_state_gone: Whether a member could not leave its state in memory.
@@ -183,7 +183,7 @@ class World:
             self.at(delay_s + self.rng.random(), self._arrive, self.incarnation, kind, values)
 
     def post_or_lose(self, kind: type, **values: Any) -> None:
-        """Report something that nobody repeats if it is lost."""
+        """Report an event that is not repeated if it is lost."""
         if not (self.loss and self.chance(self.loss)):
             self.post(kind, **values)
 

@@ -1,4 +1,5 @@
-"""What changes in a script that becomes elastic: ``python -m tests.support.ports.changes NAME``."""
+"""Shows the changes in a script that becomes elastic: ``python -m tests.support.ports.changes
+NAME``."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_a_whole_name_means_that_benchmark_alone() -> None:
 def test_what_could_be_meant_otherwise_is_refused(
     arguments: list[str], message: str | None
 ) -> None:
-    """Minutes of a benchmark that nobody asked for, or none at all, pass for a result."""
+    """Minutes of an unrequested benchmark, or none at all, would pass for a result."""
     if message is None:
         assert choose(NAMES, arguments)[1] == arguments[1:]
         return

@@ -1,4 +1,4 @@
-"""What the comparison with peers makes of lines, and whom it hurts."""
+"""The comparison with peers: its figures from lines, and the targets of its faults."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def row(*jobs: list[Event]) -> dict[str, Any]:
 
 
 def test_a_recovery_ends_with_a_step_that_all_of_a_group_did_behind_the_fault() -> None:
-    """What survivors still end, and the line that one of them wrote late, are no recovery."""
+    """Steps that survivors still end, and a line that one of them wrote late, are no recovery."""
     (cost,) = seen(restarted()).costs
     assert cost.seconds == pytest.approx(7.001)
     assert (cost.lost_steps, cost.workers) == (5, 2)

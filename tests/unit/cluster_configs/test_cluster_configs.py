@@ -25,9 +25,9 @@ from workers.process import TUNABLE
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "cluster_configs"
-#: Of Ray 2.60, where nothing else is set (``src/ray/common/ray_config_def.h``).
+#: Defaults of Ray 2.60 (``src/ray/common/ray_config_def.h``).
 HEALTH_CHECKS, HEALTH_CHECK_PERIOD_S = 5, 3.0
-#: Of KubeRay 1.7.0's RayJob, without its descriptions.
+#: Schema of KubeRay 1.7.0's RayJob, without its descriptions.
 SCHEMA = ROOT / "tests/fixtures/kuberay/rayjob_v1.json.gz"
 
 CLUSTERS = sorted(CONFIGS.glob("*/cluster.yaml"))

@@ -159,7 +159,7 @@ def test_errors_are_short_and_have_their_exit_code(
     checkpoint: Path,
     tmp_path: Path,
 ) -> None:
-    """A traceback helps nobody who mistyped a path."""
+    """A traceback does not help a user who mistyped a path."""
     done = ucp(*(text.format(tmp=tmp_path, old=checkpoint) for text in arguments))
 
     assert done.returncode == code

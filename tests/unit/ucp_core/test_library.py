@@ -15,7 +15,7 @@ from ucp_core.storage import LocalStore
 
 
 def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever imports the library begins by copying it."""
+    """A user of the library begins by copying it."""
     page = ucp_core.__doc__ or ""
     example = re.search(r"Example::\n\n((?:    .*\n|\n)+)", page)
     assert example is not None
@@ -34,7 +34,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_page_names_everything_that_the_library_offers() -> None:
-    """A public name that no page tells of is found by nobody."""
+    """Users cannot find a public name that is on no page."""
     page = ucp_core.__doc__ or ""
 
     assert not [name for name in ucp_core.__all__ if not re.search(rf"\b{name}\b", page)]

@@ -1,4 +1,4 @@
-"""What other launchers and schedulers leave in a process."""
+"""Signals and variables of other launchers and schedulers in a process."""
 
 from __future__ import annotations
 

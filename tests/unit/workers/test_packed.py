@@ -10,7 +10,7 @@ from workers.protocol import Digest, NodeReport, StepCost
 
 
 def test_a_report_comes_back_as_it_was_and_frozen() -> None:
-    """What it is made of is set past its constructor: a field could be left out, or mixed up."""
+    """Its fields are set past its constructor: one could be left out, or mixed up."""
     rows = tuple(calm(f"w{rank}", rank) for rank in range(3))
     digest = Digest(costs=(StepCost(7, 0.5, 0.25),), span="data", span_s=1.5)
     report = NodeReport(node="n", seq=4, workers=(replace(rows[0], digest=digest), *rows[1:]))

@@ -30,7 +30,7 @@ def test_a_process_ends_when_its_parent_is_killed() -> None:
 
         parent.send_signal(signal.SIGKILL)
 
-        # Only the child still holds the other end. Its parent has ended, though nobody reaped it.
+        # Only the child still holds the other end. Its parent has ended, though it was not reaped.
         readable, _, _ = select.select([parent.stdout], [], [], END_S_MAX)
         assert readable, "the child lives on"
         assert parent.stdout.read() == b""

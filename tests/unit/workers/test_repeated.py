@@ -1,4 +1,4 @@
-"""What fails again and again is said once, and counted."""
+"""A repeated failure is reported once, and counted."""
 
 from __future__ import annotations
 

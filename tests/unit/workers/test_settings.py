@@ -14,7 +14,7 @@ from workers.settings import (
 
 
 def test_defaults_and_every_preset_are_without_problems() -> None:
-    """Whoever changes a default or a shape would otherwise learn of it from a user."""
+    """An author of a changed default or shape would otherwise learn of it from a user."""
     assert problems(Settings()) == []
     for name in PRESETS:
         assert problems(Settings(model=ModelSettings(preset=name))) == [], name

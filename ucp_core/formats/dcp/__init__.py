@@ -1,8 +1,8 @@
 """Checkpoints of torch's distributed checkpoint (DCP): ``reader`` and ``writer``.
 
-A directory (``directory``) has metadata (``metadata``) and data files, together a container
-(``container``), which Megatron-core uses too; in some, tensors lie as safetensors
-(``safetensors``). ``key_names`` says what its keys mean, ``state`` makes training state of it.
+``directory`` reads the metadata of a directory, ``container`` its metadata and data files as one
+container, which Megatron-core uses too. ``safetensors`` reads data files that hold safetensors.
+``key_names`` says what the keys mean, and ``state`` makes training state of them.
 """
 
 from typing import TYPE_CHECKING

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 #: Suffixes of the files of a save.
 _LEFT = (".distcp", ".metadata.tmp")
-#: Items whose ends are read at once.
+#: Number of items whose ends are read at once.
 _BATCH_BLOBS = 512
-#: Two ranges that are no further apart are read as one.
+#: Ranges at most this far apart are read as one.
 _GAP_BYTES = 4096
 
 
@@ -47,7 +47,7 @@ class Blob(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One box of a tensor and its item; ``replica``: another one holds the same box."""
+    """One box of a tensor and its item; ``replica`` means that another chunk holds the same box."""
 
     box: Box
     blob: Blob
@@ -70,14 +70,14 @@ class Container:
     store: Store
     directory: str
     tensors: dict[str, StoredTensor] = field(default_factory=dict)  #: By key.
-    #: Items that are no tensors, by key; one for each rank that wrote it.
+    #: Items that are not tensors, by key: one for each rank that wrote the key.
     blobs: dict[str, list[Blob]] = field(default_factory=dict)
-    #: Where a key was in the nested state, as far as that was written down.
+    #: Place of a key in the nested state, if the metadata give it.
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)  #: Sizes of the files in the directory.
     metadata_names: tuple[str, ...] = ()
-    version: str = ""  #: That of DCP.
-    #: Where tensors are whose items are not torch files.
+    version: str = ""  #: The version of DCP.
+    #: Places of tensors whose items are not torch files.
     plain: dict[Blob, TensorRef] = field(default_factory=dict)
     #: Items of boxes without elements, which no tensor needs.
     empty: list[tuple[str, Blob]] = field(default_factory=list)
@@ -119,13 +119,13 @@ class Container:
             yield key, known[data]
 
     def value(self, blob: Blob, key: str) -> Any:
-        """Return the value of an item that is no tensor."""
+        """Return the value of an item that is not a tensor."""
         path = join(self.directory, blob.file)
         data = self.store.read_range(path, blob.offset_bytes, blob.num_bytes)
         return self._parsed(data, blob, key)
 
     def as_json(self, value: Any, key: str, *, exact: bool = False) -> Any:
-        """Return what the item ``key`` holds as JSON; see ``json_value``."""
+        """Return the value of the item ``key`` as JSON; see ``json_value``."""
         return json_value(value, self.store, self.directory, key, exact=exact)
 
     def _parsed(self, data: bytes, blob: Blob, key: str) -> Any:
@@ -145,7 +145,7 @@ class Container:
 
         Raises:
             CheckpointCorruptError: An item contradicts the metadata: another save wrote it.
-            UncoveredRegionError: The chunks of a tensor do not make it up.
+            UncoveredRegionError: The chunks of a tensor do not cover it.
         """
         with collector_paused():
             return self._entries(keys)

@@ -40,9 +40,9 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
         parts: Folders in the directory that together are one checkpoint.
 
     Raises:
-        CheckpointCorruptError: It is damaged, or data files are missing, truncated, or of another
-            save.
-        ForeignClassError: It holds a class that no version of DCP writes.
+        CheckpointCorruptError: The metadata are damaged, or data files are missing, truncated, or
+            left by another save.
+        ForeignClassError: The metadata hold a class that no version of DCP writes.
     """
     container = Container(store, directory)
     for part in parts:
@@ -147,8 +147,8 @@ def _add_tensor(
     item = container.tensors.setdefault(key, StoredTensor(dtype, shape, []))
     if (item.dtype, item.shape) != (dtype, shape):
         raise CheckpointCorruptError(
-            f"{path}: {key} is {dtype}{list(shape)}, another rank wrote {item.dtype}"
-            f"{list(item.shape)}: the files are of different saves",
+            f"{path}: {key} is {dtype}{list(shape)}, another rank wrote "
+            f"{item.dtype}{list(item.shape)}: different saves wrote these files",
             key=key,
             path=path,
         )
@@ -162,7 +162,7 @@ def _add_tensor(
             raise ValueError(msg)
         blob = places.get((key, offsets))
         if box.is_empty:
-            # A rank without rows still writes an item, which can be the last one of its file.
+            # A rank without rows still writes an item, perhaps as the last one of its file.
             container.empty += [] if blob is None else [(key, blob)]
             continue
         if blob is None:
@@ -179,21 +179,23 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
 
 def _missing(key: str, box: Box | None, path: str) -> NoReturn:
     what = key if box is None else f"{key}, box {box},"
-    raise CheckpointCorruptError(f"{path}: {what} is in no file: it is damaged", key=key, path=path)
+    raise CheckpointCorruptError(
+        f"{path}: {what} is in no file: the metadata are damaged", key=key, path=path
+    )
 
 
 def _blob(fields: Mapping[str, Any], key: str, prefix: str, path: str) -> Blob:
     if fields.get("transform_descriptors"):
         raise CheckpointCorruptError(
-            f"{path}: {key} was saved through an extension (it is compressed, perhaps): save "
-            "it without one",
+            f"{path}: {key} was saved through an extension, perhaps compressed: save it "
+            "without the extension",
             key=key,
             path=path,
         )
     file = _key(fields["relative_path"])
     if not _is_inside(file):
         raise CheckpointCorruptError(
-            f"{path}: {key} is said to be in {file[:80]!r}, which is no file of this checkpoint",
+            f"{path}: {key} should be in {file[:80]!r}, but this checkpoint has no such file",
             key=key,
             path=path,
         )

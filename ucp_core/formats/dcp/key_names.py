@@ -1,8 +1,8 @@
 """Sorts the keys of a torch DCP checkpoint: parameters, optimizer state, groups, others. Pure.
 
 Programs save ``{"model": ..., "optim": ...}`` under names of their own (torchtitan, Accelerate,
-Lightning, the tutorial's ``app``). The parameters in the optimizer's keys tell which other keys are
-the model's.
+Lightning, the tutorial's ``app``). The names of parameters in the optimizer's keys show which other
+keys belong to the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _OPTIMIZER = re.compile(
     r"(?:[_.]\d+)?)\.(?P<part>state|param_groups)\.(?P<rest>.+)"
 )
 _GROUP = re.compile(r"(\d+)\.([^.]+)")
-#: If the optimizer fits two of them (an average of the weights is saved too), the first wins.
+#: If the optimizer fits two of them, because an average of the weights was saved too, the first
+#: wins.
 _PREFIXES = ("model.", "", "module.", "state_dict.", "app.model.", "model.module.")
 
 
@@ -34,7 +35,8 @@ class Names:
     weights: dict[str, str] = field(default_factory=dict)  #: Key to fqn: tensors of the model.
     #: Key to fqn and slot: tensors and values of the optimizer.
     states: dict[str, tuple[str, str]] = field(default_factory=dict)
-    #: Key to root, group (its index, or the fqn it is of) and name of a hyper-parameter.
+    #: Key to root, group (its index, or the fqn of its only parameter) and name of a
+    #: hyper-parameter.
     groups: dict[str, tuple[str, int | str, str]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     #: The fqn by number, if the optimizer has only numbers.
@@ -50,7 +52,7 @@ def classify(
 
     Args:
         shapes: Shapes of the tensors by key.
-        values: Keys of values that are no tensors.
+        values: Keys of values that are not tensors.
         paths: Place of a key in the nested state, if known.
     """
     names = Names()
@@ -83,7 +85,7 @@ def classify(
 
 
 def _suffixes(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return the keys by each of their suffixes that begins at a dot."""
+    """Return the keys by suffix: a suffix begins at the start of the key or after a dot."""
     found: dict[str, list[str]] = defaultdict(list)
     for key in keys:
         rest = key
@@ -147,7 +149,7 @@ def _prefix(
         # Without an optimizer the usual name decides, even if others have more tensors.
         usual = [prefix for prefix in _PREFIXES if prefix]
         named = [prefix for prefix in usual if prefix in votes]
-        # A dict of that name may hold several models, none of which is the whole.
+        # A dict with that name may hold several models, each only a part of the whole.
         named += [prefix for prefix in usual if any(vote.startswith(prefix) for vote in votes)]
         if named:
             return named[0]
@@ -171,8 +173,8 @@ def number_names(
 ) -> dict[int, str]:
     """Return the fqn of each parameter that an optimizer knows only by number.
 
-    It numbers parameters group by group, each group in the model's order. Shapes must prove which
-    group has which parameters.
+    Such an optimizer numbers parameters group by group, each group in the model's order. Shapes
+    must prove which parameters each group has.
 
     Args:
         groups: Numbers by group.
@@ -191,10 +193,10 @@ def number_names(
         found = assign(wanted, params, where)
     except UcpError as error:
         raise CheckpointCorruptError(
-            f"{where}: the optimizer's state is saved by number and not by name, and which of the "
-            f"model's {len(weights)} tensors each of its {sum(map(len, groups))} parameters is "
-            f"cannot be told ({error.facts.get('why', error)}): save it with "
-            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+            f"{where}: the optimizer's state is saved by number and not by name, and nothing "
+            f"shows which of the model's {len(weights)} tensors belongs to each of its "
+            f"{sum(map(len, groups))} parameters ({error.facts.get('why', error)}): save it "
+            "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
             path=where,
         ) from error
     pairs = (zip(group, found[index], strict=True) for index, group in enumerate(groups) if group)

@@ -27,8 +27,8 @@ def read(
 ) -> Checkpoint:
     """Open a checkpoint of torch DCP; only metadata and small items are read.
 
-    See ``open_source`` for arguments and errors. ``rules`` are not needed: the metadata say which
-    box every file holds. ``tag`` is a folder in ``directory``, if that holds several checkpoints.
+    See ``open_source`` for arguments and errors. ``rules`` are ignored: the metadata say which box
+    every file holds. ``tag`` is a folder in ``directory``, if that holds several checkpoints.
     """
     del rules
     where = directory if tag is None else join(directory, tag)
@@ -39,8 +39,8 @@ def read(
         container = sharded_container(store, where, names)
     if container is None:
         raise CheckpointNotFoundError(
-            f"{where} has no .metadata: it is no checkpoint of torch DCP, or its save was not "
-            "finished",
+            f"{where} has no .metadata: it is not a checkpoint of torch DCP, or its save was "
+            "not finished",
             path=where,
         )
     if not container.tensors:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 NAME = "dcp"
 METADATA_NAME = ".metadata"
-#: Each rank writes its own with ``use_collectives=False``.
+#: With ``use_collectives=False`` each rank writes a file of its own.
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 #: Accelerate and the Trainer of transformers keep model and optimizer in folders of their own.
 _PARTS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")

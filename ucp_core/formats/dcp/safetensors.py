@@ -1,8 +1,8 @@
 """Reads data files of torch DCP that hold safetensors instead of torch files.
 
-``FileSystemWriter(serialization_format=SAFETENSORS)`` writes a rank's values that are no tensors,
-then one safetensors file with all its tensors. The metadata give every tensor the offset of this
-file, as in no other form; the header says where each tensor is.
+``FileSystemWriter(serialization_format=SAFETENSORS)`` writes a rank's small values, then one
+safetensors file with all its tensors. For every tensor the metadata give the offset of this file;
+its header says where each tensor is. No other form repeats an offset.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def find_safetensors(container: Container) -> None:
     """Correct the places of tensors in files that are safetensors.
 
     Raises:
-        CheckpointCorruptError: The header of one is damaged, or does not fit the metadata.
+        CheckpointCorruptError: A header is damaged, or contradicts the metadata.
     """
     by_file: dict[str, list[tuple[str, StoredTensor, int]]] = defaultdict(list)
     for key, item in container.tensors.items():
@@ -51,7 +51,7 @@ def find_safetensors(container: Container) -> None:
 def sharded_container(store: Store, directory: str, names: Iterable[str]) -> Container | None:
     """Return what ``HuggingFaceStorageWriter(save_distributed=True)`` wrote, or None.
 
-    There are no metadata: each rank's file says where its boxes begin in the whole.
+    It writes no metadata: each rank's file says where its boxes begin in the whole tensors.
     """
     shards = {name: int(m[1]) for name in names for m in [_SHARD.fullmatch(name)] if m}
     if not shards:
@@ -97,7 +97,7 @@ def _add_shard(
 
 
 def _put(container: Container, item: StoredTensor, box: Box, ref: TensorRef, place: int) -> None:
-    """Set a chunk that is not a torch file; ``place`` may be one past the last."""
+    """Set a chunk that is not a torch file; ``place`` past the last chunk adds one."""
     blob = Blob(ref.file, ref.offset_bytes, ref.num_bytes)
     replica = any(chunk.box == box for chunk in item.chunks[:place])
     item.chunks[place : place + 1] = [Chunk(box, blob, replica)]
@@ -105,7 +105,7 @@ def _put(container: Container, item: StoredTensor, box: Box, ref: TensorRef, pla
 
 
 def _is_safetensors(chunks: Sequence[tuple[Chunk, str]]) -> bool:
-    """Return whether the tensors of a file, with their dtypes, can only be safetensors."""
+    """Return whether the chunks of a file, given with their dtypes, can only be safetensors."""
     return len({chunk.blob.offset_bytes for chunk, _ in chunks}) == 1 and all(
         chunk.blob.num_bytes == chunk.box.num_elements * DTYPE_BYTES[dtype]
         for chunk, dtype in chunks
@@ -135,8 +135,8 @@ def _refs(
         if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (dtype, box.shape):
             what = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
             raise CheckpointCorruptError(
-                f"{path} has {what} as {key}, the metadata say {dtype}{list(box.shape)}: another "
-                "save wrote over this one, or two boxes of one tensor were saved as one",
+                f"{path} has {what} as {key}, the metadata say {dtype}{list(box.shape)}: "
+                "another save overwrote this one, or two boxes of one tensor were saved as one",
                 key=key,
                 path=path,
             )

@@ -1,4 +1,4 @@
-"""Makes training state of a DCP container: entries, groups, small values, fate of each key."""
+"""Makes training state of a DCP container: entries, groups, small values, notes on keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ucp_core.formats.dcp.container import Container
 
-#: A generator's state has 5 KB; anything larger is data of the model.
+#: A random generator's state has 5 KB; anything larger belongs to the model.
 _SMALL_BYTES = 64 << 10
 _STEPS = ("step", "global_step", "global_steps", "iteration", "steps", "num_steps", "steps_run")
 _RANDOM = re.compile(r".*(?:rng|random|generator).*", re.IGNORECASE)
@@ -32,17 +32,17 @@ _BUFFERS = (
     "freqs_cis",
     "_extra_state",
 )
-#: Last part of a flat parameter's key, since torch 1.13 and before that.
+#: Last part of a flat parameter's key: since torch 1.13, and before.
 _FLAT = ("_flat_param", "flat_param")
 _INTEGERS = frozenset(("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"))
 
 
 def state_of(container: Container) -> Assembly:
-    """Return what the keys of a container mean.
+    """Return the training state in a container.
 
     Raises:
-        CheckpointCorruptError: An item contradicts the metadata, or a name is there twice.
-        ForeignClassError: A hyper-parameter is of an unknown class.
+        CheckpointCorruptError: An item contradicts the metadata, or two keys have one name.
+        ForeignClassError: A hyper-parameter has an unknown class.
         UnsupportedVersionError: FSDP1 flattened the weights.
     """
     shapes = {key: item.shape for key, item in container.tensors.items()}
@@ -79,11 +79,11 @@ def _refuse_flat(container: Container) -> None:
     if not flat:
         return
     raise UnsupportedVersionError(
-        f"{container.where}: {flat[0]} is a flat parameter of FSDP1, saved with LOCAL_STATE_DICT: "
-        "nothing tells which of its elements are which parameter's, and what lies under a "
-        "parameter's own name is one rank's part of it. Save with "
-        "StateDictType.SHARDED_STATE_DICT; this one torch can load first, by its _flat_param keys "
-        "alone, into the same FSDP modules on as many ranks as saved it",
+        f"{container.where}: {flat[0]} is a flat parameter of FSDP1, saved with "
+        "LOCAL_STATE_DICT: nothing shows which parameter each of its elements belongs to, and "
+        "a parameter's own key holds only one rank's part of it. Save with "
+        "StateDictType.SHARDED_STATE_DICT. To rescue this checkpoint, load only its "
+        "_flat_param keys with torch into the same FSDP modules on as many ranks as saved it",
         key=flat[0],
         path=container.where,
     )
@@ -94,7 +94,8 @@ def _refuse_twice(keys: Mapping[str, TensorKey]) -> None:
     for key, name in keys.items():
         if name in seen:
             raise CheckpointCorruptError(
-                f"keys {seen[name]} and {key} are both {name}: save them apart", key=key
+                f"keys {seen[name]} and {key} both mean {name}: save them in separate checkpoints",
+                key=key,
             )
         seen[name] = key
 
@@ -114,7 +115,7 @@ def _number(container: Container, key: str, *, exact: bool = False) -> Any:
 
 
 def _ref(entry: TensorEntry) -> TensorRef:
-    """Return a small tensor of one fragment, which is contiguous."""
+    """Return the only fragment of a small tensor as a contiguous tensor."""
     (fragment,) = entry.fragments
     strides = packed_strides(entry.shape, 1)
     return TensorRef(entry.dtype, entry.shape, strides, fragment.file, fragment.offset_bytes, None)
@@ -164,7 +165,7 @@ def _in_model_order(container: Container, names: Names) -> dict[str, tuple[int, 
     if rest and len({c.blob.file for key in rest for c in container.tensors[key].chunks}) > 1:
         raise CheckpointCorruptError(
             f"{container.where}: the optimizer's state is saved by number and not by name, and "
-            f"nothing tells in which order the model has {rest[0]} and others: save it with "
+            f"nothing shows in which order the model has {rest[0]} and others: save it with "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
             path=container.where,
         )
@@ -180,7 +181,7 @@ def _is_statistic(fqn: str, known: Collection[str]) -> bool:
 
 
 def _add_values(found: Assembly, container: Container, names: Names) -> None:
-    """Add the optimizer's values that are no tensors."""
+    """Add the optimizer's values that are not tensors."""
     others: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in container.values(key for key in names.states if key in container.blobs):
         fqn, slot = names.states[key]
@@ -214,7 +215,7 @@ def _add_groups(found: Assembly, container: Container, names: Names) -> None:
 def _add_others(
     found: Assembly, container: Container, names: Names, small: Iterable[str], loose: Iterable[str]
 ) -> None:
-    """Keep what is neither model nor optimizer: schedule, data cursor, random state, counters."""
+    """Keep everything besides model and optimizer: schedule, cursor, random state, counters."""
     for key in small:
         _put(found, container, key, _number(container, key, exact=True))
     for key in loose:
@@ -232,7 +233,7 @@ def _add_others(
                 container.as_json(container.value(blob, key), key, exact=True) for blob in blobs
             ]
         except ForeignClassError as error:
-            found.items[key] = Item("drop", f"its value is of an unknown class: {error}")
+            found.items[key] = Item("drop", f"its value has an unknown class: {error}")
             continue
         same = all(value == values[0] for value in values)
         _put(found, container, key, values[0] if same else {"by_rank": values})
@@ -249,14 +250,14 @@ def _put(found: Assembly, container: Container, key: str, value: Any) -> None:
         target, path = found.extra, [key]
     target[path[-1]] = value
     if _RANDOM.fullmatch(key):
-        note = "kept in extra; on another number of ranks every rank has to derive its own"
+        note = "kept in extra; on another number of ranks, each rank must derive its own"
         found.items[key] = Item("reseed", note)
     else:
         found.items[key] = Item("replicate", "kept in extra")
 
 
 def _with_lists(value: Any) -> Any:
-    """Return a nested value, with dicts that are numbered lists as lists again."""
+    """Return a nested value, with dicts that DCP made of lists as lists again."""
     if not isinstance(value, dict):
         return value
     inner = {key: _with_lists(item) for key, item in value.items()}
@@ -315,11 +316,12 @@ def _step(found: Assembly, container: Container) -> int:
 
 
 def _add_ties(found: Assembly) -> None:
-    """Find the tensors that are a second name of another one, and take them out.
+    """Find tensors that are a second name of another tensor, and record them as ties.
 
-    DCP saves tied parameters once under each name, and their optimizer state under one. Evidence
-    is torch's own checksum of every chunk; tensors below two dims and of zeros prove nothing.
-    Two frozen ones can be equal without being one, unless their keys lead to the same bytes.
+    DCP saves tied parameters once under each name, and their optimizer state under one. Torch's own
+    checksums of every chunk prove a tie. Tensors of fewer than two dims, and tensors that begin
+    with zeros, prove nothing. Two frozen tensors can be equal without being tied, so they are tied
+    only if their keys lead to the same bytes.
     """
     frozen = [fqn for fqn, role in found.roles.items() if role == "frozen"]
     if not frozen:
@@ -349,7 +351,10 @@ def _add_ties(found: Assembly) -> None:
 
 
 def _identity(entry: TensorEntry, crcs: Mapping[tuple[str, int, int], int]) -> Any:
-    """Return what two tensors of the same bytes have in common; None if nothing proves it."""
+    """Return a value that is equal for tensors of the same bytes.
+
+    None if nothing proves equality.
+    """
     if len(entry.shape) < 2:  # noqa: PLR2004
         return None
     found = [crcs.get((f.file, f.offset_bytes, f.num_bytes)) for f in entry.fragments]

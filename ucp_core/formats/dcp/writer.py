@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ucp_core.native import Checkpoint, Slab
     from ucp_core.storage import Buffer
 
-#: A loader reads whole chunks, even if it needs little of one, and takes 0.3 ms to open each.
+#: A loader reads whole chunks even if it needs only a part, and takes 0.3 ms to open each.
 CHUNK_BYTES = 64 << 20
-#: Where the next file begins.
+#: Size at which a new file begins.
 FILE_BYTES = 5_000_000_000
 
 _METADATA_NAME = ".metadata"
@@ -91,18 +91,18 @@ def write(  # noqa: PLR0913 - the options of a format
 ) -> None:
     """Write the whole state to ``directory``, for ``torch.distributed.checkpoint.load``.
 
-    Weights are ``<model>.<fqn>``, tied names too. Slots are ``<optimizer>.state.<fqn>.<slot>``.
-    A tensor of the role ``extra``, which is no part of the model, has its name as its key.
-    Every value of ``extra`` is at the top, under its name, as DCP itself flattens it.
+    Weights are ``<model>.<fqn>``, tied names too. Slots are ``<optimizer>.state.<fqn>.<slot>``. A
+    tensor with the role ``extra``, which is not part of the model, has its name as its key. Every
+    value of ``extra`` is at the top level under its name, flattened as DCP does.
 
     See ``export`` for the other arguments and the errors.
 
     Args:
-        model: Key of the model's state dict; empty: its names are at the top.
+        model: Key of the model's state dict. If it is empty, the names are at the top level.
         optimizer: Key of the optimizer's state dict.
-        flatten_optimizer: Groups are ``<optimizer>.param_groups.<fqn>.<name>``, one value for
-            each parameter, as with ``StateDictOptions(flatten_optimizer_state_dict=True)``;
-            otherwise ``<optimizer>.param_groups.<index>.<name>``.
+        flatten_optimizer: Write groups as ``<optimizer>.param_groups.<fqn>.<name>``, one value for
+            each parameter, as ``StateDictOptions(flatten_optimizer_state_dict=True)`` does.
+            Otherwise they are ``<optimizer>.param_groups.<index>.<name>``.
     """
     check_memory(memory_bytes)
     names = store.list(directory)
@@ -119,7 +119,7 @@ def write(  # noqa: PLR0913 - the options of a format
 
 
 class Rows(NamedTuple):
-    """Rows of a larger tensor: ``size`` from ``first`` on, and as many every ``distance`` rows."""
+    """Rows of a larger tensor: ``size`` rows from ``first``, repeated every ``distance`` rows."""
 
     first: int
     size: int
@@ -127,11 +127,11 @@ class Rows(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor is in the one of its key."""
+    """The place of a tensor in its key's tensor."""
 
-    shape: tuple[int, ...]  #: Of the key's tensor.
+    shape: tuple[int, ...]  #: Shape of the key's tensor.
     layer: int | None = None  #: Index along its first dim, if that counts layers.
-    rows: Rows | None = None  #: Along the tensor's own first dim; None: all.
+    rows: Rows | None = None  #: Rows of the key's tensor or layer; None means all.
 
 
 @dataclass(slots=True)
@@ -142,16 +142,16 @@ class Contents:
     paths: dict[str, _Path] = field(default_factory=dict)
     #: The keys of each tensor; several where names are tied.
     keys: dict[TensorKey, list[str]] = field(default_factory=dict)
-    #: Where a tensor is in its key's, if it is not all of it.
+    #: Places of tensors that are only a part of their key's tensor.
     parts: dict[TensorKey, Place] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)  #: Small values by key.
     #: Small values that are tensors, by key.
     small: dict[str, TensorData] = field(default_factory=dict)
-    #: Where tensors outside of the model are among the small values, by name.
+    #: Places, among the small values, of tensors outside the model, by name.
     places: dict[str, _Path] = field(default_factory=dict)
 
     def tensors(self, checkpoint: Checkpoint, model: str, optimizer: str) -> None:
-        """Name every tensor; the weight of tied ones once more for each alias."""
+        """Name every tensor, and a tied weight also under each alias."""
         for key in sorted(checkpoint.state_map.entries):
             path: _Path
             if checkpoint.manifest.roles.get(key.fqn) == "extra":
@@ -197,8 +197,8 @@ class Contents:
         key = ".".join(map(str, path))
         if key in self.paths:
             raise UcpError(
-                f"{key} is the name of two values, {self.paths[key]} and {path}: rename one, or "
-                "give the model and the optimizer other keys",
+                f"{key} names two values, {self.paths[key]} and {path}: rename one, or give "
+                "the model and the optimizer other keys",
                 key=key,
             )
         self.paths[key] = path
@@ -206,7 +206,10 @@ class Contents:
 
 
 def _is_small(tensor: TensorData) -> bool:
-    """Return whether the reader takes such a tensor for a small value; others are objects here."""
+    """Return whether the reader takes such a tensor for a small value.
+
+    Other small values are objects here.
+    """
     return tensor.dtype == "U8" or (not tensor.shape and tensor.dtype in NUMBER_DTYPES)
 
 
@@ -219,7 +222,7 @@ def _is_terminal(values: list[Any]) -> bool:
 
 
 def hyper(name: str, value: Any) -> Any:
-    """Return a hyper-parameter as torch's optimizers have it: betas are a tuple, names a list."""
+    """Return a hyper-parameter as torch's optimizers hold it: betas as a tuple, names as a list."""
     return tuple(value) if isinstance(value, list) and name != "params" else value
 
 
@@ -228,7 +231,7 @@ class _Tensor:
     """A tensor being written: its chunks and the places of their blobs."""
 
     entry: TensorEntry
-    place: Place | None = None  #: Where it is in the tensor of its key; None if it is all.
+    place: Place | None = None  #: Place in the tensor of its key; None if it is the whole tensor.
     boxes: list[Box] = field(default_factory=list)
     places: list[Instance] = field(default_factory=list)
 
@@ -238,7 +241,7 @@ class _Tensor:
         return self.entry.shape if self.place is None else self.place.shape
 
     def placed(self, box: Box) -> Iterator[tuple[Box, int]]:
-        """Yield the boxes of the key's tensor that a box is, and the number of their rows."""
+        """Yield the boxes of the key's tensor that make up a box, and their numbers of rows."""
         place = self.place or Place(self.entry.shape)
         rows = place.rows or Rows(0, self.entry.shape[0] if self.entry.shape else 1, 0)
         low, high = (box.start[0], box.stop[0]) if box.start else (0, 1)
@@ -293,10 +296,10 @@ class DcpFiles:
         self.names: list[str] = []
 
     def write(self, written: list[str], *, fsync: bool) -> None:
-        """Write the data files, and then the metadata, which commit.
+        """Write the data files, then the metadata, which commits the checkpoint.
 
         Args:
-            written: Gets the path of every file before the file is begun.
+            written: Receives the path of every file before the file is begun.
         """
         try:
             self._files(written, fsync=fsync)
@@ -307,7 +310,7 @@ class DcpFiles:
         self._store.write_atomic(written[-1], metadata, fsync=fsync)
 
     def _files(self, written: list[str], *, fsync: bool) -> None:
-        """Write the small values and all tensors, in as many files as that takes."""
+        """Write the small values and all tensors, in as many files as they need."""
         ahead = next(self._slabs, None)
         while ahead is not None or not self.names:
             self.names.append(f"__0_{len(self.names)}.distcp")
@@ -318,7 +321,7 @@ class DcpFiles:
             ahead = rest[0] if rest else None
 
     def _chunks(self, ahead: Slab | None, rest: list[Slab]) -> Iterator[Buffer]:
-        """Yield one file; put the slab that no longer fits into ``rest``."""
+        """Yield the content of one file; put the slab that no longer fits into ``rest``."""
         if len(self.names) == 1:
             yield from self._small()
         while ahead is not None:
@@ -375,7 +378,7 @@ class DcpFiles:
         places: dict[Instance, Instance] = {}
         by_name: dict[str, list[_Tensor]] = {k: [one] for k, one in self._small_tensors.items()}
         for key, tensor in self._tensors.items():
-            # The keys of tied names lead to the same bytes.
+            # Keys of tied names point to the same bytes.
             for name in self._contents.keys[key]:
                 by_name.setdefault(name, []).append(tensor)
         for name, tensors in by_name.items():
@@ -400,7 +403,7 @@ class DcpFiles:
 
 
 class _Attributes(dict[str, Any]):
-    """Attributes of an object that is a key of a dict."""
+    """Attributes of an object that serves as a key of a dict."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -410,7 +413,7 @@ def _named(name: str, attributes: Mapping[str, Any]) -> Instance:
 
 
 def _describe(tensors: Sequence[_Tensor]) -> Instance:
-    """Return the metadata of one key's tensor: whole, or its layers."""
+    """Return the metadata of one key's tensor, which is whole or made of layers."""
     properties = Instance(
         f"{_METADATA}.TensorProperties",
         state=(

@@ -1,4 +1,4 @@
-"""Keys and names of DeepSpeed's files, and what becomes of each. Pure.
+"""Keys and names in DeepSpeed's files, and what the reader does with each. Pure.
 
 Sources: ``engine._common_checkpoint_state`` and ``state_dict`` of ZeRO's stages, 0.14 to 0.19.
 """
@@ -9,7 +9,7 @@ import re
 
 from ucp_core.manifest import Item
 
-_TENSORS = "its tensors, or where they lie"
+_TENSORS = "its tensors, or their places"
 _LAYOUT = "describes the layout it was saved under"
 
 #: Keys of model files that DeepSpeed itself writes.
@@ -32,7 +32,7 @@ MODEL = {
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 #: Objects with a state of their own.
 STATES = ("lr_scheduler", "data_sampler", "random_ltd")
-#: Keys of model files that are kept under their own name.
+#: Keys of model files that the reader keeps under their own name.
 NAMED = (*STATES, "ds_config", "sparse_tensor_module_names")
 #: Keys of ZeRO's files.
 OPTIMIZER = {

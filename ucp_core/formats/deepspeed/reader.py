@@ -1,7 +1,7 @@
 """Reads DeepSpeed's checkpoints, native and universal, without DeepSpeed and without torch.
 
 ZeRO stages 0 to 3, tensor, pipeline, sequence and expert parallelism, with the float32 masters if
-there are any. Only pickles are read; tensors stay where they are.
+there are any. It reads only the pickles; tensors stay where they are.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ucp_core.storage import Store
 
 _ZERO3 = 3
-#: Elements to compare of masters.
+#: Number of elements of each master to compare.
 _SAMPLE = 256
 
 
@@ -55,7 +55,8 @@ def read(
 ) -> Checkpoint:
     """Open a checkpoint; ``tag`` or the file ``latest`` chooses one of several.
 
-    See ``open_source`` for arguments and errors. ``rules`` override what the checkpoint says.
+    See ``open_source`` for arguments and errors. ``rules`` override the checkpoint's own
+    statements.
     """
     folder = locate(store, directory, tag)
     with refusing_nonsense(folder.directory, "DeepSpeed"):
@@ -167,7 +168,7 @@ def _size(states: Sequence[RankState], index: int, name: str) -> int:
 
 
 def _check_steps(native: Native, states: Mapping[tuple[int, int], RankState]) -> None:
-    """Raise if the optimizer's step differs between ZeRO's files."""
+    """Raise an error if the optimizer's step differs between ZeRO's files."""
 
     def step_of(state: RankState) -> float | None:
         for part in state.partitions[:1]:
@@ -185,7 +186,7 @@ def _check_steps(native: Native, states: Mapping[tuple[int, int], RankState]) ->
     for step, name in known:
         if step != known[0][0]:
             raise CheckpointCorruptError(
-                f"{native.files.path(name)} is of step {step:g}, {known[0][1]} of step "
+                f"{native.files.path(name)} is from step {step:g}, {known[0][1]} from step "
                 f"{known[0][0]:g}: the folder mixes two saves",
                 path=native.files.path(name),
                 steps=(step, known[0][0]),
@@ -201,7 +202,7 @@ def _layouts(native: Native, modules: Modules, rules: Rules | None) -> TensorPar
         info=_info(native),
         rules=rules,
         arguments=state if isinstance(state, dict) else None,
-        # Weights in bfloat16 can be equal although their masters differ: 1.001 is 1 there.
+        # Weights in bfloat16 can be equal although their masters differ: 1.001 becomes 1.
         equal=lambda name: (
             trained_on
             and modules.same_bytes(name)
@@ -233,7 +234,7 @@ def _beginnings(native: Native, modules: Modules, key: TensorKey) -> set[bytes]:
 
 
 def _info(native: Native) -> Info:
-    """Return the merged information of all stages; each knows its own layers."""
+    """Return the merged information of all stages, each of which knows only its own layers."""
     merged: dict[str, Any] = {}
     for (dp, mp), name in sorted(native.model.items()):
         info = native.files.trees[name].get("universal_checkpoint_info")
@@ -262,13 +263,13 @@ def _told(item: Any) -> Any:
 
 
 def _refuse_repeated(native: Native, shards: Shards, layouts: TensorParallelLayouts) -> None:
-    """Raise if several stages hold a name that is not declared to be one tensor."""
+    """Raise an error if several stages hold a name that is not declared to be one tensor."""
     if native.pp == 1:
         return
     for fqn, stages in shards.stages().items():
         if len(stages) > 1 and not layouts.info.in_every_stage(fqn):
             raise CheckpointCorruptError(
-                f"{fqn} is in the files of pipeline stages {sorted(stages)}, but neither tied nor "
-                "declared as replicated over stages: these are different tensors of one name",
+                f"{fqn} is in the files of pipeline stages {sorted(stages)}, but is neither "
+                "tied nor declared as replicated over stages: different tensors have one name",
                 fqn=fqn,
             )

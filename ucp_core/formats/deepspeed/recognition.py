@@ -36,24 +36,24 @@ _ANY = (_MODEL, _MODEL_ZERO3, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
 _TAG = re.compile(r"[^/\\\x00-\x1f]+")
 _LATEST_BYTES_MAX = 4096
 _SUFFIXES = (".pt", ".py", ".txt", ".json", ".bin", ".safetensors", ".distcp", ".metadata", ".md")
-#: Each look into a folder is a request, and a folder of tags has few entries.
+#: Looking into a folder costs a request, and a folder of tags has few entries.
 _FOLDERS_MAX = 64
 
 
 @dataclass(slots=True)
 class Names:
-    """The files of a native checkpoint by what they hold; keys are ranks."""
+    """The files of a native checkpoint, sorted by content and rank."""
 
-    #: By model-parallel rank; ZeRO stage 0, 1 and 2.
+    #: Model files of ZeRO stages 0 to 2, by model-parallel rank.
     model: dict[int, str] = field(default_factory=dict)
     model_zero3: dict[tuple[int, int], str] = field(default_factory=dict)  #: By ``(dp, mp)``.
-    #: By prefix (``bf16_``, ``fp16_`` or none), then by ``(dp, mp)``.
+    #: ZeRO's files by prefix (``bf16_``, ``fp16_`` or none), then by ``(dp, mp)``.
     optim: dict[str, dict[tuple[int, int], str]] = field(default_factory=dict)
-    #: A pipeline's layers, by ``(layer, tp)``; tp is None if the name has none.
+    #: Layer files of a pipeline by ``(layer, tp)``; tp is None if the name has none.
     layers: dict[tuple[int, int | None], str] = field(default_factory=dict)
-    #: By ``(moe layer, expert, mp)``; the layer is -1 in old names.
+    #: Files of experts by ``(moe layer, expert, mp)``; the layer is -1 in old names.
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
-    #: Without ZeRO, by ``(ep, mp)``.
+    #: Optimizer files of experts without ZeRO, by ``(ep, mp)``.
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
 
@@ -108,7 +108,8 @@ def locate(store: Store, directory: str, tag: str | None) -> Folder:
     """Return the checkpoint in ``directory``, or the latest one below it.
 
     Raises:
-        CheckpointNotFoundError: There is none, or there are several and nothing chooses one.
+        CheckpointNotFoundError: There is no checkpoint, or there are several and nothing selects
+            one.
         CheckpointCorruptError: The file ``latest`` does not hold a name.
     """
     names = store.list(directory)
@@ -169,7 +170,7 @@ def _latest(store: Store, path: str) -> str:
 
 
 def _checked_tag(tag: str, where: str) -> str:
-    """Return a tag after checks: it may name nested folders, but not leave the directory."""
+    """Return a tag after checks: it may name nested folders, but must not leave the directory."""
     parts = tag.split("/")
     if not all(map(_TAG.fullmatch, parts)) or not {".", ".."}.isdisjoint(parts):
         raise CheckpointCorruptError(

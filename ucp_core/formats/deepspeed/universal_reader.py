@@ -1,9 +1,9 @@
 """Reads the folder that DeepSpeed's ``ds_to_universal`` makes: a folder of files per parameter.
 
-``zero/NAME/fp32.pt`` and one file per slot hold ``{param: tensor, ...}``. If they were made from
-stage 3 without tensor parallelism, they hold a flat tensor, whose shape is in the model files
-beside. Frozen parameters and buffers are taken from the model files, because the converter upcasts
-them and, under tensor parallelism, drops parts of them.
+``zero/NAME/fp32.pt`` and one file per slot hold ``{param: tensor, ...}``. Made from stage 3 without
+tensor parallelism, they hold a flat tensor, whose shape is in the model files beside them. Frozen
+parameters and buffers are taken from the model files, because the converter upcasts them and, under
+tensor parallelism, drops parts of them.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ _STEP_IN_TAG = re.compile(r"\D*(\d+)(?:_universal)?")
 
 @dataclass(slots=True)
 class _Folder(Modules):
-    """The content of a universal folder, as far as it was read."""
+    """The content of a universal folder that was read so far."""
 
     #: Names of the files of each parameter, without the suffix.
     slots: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    trees: dict[str, Any] = field(default_factory=dict)  #: What those hold, by name in the folder.
-    native: Native | None = None  #: The model files beside, if any.
+    trees: dict[str, Any] = field(
+        default_factory=dict
+    )  #: Content of these files, by name in the folder.
+    native: Native | None = None  #: The model files beside the folder, if any.
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of trained parameters as their ranks had them."""
@@ -88,7 +90,7 @@ def read_universal(
     """Open a universal folder.
 
     Args:
-        layouts_of: How tensors that are only in the model files are sharded.
+        layouts_of: Makes the layouts of tensors that are only in the model files.
     """
     found = _Folder(store, folder.directory)
     _open(found)
@@ -128,9 +130,10 @@ def _open(found: _Folder) -> None:
     found.trees, found.extents = files.trees, files.extents
     beside = sort_names(name for name in store.list(directory) if name != ZERO)
     for name in beside.others:
-        found.items[name] = Item("drop", "no part of a universal checkpoint")
+        found.items[name] = Item("drop", "not a part of a universal checkpoint")
     if beside.model:
-        # A folder for the loaders of every stage has both kinds; this kind has the tensors.
+        # A folder for the loaders of every stage has both kinds of files; this kind has the
+        # tensors.
         beside.model_zero3.clear()
     if beside.model or beside.model_zero3:
         found.native = open_native(store, directory, beside, with_optim=False)
@@ -138,9 +141,9 @@ def _open(found: _Folder) -> None:
         raise CheckpointCorruptError(f"{zero} holds no folder of a parameter", path=zero)
     if found.native is None and f"{ZERO}/{_OPTIMIZER}" not in found.trees:
         raise CheckpointCorruptError(
-            f"{directory} has neither {ZERO}/{_OPTIMIZER} nor model files, which ds_to_universal "
-            "writes last: it was interrupted, and parameters may be missing; use the checkpoint "
-            "that it was made of",
+            f"{directory} has neither {ZERO}/{_OPTIMIZER} nor model files, which "
+            "ds_to_universal writes last: it was interrupted, and parameters may be missing; "
+            "use the checkpoint that it was made from",
             path=directory,
             missing=(f"{ZERO}/{_OPTIMIZER}",),
         )
@@ -182,7 +185,7 @@ def _add_params(found: _Folder, layouts: TensorParallelLayouts | None) -> None:
                 fqn=name,
             )
         if not mine and more is not None:
-            found.items[item] = Item("reshard", "it has no optimizer state there")
+            found.items[item] = Item("reshard", "the folder has no optimizer state for it")
             if found.native is None:
                 found.roles[name] = "frozen"
         for slot in slots:
@@ -193,7 +196,7 @@ def _add_params(found: _Folder, layouts: TensorParallelLayouts | None) -> None:
 
 
 def _check_alike(found: _Folder, name: str) -> None:
-    """Raise if a slot has another shape than the weight."""
+    """Raise an error if a slot has another shape than the weight."""
     shape = found.entries[TensorKey(name, "weight")].shape
     for slot in _slots(found.slots[name]):
         other = found.entries.get(TensorKey(name, slot))
@@ -273,7 +276,7 @@ def _put_parts_together(found: _Folder, name: str, layouts: TensorParallelLayout
 def _shape(
     found: _Folder, file: str, ref: TensorRef, tree: Any, local: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Return the shape of a whole tensor; for a flat one, that in the model files.
+    """Return the shape of a whole tensor; for a flat tensor, the shape in the model files.
 
     Under tensor parallelism the model files have the shapes of shards, so only the number of dims
     is compared.
@@ -282,7 +285,7 @@ def _shape(
     if local is None or native is None:
         if not isinstance(tree, dict) and len(ref.shape) == 1:
             found.items[file] = Item(
-                "reshard", "flat: nothing in the folder tells its shape; copy the model files"
+                "reshard", "flat: nothing in the folder gives its shape; copy the model files"
             )
         return ref.shape
     if ref.shape == local:
@@ -314,7 +317,7 @@ def _add_groups(found: _Folder) -> None:
     add_optimizer_values(found, {k: v for k, v in tree.items() if k not in bulk}, file)
     if is_zero3:
         found.items[f"{file}: state"] = Item(
-            "drop", "the first rank's part, which is in the parameters' folders too"
+            "drop", "the first rank's part, which the parameters' folders also hold"
         )
         _add_step(found, inner)
     groups = tree.get("param_groups") or inner.get("param_groups") or []
@@ -324,7 +327,7 @@ def _add_groups(found: _Folder) -> None:
 
 
 def _check_steps(found: _Folder, names: list[list[str]]) -> None:
-    """Raise if parameters of one group are of different steps."""
+    """Raise an error if parameters of one group have different steps."""
 
     def step_of(name: str) -> float | None:
         entry = found.scalars.entries.get(TensorKey(name, _STEP))
@@ -340,8 +343,9 @@ def _check_steps(found: _Folder, names: list[list[str]]) -> None:
             if step != known[0][1]:
                 first = join(found.directory, f"{ZERO}/{known[0][0]}")
                 raise CheckpointCorruptError(
-                    f"{join(found.directory, f'{ZERO}/{name}')} is of step {step:g}, {first} of "
-                    f"step {known[0][1]:g}: the folder mixes two saves; use another checkpoint",
+                    f"{join(found.directory, f'{ZERO}/{name}')} is from step {step:g}, {first} "
+                    f"from step {known[0][1]:g}: the folder mixes two saves; use another "
+                    "checkpoint",
                     path=join(found.directory, f"{ZERO}/{name}"),
                     fqn=name,
                     steps=(step, known[0][1]),
@@ -356,7 +360,7 @@ def _number(found: _Folder, entry: TensorEntry) -> float | None:
 
 
 def _add_step(found: _Folder, inner: Mapping[str, Any]) -> None:
-    """Give every trained parameter the step that stage 3 saves only once."""
+    """Give every trained parameter the step, which stage 3 saves only once."""
     state = inner.get("state")
     first: Any = next(iter(state.values()), {}) if isinstance(state, dict) else {}
     value = first.get(_STEP) if isinstance(first, dict) else None
@@ -371,7 +375,7 @@ def _add_step(found: _Folder, inner: Mapping[str, Any]) -> None:
 def _names_by_group(
     found: _Folder, groups: list[Mapping[str, Any]], zero3: Mapping[str, Any] | None
 ) -> list[list[str]]:
-    """Return the parameters of every group; stage 3 tells them by sub-groups."""
+    """Return the parameters of every group; stage 3 names them by sub-group."""
     shapes = found.shapes_by_group()
     if len(shapes) == len(groups):
         return [list(group) for group in shapes]
@@ -379,7 +383,7 @@ def _names_by_group(
     if len(groups) == 1:
         return [[name for group in shapes for name in group] or trained]
     if zero3 is None or found.native is None:
-        note = "the folder does not say which parameters are in which of its groups"
+        note = "the folder does not say which parameters each of its groups has"
         found.items["param_groups"] = Item("drop", note)
         return [[] for _ in groups]
     group_of = {i: g for g, group in enumerate(groups) for i in group.get("params", ())}
@@ -408,7 +412,7 @@ def _step(found: _Folder, folder: Folder) -> int:
 
 
 def _add_buffers(found: _Folder) -> None:
-    """Tell which tensors are buffers, and which buffers are lost."""
+    """Mark the tensors that are buffers, and note the buffers that are lost."""
     buffers = frozenset() if found.native is None else buffer_names(found.native)
     known = {key.fqn for key in found.entries}
     found.roles |= dict.fromkeys(buffers & known, "buffer")

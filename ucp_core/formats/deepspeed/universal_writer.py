@@ -1,15 +1,15 @@
-"""Writes DeepSpeed's universal folder in a form that it loads at every ZeRO stage.
+"""Writes DeepSpeed's universal folder in a form that DeepSpeed loads at every ZeRO stage.
 
-DeepSpeed's own tool writes one form for stages 1 and 2 and another for stage 3, and each loads only
-its own. This folder serves both: tensors have their shapes, every parameter has a step, and each
-loader finds an optimizer state and metadata under the names that it expects.
+DeepSpeed's own tool writes one form for stages 1 and 2 and another for stage 3, and each loader
+accepts only its own form. This folder serves both: tensors have their shapes, every parameter has a
+step, and each loader finds an optimizer state and metadata under the names that it expects.
 
 DeepSpeed's universal load restores neither frozen parameters nor buffers. At stage 3 it restores
-only the slots ``exp_avg`` and ``exp_avg_sq``, and no hyper-parameters that differ between groups:
-these are omitted, so that the target keeps its own. At stage 3 all groups and sub-groups also share
-one step counter, which counts several times a step: with more than one group the losses differ from
-the second step on (measured with 0.19.8). The native form (``ucp_core.formats.deepspeed.writer``)
-has none of these limits.
+only the slots ``exp_avg`` and ``exp_avg_sq``, and no hyper-parameters that differ between groups.
+The writer omits those, so that the target keeps its own. At stage 3 all groups and sub-groups also
+share one step counter, which counts several times a step: with more than one group the losses
+differ from the second step on (measured with 0.19.8). The native form
+(``ucp_core.formats.deepspeed.writer``) has none of these limits.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def write(  # noqa: PLR0913 - the signature of every writer
 
     Args:
         checkpoint: The source, of any format, with the target's names.
-        rules: How tensors are sharded over tensor-parallel ranks, for targets that have them.
+        rules: How tensors are sharded, for targets with tensor-parallel ranks.
         dtype: A key of ``DTYPES``, for the run's loss scaler. None: the source's dtype.
         tag: Name of the folder; default: DeepSpeed's, ``global_step``, the step, ``_universal``.
     """
@@ -81,8 +81,8 @@ def write(  # noqa: PLR0913 - the signature of every writer
     expert = next((key.fqn for key in model.entries if is_expert(key.fqn)), None)
     if expert is not None:
         raise UcpError(
-            f"{expert} is of an expert of DeepSpeed's MoE, which its universal form takes for an "
-            "expert of every rank: export with --format deepspeed",
+            f"{expert} belongs to an expert of DeepSpeed's MoE, which the universal form takes "
+            "for an expert of every rank: export with --format deepspeed",
             fqn=expert,
         )
     if not model.groups:
@@ -98,11 +98,11 @@ def write(  # noqa: PLR0913 - the signature of every writer
     trees = Trees(model, FlatReader(checkpoint, memory_bytes), dtype=precision, dp=1)
 
     def files() -> Iterator[tuple[str, Any]]:
-        # This order never makes a part look complete: metadata that names every parameter comes
-        # first, and each parameter's values come last.
+        # In this order a partial folder never looks complete: metadata that name every parameter
+        # come first, and each parameter's values come last.
         yield "zero/optimizer_state.pt", _optimizer_state(trees)
         yield "mp_rank_00_model_states.pt", _model_states(trees, with_tensors=True)
-        # Stage 3 looks for this name, and reads the same small values.
+        # Stage 3 reads the same small values under this name.
         yield "zero_pp_rank_0_mp_rank_00_model_states.pt", _model_states(trees, with_tensors=False)
         for group in model.groups:
             for name in group.names:
@@ -115,7 +115,9 @@ def _check(model: Model) -> None:
     for name in model.parameters:
         if "/" in name or "\0" in name or name in {"", ".", "..", "optimizer_state.pt"}:
             raise UcpError(
-                f"{name!r} cannot be the name of a folder, which the form asks for", fqn=name
+                f"{name!r} cannot be the name of a folder, but the universal form has a folder "
+                "for each parameter",
+                fqn=name,
             )
     for group in model.groups:
         for slot in group.scalars:
@@ -168,7 +170,7 @@ def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:
 
 
 def _by_parts(cut: Cut, shape: tuple[int, ...]) -> Cut:
-    """Return a cut of fused parts by extents instead of ratios, if these divide."""
+    """Return a cut of fused parts by extents instead of ratios, if the ratios divide the extent."""
     ratio = cut.ratio or ()
     unit, rest = divmod(shape[cut.dim], sum(ratio))
     return cut if rest else replace(cut, ratio=None, parts=tuple(unit * part for part in ratio))
@@ -219,7 +221,7 @@ def _optimizer_state(trees: Trees) -> dict[str, Any]:
 
 def _model_states(trees: Trees, *, with_tensors: bool) -> dict[str, Any]:
     model = trees.model
-    # Names as in stage 3, where parameters have no elements.
+    # These are the names of stage 3, where parameters have no elements.
     module: OrderedDict[str, TensorData] = trees.placeholders()
     if with_tensors:
         module.update(trees.untrained())

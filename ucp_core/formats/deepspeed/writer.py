@@ -1,8 +1,8 @@
 """Writes a native checkpoint of DeepSpeed for a chosen stage, dp and tp.
 
 ``load_checkpoint`` needs no option, and each rank reads only its own files. So it restores what
-DeepSpeed's universal load loses: frozen parameters, buffers, hyper-parameters by group. The
-universal folder: ``ucp_core.formats.deepspeed.universal_writer``.
+DeepSpeed's universal load loses: frozen parameters, buffers, and hyper-parameters by group.
+``ucp_core.formats.deepspeed.universal_writer`` writes the universal folder.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 #: Names of dtypes as DeepSpeed's configuration has them.
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-#: Stages of ZeRO that shard Muon's momentum in another way than the masters.
+#: Stages of ZeRO that shard Muon's momentum differently from the masters.
 _WHOLE_MOMENTUM = (1, 2)
 _STAGES = (0, 1, 2, 3)
-#: Sections of a configuration that are about precision and layout.
+#: Sections of a configuration about precision and layout.
 _LAYOUT_KEYS = frozenset({"bf16", "bfloat16", "fp16", "tensor_parallel"})
 
 
@@ -52,22 +52,21 @@ class Target:
     stage: int = 1  #: ZeRO's stage, 0 to 3.
     dp: int = 1  #: Data-parallel ranks (times sequence-parallel ranks).
     tp: int = 1  #: Tensor-parallel ranks.
-    #: Expert-parallel ranks, of which every layer's experts have as many each; they divide
-    #: ``dp``.
+    #: Expert-parallel ranks, which share the experts of every layer equally. Must divide ``dp``.
     ep: int = 1
     dtype: str | None = None  #: The model's dtype, a key of ``DTYPES``. None: the source's.
     sub_group_size: int = 1_000_000_000  #: Stage 3's setting; the default is DeepSpeed's.
     #: The first layer of every stage of a ``PipelineModule``. Empty: no pipeline.
     stages: Sequence[int] = ()
-    #: By key of a tied module, all its layers.
+    #: All layers of each tied module, by its key.
     tied_layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     #: Name of the folder; default: DeepSpeed's, ``global_step`` and the step.
     tag: str | None = None
 
     def check(self) -> None:
-        """Check the numbers; the ``UcpError`` names the wrong one."""
+        """Check the numbers, and raise an ``UcpError`` that names a wrong one."""
         if self.stage not in _STAGES:
-            raise UcpError(f"stage={self.stage!r}: ZeRO has the stages 0 to 3")
+            raise UcpError(f"stage={self.stage!r}: ZeRO has stages 0 to 3")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UcpError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}")
         for name in ("dp", "tp", "ep", "sub_group_size"):
@@ -78,8 +77,8 @@ class Target:
             raise UcpError(f"ep={self.ep} must divide dp={self.dp}: experts are spread over it")
         if self.stage == 0 and self.dtype not in {None, "fp32"}:
             raise UcpError(
-                f"stage 0 in {self.dtype} keeps its state in a form that cannot be written: give "
-                "stage 1, or fp32"
+                f"the form that stage 0 has in {self.dtype} cannot be written: give stage 1, "
+                "or fp32"
             )
         if self.stages and self.stage > 1:
             raise UcpError(f"stage={self.stage}: a PipelineModule runs with ZeRO stage 0 or 1 only")
@@ -108,7 +107,7 @@ def write(
 
     Args:
         checkpoint: The source, of any format, with the target's names.
-        rules: How tensors are sharded over tensor-parallel ranks; needed if ``tp`` is not 1.
+        rules: How tensors are sharded over tensor-parallel ranks; required if ``tp`` is above 1.
         **target: The attributes of ``Target``.
     """
     wanted = Target(**target)
@@ -154,21 +153,21 @@ def write(
 
 
 def _experts(model: Model, wanted: Target) -> Experts | None:
-    """Return the experts of the model and of its target; None if there are none."""
+    """Return the experts of the model, spread over the target's ranks; None if there are none."""
     experts = Experts(model, wanted.ep, apart=wanted.stage > 0)
     if not experts.counts:
         return None
     if wanted.stage == 3 or wanted.tp > 1 or wanted.stages:  # noqa: PLR2004 - ZeRO's
         raise UcpError(
             "experts of DeepSpeed's MoE are written for stages 0 to 2 without tensor-parallel "
-            "ranks and pipeline: DeepSpeed has no stage 3 for them, and names the ranks' experts "
-            "otherwise in the rest"
+            "ranks and pipeline: DeepSpeed has no stage 3 for them, and names experts "
+            "differently in the other layouts"
         )
     return experts
 
 
 def _check_groups(model: Model, wanted: Target) -> None:
-    """Raise unless the stage can hold the optimizer's groups."""
+    """Raise an error unless the stage can hold the optimizer's groups."""
     if not model.groups and wanted.stage > 0:
         raise UcpError(
             "the source has no optimizer groups (it may have only weights), and "
@@ -177,15 +176,15 @@ def _check_groups(model: Model, wanted: Target) -> None:
         )
     if wanted.stage in _WHOLE_MOMENTUM and any(g.hyper.get("use_muon") for g in model.groups):
         raise UcpError(
-            f"stage {wanted.stage} keeps Muon's momentum of whole parameters, and not cut like the "
-            "masters; that is not written: give stage 3"
+            f"stage {wanted.stage} keeps Muon's momentum as whole parameters, not cut like the "
+            "masters, and this cannot be written: give stage 3"
         )
 
 
 def _placements(
     model: Model, target: Target, rules: Rules | None
 ) -> Mapping[str, Placement] | None:
-    """Return how every tensor is sharded over tensor-parallel ranks; None if there is one."""
+    """Return how every tensor is sharded over tensor-parallel ranks; None with one rank."""
     tp = target.tp
     if tp == 1:
         return None
@@ -205,10 +204,10 @@ def _placements(
 
 
 def _refuse_empty_shards(model: Model, placements: Mapping[str, Placement]) -> None:
-    """Raise if a tensor-parallel rank would have no element of a trained parameter.
+    """Raise an error if a tensor-parallel rank would have no element of a trained parameter.
 
     DeepSpeed 0.19.8 (``is_optimized_parameter``) treats it as frozen on that rank; older versions
-    keep it in the optimizer's groups and lose its shape. No file suits both.
+    keep it in the optimizer's groups and lose its shape. No file works with both.
     """
     for name in model.parameters:
         for rank, shard in enumerate(placements[name].shards):
@@ -216,9 +215,9 @@ def _refuse_empty_shards(model: Model, placements: Mapping[str, Placement]) -> N
                 continue
             shape, dim, tp = model.weight(name).shape, shard.index(0), len(placements[name].shards)
             raise UcpError(
-                f"{name}: the rules cut dim {dim} of {list(shape)} over tp={tp} ranks so that rank "
-                f"{rank} has nothing of it, which DeepSpeed would not train there; give other "
-                "widths or another cut for it with --rules, or a smaller tp",
+                f"{name}: the rules cut dim {dim} of {list(shape)} over tp={tp} ranks and "
+                f"leave rank {rank} without a part, so DeepSpeed would not train it there; "
+                "give other widths or another cut for it with --rules, or a smaller tp",
                 fqn=name,
                 dim=dim,
                 tp=tp,
@@ -263,7 +262,7 @@ def _files(
 
 
 def _expert_ranks(model: Model, target: Target, dp_rank: int) -> tuple[int, int]:
-    """Return a rank's number among those that hold its experts, and which experts it holds."""
+    """Return a rank's number among the holders of its experts, and its expert-parallel rank."""
     if model.config.get("use_data_before_expert_parallelism"):
         ep_rank, expert_rank = divmod(dp_rank, target.dp // target.ep)
         return expert_rank, ep_rank
@@ -271,7 +270,7 @@ def _expert_ranks(model: Model, target: Target, dp_rank: int) -> tuple[int, int]
 
 
 def _expert_files(trees: Trees, experts: Experts) -> Iterator[tuple[str, Any]]:
-    """Yield the weights of every expert, under its name in the whole model."""
+    """Yield the weights of every expert under its name in the whole model."""
     module = trees.module()
     for file, names in experts.files().items():
         tree = OrderedDict((name, module[name]) for name in names)
@@ -279,7 +278,7 @@ def _expert_files(trees: Trees, experts: Experts) -> Iterator[tuple[str, Any]]:
 
 
 def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
-    """Return the model_states of stage 0, 1 or 2, which are the same on every dp rank."""
+    """Return the model_states of stage 0, 1 or 2, which are equal on all dp ranks."""
     model, stage = trees.model, target.stage
     module = trees.module()
     tree: dict[str, Any] = {
@@ -305,7 +304,7 @@ def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
 
 
 def _without_experts(module: OrderedDict[str, Any]) -> OrderedDict[str, Any]:
-    """Return what is not in the files of experts."""
+    """Return the content that is not in the files of experts."""
     return OrderedDict((name, data) for name, data in module.items() if not is_expert(name))
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ucp_core.native import Checkpoint
 
 _NARROW = ("F16", "BF16")
-#: An error names so many tensors, and counts the others.
+#: A note names this many tensors and counts the others.
 _TOLD = 5
 
 
@@ -23,7 +23,7 @@ class Kept(NamedTuple):
     """Weights that an export leaves in float32."""
 
     names: frozenset[str] = frozenset()  #: Their names.
-    #: Which they are and why, for people; or why the model's class is unknown.
+    #: The names and the reason, for people, or why the model's class is unknown.
     reasons: tuple[str, ...] = ()
 
 
@@ -48,14 +48,17 @@ def kept_in_float32(checkpoint: Checkpoint, dtype: str | None) -> Kept:
     found: list[str] = []
     for kind in _classes(config) if isinstance(config, dict) else ():
         if isinstance(kind, str):
-            told = f"transformers is not installed, or has no {kind}: what else that model keeps"
+            told = (
+                f"transformers is not installed, or has no {kind}: which other tensors that "
+                "model keeps"
+            )
             reasons.append(f"{told} in float32 is unknown, and was cast")
             continue
         patterns = _patterns(kind, dtype)
         own = [name for name in wide if any(one.search(name) for one in patterns)]
         own = [name for name in own if name not in {*buffers, *found}]
         found += own
-        reasons += [_told(own, f"{kind.__name__} keeps them so")] if own else []
+        reasons += [_told(own, f"{kind.__name__} keeps them in float32")] if own else []
     return Kept(frozenset((*buffers, *found)), tuple(reasons))
 
 
@@ -78,7 +81,7 @@ def _classes(config: Mapping[str, Any]) -> Iterator[Any]:
     if not names and "model_type" not in config:
         return
     try:
-        # It imports DeepSpeed where that is installed, which logs to the standard output.
+        # The import loads DeepSpeed if it is installed, which logs to the standard output.
         with redirect_stdout(sys.stderr):
             import transformers
             from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
     from ucp_core.language import Rules
 
-#: Name in ``extra`` of the folder's small documents; the writer puts them beside the weights.
+#: Name of the folder's small documents in ``extra``; the writer puts them beside the weights.
 EXTRA_NAME = "huggingface"
 
-#: A universal checkpoint has a family of files for each slot beside ``model-...``. Variants of a
-#: model have a dot in the name of their family.
+#: A universal checkpoint has a family of files for each slot beside ``model-...``. Families of a
+#: model's variants have a dot in their name.
 _SLOT_FILE = re.compile(r"(?!model|pytorch_model)\w+-\d{5}-of-\d{5}\.safetensors")
 _FILE_NAME = re.compile(r"[^/\\\x00-\x1f]+")
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
@@ -46,18 +46,18 @@ _INDEX_BYTES_MAX = 100_000_000
 #: A model's configuration is a few KiB, its tokenizer some MiB.
 _DOCUMENT_BYTES_MAX = 64 << 10
 _THREADS = 8
-#: Where torch's consolidation keeps its source files.
+#: The folder in which torch's consolidation keeps its source files.
 _CONSOLIDATED = "sharded"
 _PICKLES = (".pt", ".pth", ".bin", ".pkl")
-_PICKLE_NOTE = "a pickle beside the weights; what it holds of training state is not read"
-_FILE_NOTE = "no tensors of the model; copy it where it is needed"
+_PICKLE_NOTE = "a pickle beside the weights; training state in it is not read"
+_FILE_NOTE = "it holds no tensors of the model; copy it if you need it"
 #: Names of the input embedding in the families whose output embedding is tied to it.
 _INPUT_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _OUTPUT_EMBEDDING = "lm_head.weight"
 
 
 class _File(NamedTuple):
-    """One file and what its header says; ``data_byte`` is where its data begins."""
+    """One file with its header's content; its data begins at ``data_byte``."""
 
     file: str
     data_byte: int
@@ -69,7 +69,7 @@ def read(
 ) -> Checkpoint:
     """Open the folder, or the file if ``directory`` is one: ``.safetensors``, ``.bin``, ``.pt``.
 
-    See ``open_source`` for arguments and errors. ``rules`` are not needed: every tensor is whole.
+    See ``open_source`` for arguments and errors. ``rules`` are ignored: every tensor is whole.
     ``tag`` must be None: a folder holds one model.
     """
     del rules
@@ -101,7 +101,7 @@ def read(
         metadata = _add_shards(found, _shards(store, directory, files, sizes), listed)
         _put_scalars_right(found)
     else:
-        # Safetensors need no reader of pickles.
+        # Safetensors files do not need the reader of pickles.
         from ucp_core.formats.huggingface import torch_weights
 
         _refuse_missing(directory, files, sizes)
@@ -113,11 +113,11 @@ def read(
 
 
 def _refuse_unfinished(store: Store, directory: str) -> None:
-    """Refuse a universal checkpoint without its manifest: its moments would be lost."""
+    """Refuse a conversion that did not finish: opening only the weights would lose the moments."""
     if store.list(join(directory, UNFINISHED_NAME)):
         raise CheckpointCorruptError(
-            f"{directory} is an unfinished conversion: run ucp convert again to continue it, or "
-            f"delete {UNFINISHED_NAME} to open the weights that are there",
+            f"{directory} is an unfinished conversion: run ucp convert again to continue it, "
+            f"or delete {UNFINISHED_NAME} to open the weights in it",
             path=directory,
         )
 
@@ -125,7 +125,7 @@ def _refuse_unfinished(store: Store, directory: str) -> None:
 def _refuse_headless(
     store: Store, directory: str, sizes: Mapping[str, int], listed: Mapping[str, str]
 ) -> None:
-    """Refuse a universal checkpoint that lost its manifest: its moments would be lost."""
+    """Refuse a universal checkpoint without its manifest: weights alone would lose the moments."""
     names = set(sizes) - set(listed.values())
     slots = sorted(name for name in names if _SLOT_FILE.fullmatch(name))
     if listed and slots:
@@ -133,9 +133,9 @@ def _refuse_headless(
         if {tensor.name for tensor in shard.header.tensors} <= set(listed):
             path = join(directory, slots[0])
             raise CheckpointCorruptError(
-                f"{path} holds optimizer state of the model beside it: this was a universal "
-                "checkpoint, and its manifest.json is gone; bring it back, or move the files of "
-                "the optimizer away to open the weights alone",
+                f"{path} holds optimizer state for the model beside it: this was a universal "
+                "checkpoint, and its manifest.json is gone; bring it back, or move the files "
+                "of the optimizer away to open the weights alone",
                 path=path,
                 file=slots[0],
             )
@@ -171,7 +171,7 @@ def _files(
 
 
 def _family(directory: str, names: Sequence[str]) -> list[str]:
-    """Return the files of a folder without an index, if they can only be one model."""
+    """Return the files of a folder without an index, if they form exactly one model."""
     if not names:
         raise CheckpointNotFoundError(f"{directory} has no {SUFFIX} file", path=directory)
     if len(names) == 1 and not _NUMBERED.fullmatch(names[0]):
@@ -188,7 +188,7 @@ def _family(directory: str, names: Sequence[str]) -> list[str]:
     count = int(digits)
     if count > len(names):
         number = next(n for n in range(1, count + 1) if _number(stem, n, digits) not in names)
-        _missing(directory, _number(stem, number, digits), "its name is in none of the numbers")
+        _missing(directory, _number(stem, number, digits), "no file has this number")
     return list(names)
 
 
@@ -215,10 +215,10 @@ def _weight_map(store: Store, path: str, size_bytes: int) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointCorruptError(f"{path} has no weight_map", path=path)
     for name, file in weight_map.items():
-        # A path would lead out of the folder.
+        # A path could lead out of the folder.
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file) or file in {".", ".."}:
             raise CheckpointCorruptError(
-                f"{path}: tensor {name!r} is said to be in {file!r}, which is not the name of a "
+                f"{path}: tensor {name!r} should be in {file!r}, which is not the name of a "
                 "file of this folder",
                 path=path,
                 fqn=name,
@@ -234,8 +234,8 @@ def _json(data: bytes, path: str) -> Any:
 
 
 def _no_constant(name: str) -> NoReturn:
-    # Python reads and writes NaN; no other JSON does.
-    raise ValueError(f"{name} is no JSON number")
+    # Python reads and writes NaN, which is not JSON.
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -270,7 +270,7 @@ def _shards(
 def _add_shards(
     found: Assembly, shards: Sequence[_File], listed: Mapping[str, str]
 ) -> dict[str, str]:
-    """Add the tensors of all files; return what the headers say beside."""
+    """Add the tensors of all files; return the metadata of the headers."""
     entries, directory = found.entries, found.directory
     metadata: dict[str, str] = {}
     for shard in shards:
@@ -291,8 +291,8 @@ def _add_shards(
         held = entries.get(TensorKey(name, "weight"))
         if held is None or held.fragments[0].file != file:
             raise CheckpointCorruptError(
-                f"{join(directory, file)}: tensor {name!r} is not in it, though the index says "
-                "so; the file is from another save",
+                f"{join(directory, file)}: the index says that it holds tensor {name!r}, but "
+                "it does not; the file is from another save",
                 path=join(directory, file),
                 fqn=name,
             )
@@ -308,7 +308,7 @@ def _entry(shard: _File, tensor: TensorRange) -> TensorEntry:
 
 
 def _put_scalars_right(found: Assembly) -> None:
-    """Take 0-d tensors from the files that torch consolidated, if these still exist.
+    """Take 0-d tensors from the files that torch consolidated, if they still exist.
 
     ``HuggingFaceStorageWriter(enable_consolidation=True)`` of torch 2.13 writes zeros for them, and
     keeps its source files in ``sharded``.
@@ -335,9 +335,9 @@ def _put_scalars_right(found: Assembly) -> None:
 def _ties(
     entries: Mapping[TensorKey, TensorEntry], metadata: Mapping[str, str], config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return aliases that were not saved because they are tied.
+    """Return aliases that the writer left out because they are tied.
 
-    ``safetensors.torch.save_model`` notes them in the file, transformers in the configuration.
+    ``safetensors.torch.save_model`` notes them in the file, and transformers in the configuration.
     """
     names = {key.fqn for key in entries}
     ties = {
@@ -351,7 +351,7 @@ def _ties(
 
 
 def _documents(found: Assembly, sizes: Mapping[str, int], files: Sequence[str]) -> dict[str, Any]:
-    """Return the small JSON documents of the folder; note what becomes of every other file."""
+    """Return the small JSON documents of the folder, and note the fate of every other file."""
     documents: dict[str, Any] = {}
     items = found.items
     for name, size_bytes in sorted(sizes.items()):

@@ -9,13 +9,13 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 TORCH_NAME = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
-#: Suffixes of files that may be a state dict by themselves.
+#: Suffixes of files that may be a state dict.
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _MANIFEST_NAME = "manifest.json"
 
 
 def recognise(store: Store, directory: str) -> bool:
-    """Return whether ``directory`` is a file of weights or a folder of them, and not our own."""
+    """Return whether ``directory`` is a file or folder of weights, but not everstep's own."""
     if directory.endswith(SUFFIX) or is_torch_file(store, directory):
         return True
     names = store.list(directory)

@@ -1,7 +1,7 @@
 """Reads weights in torch's own files: ``pytorch_model.bin`` of transformers, or a state dict.
 
-DeepSpeed's ``save_16bit_model`` and ``zero_to_fp32.py`` write such files. No code in the pickles is
-executed; tensors that share their bytes are tied.
+DeepSpeed's ``save_16bit_model`` and ``zero_to_fp32.py`` write such files. The reader executes no
+code in the pickles. Tensors that share their bytes are tied.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def add(found: Assembly, names: Sequence[str], listed: Mapping[str, str]) -> Non
     """Add the tensors of some files, and their ties.
 
     Args:
-        listed: File by tensor, from the index; empty: there is no index.
+        listed: File by tensor, from the index. Empty without an index.
 
     Raises:
-        CheckpointCorruptError: A file is damaged or no state dict, or the index contradicts it.
+        CheckpointCorruptError: A file is damaged, is not a state dict, or contradicts the index.
     """
     files = Files(found.store, found.directory)
     files.open(names)
@@ -37,8 +37,8 @@ def add(found: Assembly, names: Sequence[str], listed: Mapping[str, str]) -> Non
         for fqn, ref in files.trees[name].items():
             if not isinstance(fqn, str) or not isinstance(ref, TensorRef):
                 raise CheckpointCorruptError(
-                    f"{path}: {fqn!r} is no tensor, so the file is no dict of weights by name; if "
-                    "it belongs to a checkpoint, give the folder of that",
+                    f"{path}: {fqn!r} is not a tensor, so the file is not a dict of weights by "
+                    "name; if it belongs to a checkpoint, give the checkpoint's folder",
                     path=path,
                 )
             if listed.get(fqn, name) != name or TensorKey(fqn, "weight") in entries:
@@ -59,8 +59,8 @@ def add(found: Assembly, names: Sequence[str], listed: Mapping[str, str]) -> Non
     if missing:
         path = files.path(listed[missing[0]])
         raise CheckpointCorruptError(
-            f"{path} does not hold {missing[0]}, though the index says so; the file is from "
-            "another save",
+            f"{path} does not hold {missing[0]}, but the index says that it does; the file is "
+            "from another save",
             path=path,
             fqn=missing[0],
         )

@@ -1,6 +1,7 @@
 """Writes the weights of any checkpoint as safetensors that the Hugging Face tools load.
 
-The optimizer's slots are not written. The index, or the only file, is written last and commits.
+It does not write the optimizer's slots. It writes the index, or the only file, last; that commits
+the export.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _CONFIG_KEYS = ("dtype", "torch_dtype")
 #: LoRA of ``peft`` (0.21): its names in the model, and its files.
 _ADAPTER = re.compile(r"(?P<module>.*)\.(?P<kind>lora_\w+)\.default(?P<end>(?:\.\w+)?)")
 _ADAPTER_CONFIG, _ADAPTER_NAME = "adapter_config.json", f"adapter_model{SUFFIX}"
-#: Elements that are cast at a time: source and result stay in the second-level cache.
+#: Number of elements to cast at a time: source and result stay in the second-level cache.
 _CAST_ELEMENTS = 1 << 16
 
 
@@ -69,10 +70,10 @@ def write(  # noqa: PLR0913 - the options of a format
     See ``export`` for the other arguments and the errors.
 
     Args:
-        dtype: A key of ``DTYPES``: every float tensor of 2 bytes or more is cast to it, to
-            nearest, but for those of ``kept_in_float32``. None: each keeps its own.
-        shard_bytes: Files are cut at this size; a larger tensor has a file of its own.
-        keep_tied: Write every alias of a tied tensor too, for tools that do not tie.
+        dtype: A key of ``DTYPES``: every float tensor of 2 bytes or more is cast to it, rounded to
+            nearest, except those of ``kept_in_float32``. None: each keeps its own dtype.
+        shard_bytes: Most bytes of a file; a larger tensor has a file of its own.
+        keep_tied: Also write every alias of a tied tensor, for tools that do not tie.
     """
     check_memory(memory_bytes)
     target = dtype_of(dtype)
@@ -107,7 +108,7 @@ def write(  # noqa: PLR0913 - the options of a format
 
 
 def dtype_of(dtype: str | None) -> str | None:
-    """Return the dtype of a usual name."""
+    """Return the dtype that has a usual name."""
     if dtype is None:
         return None
     if dtype.lower() not in DTYPES:
@@ -144,7 +145,7 @@ def _outputs(checkpoint: Checkpoint, target: str | None, *, keep_tied: bool) -> 
 
 
 def _in_file(outputs: Sequence[_Output]) -> list[_Output]:
-    """Return the tensors of a file in an order that aligns each to its elements, without gaps."""
+    """Return the tensors of a file in an order that aligns each of them without gaps."""
     return sorted(outputs, key=lambda output: (-DTYPE_BYTES[output.dtype], output.name))
 
 
@@ -153,7 +154,7 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _adapters(outputs: Sequence[_Output]) -> list[_Output]:
-    """Return the adapters once more, under the names that ``peft`` gives them in a file."""
+    """Return the adapters again, under the names that ``peft`` gives them in a file."""
     found: list[_Output] = []
     for output in outputs:
         match = _ADAPTER.fullmatch(output.name)
@@ -177,9 +178,9 @@ def _index(shards: Sequence[Sequence[_Output]]) -> dict[str, Any]:
 def _documents(
     checkpoint: Checkpoint, outputs: Sequence[_Output], target: str | None
 ) -> dict[str, Any]:
-    """Return the documents that the checkpoint has from such a folder.
+    """Return the documents that the checkpoint kept from a Hugging Face folder.
 
-    The configuration gets the dtype of the weights, to which transformers casts on loading.
+    The configuration names the dtype of the weights, because transformers casts to it on loading.
     """
     documents = checkpoint.extra.get(EXTRA_NAME, {})
     if not isinstance(documents, dict):

@@ -38,11 +38,11 @@ def check_agreement(path: str, ranks: Sequence[RankFile]) -> None:
     """Check the files of all ranks.
 
     Args:
-        path: The folder, for errors.
-        ranks: In any order.
+        path: The folder, for messages.
+        ranks: The files of the ranks, in any order.
 
     Raises:
-        CheckpointCorruptError: They belong to several saves.
+        CheckpointCorruptError: The files belong to several saves.
     """
     first = ranks[0]
     for saved in ranks:
@@ -62,7 +62,7 @@ def check_agreement(path: str, ranks: Sequence[RankFile]) -> None:
     lacking = [saved.file for saved in ranks if saved.tree.get("optimizer") is None]
     if lacking and len(lacking) < len(ranks):
         raise CheckpointCorruptError(
-            f"{path}/{lacking[0]} has no optimizer, which other ranks' files have: it is of "
+            f"{path}/{lacking[0]} has no optimizer, which other ranks' files have: it is from "
             "another save, or was changed; bring the right one back or use another checkpoint",
             path=f"{path}/{lacking[0]}",
         )

@@ -1,10 +1,11 @@
-"""Experts: their names and places in the whole model, by the arguments. Pure.
+"""Finds the names and places of experts in the whole model from the arguments. Pure.
 
 Every expert-parallel rank numbers its experts from 0, and repeats everything else. With several
-such ranks Megatron chains two optimizers, the second for the experts. Experts are a module each
-(``SequentialMLP``, ``SwitchMLP``), a parameter each of one module (``TEGroupedMLP``), or all
-experts of a rank are one parameter (``GroupedMLP``). Only the arguments tell how many it holds, and
-its shape must agree. It gets its name in ``torch_dist``, where it holds the experts of all ranks.
+such ranks Megatron chains two optimizers, the second for the experts. Each expert is a module
+(``SequentialMLP``, ``SwitchMLP``) or a parameter of one module (``TEGroupedMLP``), or all experts
+of a rank are one parameter (``GroupedMLP``). Only the arguments say how many experts such a
+parameter holds, and its shape must agree. It gets its name in ``torch_dist``, where it holds the
+experts of all ranks.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def is_gated(arguments: Mapping[str, Any]) -> bool:
 
 
 class Experts(NamedTuple):
-    """The experts, as the arguments describe them."""
+    """The experts, as Megatron's arguments describe them."""
 
     arguments: Mapping[str, Any]  #: Megatron's ``args``.
-    ranks: int  #: Expert parallel ranks, 1 or more.
+    ranks: int  #: Expert-parallel ranks, 1 or more.
     total: int | None  #: Experts of a layer; None if unknown.
     tp: int  #: Tensor-parallel ranks, which also shard the experts.
 
@@ -53,11 +54,11 @@ class Experts(NamedTuple):
         return (self.total or 0) // self.ranks
 
     def global_name(self, name: str, rank: int, file: str) -> str:
-        """Return the name in the whole model of an expert-parallel rank's parameter.
+        """Return the name that an expert-parallel rank's parameter has in the whole model.
 
         Raises:
             CheckpointCorruptError: The rank has more experts than it should.
-            UnsupportedVersionError: The form of its experts is unknown.
+            UnsupportedVersionError: The rank's experts have an unknown form.
         """
         if not is_expert(name):
             return name
@@ -77,7 +78,7 @@ class Experts(NamedTuple):
         number = int(match[2])
         if number >= self.num_local:
             raise CheckpointCorruptError(
-                f"{file}: {name} is expert {number} of a rank, of which args gives it "
+                f"{file}: {name} is expert {number} of a rank, but args gives a rank only "
                 f"{self.num_local}",
                 file=file,
                 fqn=name,
@@ -85,7 +86,7 @@ class Experts(NamedTuple):
         return f"{match[1]}{rank * self.num_local + number}{match[3]}"
 
     def part(self, key: TensorKey, rank: int, ref: TensorRef) -> tuple[TensorRef, int]:
-        """Return a rank's parameter of all its experts as a part of the model's tensor.
+        """Return a rank's parameter that holds all its experts as a part of the model's tensor.
 
         Args:
             key: The model's tensor: ``[experts, out, in]``.
@@ -96,12 +97,12 @@ class Experts(NamedTuple):
             The same elements as ``[experts, out, in]``, and the number of the first expert.
 
         Raises:
-            UnsupportedVersionError: The arguments do not say how many experts it has.
-            CheckpointCorruptError: Its shape contradicts the arguments.
+            UnsupportedVersionError: The arguments do not say how many experts the rank has.
+            CheckpointCorruptError: The parameter's shape contradicts the arguments.
         """
         hidden, ffn, gates = self._sizes(key, ref)
         match = _FUSED_NAME.fullmatch(key.fqn)
-        assert match is not None, f"{key} is no parameter of several experts"
+        assert match is not None, f"{key} is not a parameter of several experts"
         if match[1] == "1":
             rows, width = gates * ffn, hidden
             shape = hidden, self.num_local * rows
@@ -111,11 +112,11 @@ class Experts(NamedTuple):
         if ref.shape != shape or ref.byte_strides is not None:
             form = f"{list(ref.shape)}{'' if ref.byte_strides is None else ', not contiguous'}"
             raise CheckpointCorruptError(
-                f"{ref.file}: {key}, of all {self.num_local} experts of the rank, is {form}, "
+                f"{ref.file}: {key}, with all {self.num_local} experts of the rank, is {form}, "
                 f"but args makes it {list(shape)} (hidden_size {hidden}, moe_ffn_hidden_size "
                 f"{ffn * self.tp}, {'gated' if gates > 1 else 'not gated'}, {self.tp} tensor "
-                "parallel rank(s)): the file is of another model, or its optimizer of another "
-                "form; bring the right one back, or save in torch_dist format",
+                "parallel rank(s)): the file belongs to another model, or its optimizer has "
+                "another form; bring the right one back, or save in torch_dist format",
                 file=ref.file,
                 fqn=key.fqn,
                 slot=key.slot,
@@ -138,9 +139,10 @@ class Experts(NamedTuple):
         _, hidden, ffn = sizes.values()
         if wrong or ffn % self.tp:
             raise UnsupportedVersionError(
-                f"{ref.file}: {key} is all experts of the rank in one parameter, which only args "
-                f"tells apart, and it has {', '.join(wrong) or f'moe_ffn_hidden_size {ffn}'} for "
-                f"{self.tp} tensor parallel rank(s); save in torch_dist format",
+                f"{ref.file}: {key} holds all experts of the rank in one parameter, which only "
+                "args could divide, and it has "
+                f"{', '.join(wrong) or f'moe_ffn_hidden_size {ffn}'} for {self.tp} tensor "
+                "parallel rank(s); save in torch_dist format",
                 file=ref.file,
                 fqn=key.fqn,
             )
@@ -148,5 +150,5 @@ class Experts(NamedTuple):
 
 
 def is_fused(name: str) -> bool:
-    """Return whether a tensor of the whole model is one parameter on each rank."""
+    """Return whether each rank holds several experts of a tensor in one parameter."""
     return _FUSED_NAME.fullmatch(name) is not None

@@ -1,7 +1,7 @@
 """Finds the parameters in the flat buffers of Megatron's distributed optimizer.
 
 ``distrib_optim.pt`` holds buffers without names or offsets: all buckets one after the other,
-without the padding behind each, and without their ends. ``shared.flat_buffers`` has the layout.
+without the padding after each and without their ends. ``shared.flat_buffers`` computes the layout.
 Source: ``get_parameter_state_dp_zero`` in ``distrib_optimizer.py`` of megatron-core 0.5 to 0.16.
 """
 
@@ -28,24 +28,24 @@ def buffers(
     """Return every flat buffer: the dtype of its parameters, and its tensors by slot.
 
     Args:
-        place: Number of the optimizer, and how many are chained.
+        place: Number of the optimizer, and the number of chained optimizers.
 
     Raises:
-        PatternError: It has another form.
-        CheckpointCorruptError: It has no form of Megatron's.
+        PatternError: The file has another form.
+        CheckpointCorruptError: The file has no form that Megatron writes.
     """
     states = tree if isinstance(tree, list) else [tree]
     index, count = place
     if len(states) != count or not isinstance(states[index], dict):
         raise PatternError(
-            f"{where} is of {len(states)} chained optimizers, the model's file of {count}, of "
-            f"which number {index} is looked for; save in torch_dist format",
+            f"{where} holds {len(states)} chained optimizers, the model's file {count}, so "
+            f"number {index} cannot be found; save in torch_dist format",
             file=where,
         )
     state = states[index]
     if not state.get("buckets_coalesced"):
         raise PatternError(
-            f"{where} is of megatron-core before 0.5; load it there and save again", file=where
+            f"{where} is from megatron-core before 0.5; load it there and save again", file=where
         )
     found: list[tuple[str, Mapping[str, TensorRef]]] = []
     for index in sorted(key for key in state if isinstance(key, int)):
@@ -66,7 +66,7 @@ def buffers(
 def find(
     store: Store, directory: str, flat: TensorRef, params: Sequence[tuple[str, TensorRef]]
 ) -> dict[str, int]:
-    """Return where each trained parameter begins in a buffer; together they fill it.
+    """Return where each trained parameter begins in a buffer; together the parameters fill it.
 
     Args:
         flat: The masters.
@@ -80,8 +80,8 @@ def find(
     def refused(number: int | None, why: str) -> PatternError:
         name, ref = ("", flat) if number is None else params[number]
         return PatternError(
-            f"{flat.file}: {name or 'a part'} in {ref.file}: {why}: the files are of two saves, or "
-            "the buffer is of another form; save in torch_dist format",
+            f"{flat.file}: {name or 'a part'} in {ref.file}: {why}: the files come from two "
+            "saves, or the buffer has another form; save in torch_dist format",
             file=flat.file,
             fqn=name,
         )

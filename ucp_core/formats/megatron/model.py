@@ -47,13 +47,13 @@ _HEADS = {
 #: Since this version the rows of a fused projection are grouped by head.
 _GROUPED_VERSION = 2.0
 _MASTERS = "fp32_from_fp16_params"
-#: Memory of an entry of a nested dict that is walked.
+#: Memory that an entry of a nested dict may take.
 _ENTRY_BYTES = 128
 _REMEDY = "save in torch_dist format"
 
 
 class RankFile(NamedTuple):
-    """The files of one model-parallel rank; ``distributed`` is None if one file has all.
+    """The files of one model-parallel rank; ``distributed`` is None if one file holds everything.
 
     ``expert`` is the expert-parallel rank.
     """
@@ -67,7 +67,7 @@ class RankFile(NamedTuple):
 
 @dataclass(slots=True)
 class ModelPart:
-    """Consecutive layers of one rank: its part of the model, or a chunk of it."""
+    """Consecutive layers of one rank: its part of the model, or a chunk of that part."""
 
     rank: Rank
     number: int  #: Number of the chunk; above 0 in interleaved pipelines.
@@ -81,11 +81,11 @@ class Model(Assembly):
 
     experts: Experts
     chunks: list[ModelPart] = field(default_factory=list)
-    #: Rank, expert-parallel rank and name of the weights that the optimizer has.
+    #: The weights that the optimizer has, as rank, expert-parallel rank and name.
     mastered: set[tuple[Rank, int, str]] = field(default_factory=set)
 
     def number_layers(self) -> None:
-        """Give layers their numbers in the whole model: every chunk counts from 0."""
+        """Number layers through the whole model, because every chunk counts from 0."""
         counts: dict[tuple[int, int], int] = {}
         for chunk in self.chunks:
             numbers = [int(m[2]) for name, _ in chunk.params if (m := _LAYER.fullmatch(name))]
@@ -98,8 +98,8 @@ class Model(Assembly):
         num_layers = self.experts.arguments.get("num_layers")
         if isinstance(num_layers, int) and num_layers != total:
             raise CheckpointCorruptError(
-                f"the files hold {total} layers, args says {num_layers}: stages are missing, or "
-                "the files are of two models"
+                f"the files hold {total} layers, args says {num_layers}: stages are missing, "
+                "or the files belong to two models"
             )
         stages = 1 + max(chunk.rank.stage for chunk in self.chunks)
         for chunk in self.chunks:
@@ -110,7 +110,7 @@ class Model(Assembly):
             ]
 
     def _owner(self, name: str, rank: Rank, stages: int) -> str:
-        """Return the name of the embedding for its copy on the last of several stages."""
+        """Return a parameter's name; a copy of the embedding on the last stage gets its name."""
         owner = _HEADS.get(name)
         untied = self.experts.arguments.get("untie_embeddings_and_output_weights")
         if owner is None or stages == 1 or rank.stage == 0 or untied:
@@ -119,7 +119,7 @@ class Model(Assembly):
         return owner
 
     def add_weights(self) -> None:
-        """Add the weights without a master; those that expert-parallel ranks repeat, once."""
+        """Add the weights without a master, each once though expert-parallel ranks repeat it."""
         for chunk in self.chunks:
             for name, ref in chunk.params:
                 is_first = chunk.expert == 0 or is_expert(name)
@@ -185,7 +185,7 @@ def _tensors(tree: Mapping[str, Any], key: str, file: str) -> Iterator[tuple[str
         elif isinstance(value, dict):
             for part, below in value.items():
                 name = f"{prefix}.{part}" if prefix else str(part)
-                # A dict that is twice in each dict above it is walked as often as it has names.
+                # A dict that is in its parent twice would be walked once for each of its names.
                 budget.draw(_ENTRY_BYTES + len(name), where)
                 yield from walk(below, name)
 
@@ -193,7 +193,7 @@ def _tensors(tree: Mapping[str, Any], key: str, file: str) -> Iterator[tuple[str
 
 
 class _Part(NamedTuple):
-    """One of the chained optimizers of a rank; the second is that of the experts."""
+    """One of the chained optimizers of a rank; the second optimizer has the experts."""
 
     tree: Any
     place: tuple[int, int]
@@ -212,7 +212,7 @@ def _parts(saved: RankFile, model: Model) -> list[_Part]:
     chunks = [c for c in model.chunks if (c.rank, c.expert) == (saved.rank, saved.expert)]
     has_expert_ranks = any(chunk.expert for chunk in model.chunks)
     trees = trees if isinstance(trees, list) else [trees]
-    # A stage without experts has one optimizer where others chain two.
+    # A stage without experts has one optimizer; other stages chain two.
     is_chained = has_expert_ranks and has_experts(saved.tree, saved.file)
     if len(trees) == 1 and not is_chained:
         return [_Part(trees[0], (0, 1), chunks)] if saved.expert == 0 else []
@@ -251,9 +251,9 @@ def add_optimizer(files: Files, saved: RankFile, model: Model) -> None:
             raise CheckpointCorruptError(f"{saved.file}: optimizer has no param_groups")
         if saved.distributed is None and any("params" not in group for group in hyper):
             raise CheckpointCorruptError(
-                f"{saved.file}: the optimizer numbers no parameters: its state is in a file of its "
-                "own (distrib_optim.pt), which no folder of a rank has: bring the files back or "
-                "use another checkpoint",
+                f"{saved.file}: the optimizer numbers no parameters: its state is in a "
+                "separate file (distrib_optim.pt), but no rank's folder has one: bring the "
+                "files back or use another checkpoint",
                 file=saved.file,
             )
         if saved.distributed is not None:
@@ -281,9 +281,9 @@ def _add_numbered(
     for index, group in enumerate(hyper):
         if len(names[index]) != len(group["params"]):
             raise PatternError(
-                f"{saved.file}: group {index} has {len(group['params'])} parameters, of which "
-                f"{len(names[index])} have masters: some are kept in float32; save in torch_dist "
-                "format",
+                f"{saved.file}: group {index} has {len(group['params'])} parameters, but only "
+                f"{len(names[index])} have masters: some are kept in float32; save in "
+                "torch_dist format",
                 file=saved.file,
             )
         for place, (name, number) in enumerate(zip(names[index], group["params"], strict=True)):
@@ -292,8 +292,9 @@ def _add_numbered(
                 if not is_master_of(files.store, files.directory, master, 0, weights[name]):
                     raise unclear(
                         saved.file,
-                        f"by order and shapes master {place} of group {index} is that of {name}, "
-                        "but it does not round to its weights: the file mixes two saves",
+                        f"by order and shapes master {place} of group {index} belongs to "
+                        f"{name}, but it does not round to its weights: the file mixes two "
+                        "saves",
                         _REMEDY,
                     )
                 model.put_shard(TensorKey(name, WEIGHT), saved, master)
@@ -330,7 +331,8 @@ def _add_distributed(
         index = next((i for i, (d, _) in enumerate(pending) if d == dtype), None)
         if index is None:
             raise PatternError(
-                f"{saved.distributed} has a buffer of {kind}, the model no such parameters left",
+                f"{saved.distributed} has a buffer of {kind}, but the model has no such "
+                "parameters left",
                 file=saved.distributed,
             )
         params = dict(pending.pop(index)[1])
@@ -362,7 +364,7 @@ def _names_by_decay(
         return [[name for name, _ in params]]
     decays = [group.get("wd_mult") for group in hyper]
     if sorted(map(str, decays)) != ["0.0", "1.0"]:
-        note = "the distributed optimizer does not say which parameters are in which group"
+        note = "the distributed optimizer does not say which group each parameter is in"
         model.items["param_groups"] = Item("drop", note)
         return [[] for _ in hyper]
     plain = [n for n, ref in params if n.endswith(".bias") or len(ref.shape) == 1]
@@ -379,7 +381,7 @@ class _MegatronLayouts:
     def pattern(
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Pattern, int | None]:
-        """Return the pattern of a tensor by its name, and its rows without padding."""
+        """Return the pattern of a tensor by its name, and its number of rows without padding."""
         if not any(shapes):
             return (Unique() if self.degree == 1 else Replicated("first")), None
         found = self.rules.match(key.fqn, key.slot)
@@ -407,12 +409,12 @@ def pattern_rules(
     """Return the source of patterns: the user's rules, then those of Megatron's names.
 
     Raises:
-        UnsupportedVersionError: In so old a version fused projections have another order.
+        UnsupportedVersionError: The version is so old that fused projections have another order.
     """
     version = tree.get("checkpoint_version", 0)
     if degree > 1 and rules is None and not (version and version >= _GROUPED_VERSION):
         raise UnsupportedVersionError(
-            f"checkpoint_version {version} orders the rows of fused projections in another way; "
+            f"checkpoint_version {version} orders the rows of fused projections differently; "
             "give rules for query_key_value with --rules",
             version=version,
         )

@@ -1,7 +1,7 @@
 """Reads Megatron-LM's checkpoints from before ``torch_dist``: a folder per model-parallel rank.
 
 ``iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`` has the model and the optimizer. A distributed
-optimizer is in ``distrib_optim.pt`` beside it. Only Megatron's code says how tensors are sharded,
+optimizer writes ``distrib_optim.pt`` beside it. Only Megatron's code says how tensors are sharded,
 so the rules of its family apply unless the user gives others.
 """
 
@@ -50,7 +50,7 @@ _MODEL_KEY = re.compile(r"model\d*")
 def read(
     store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
 ) -> Checkpoint:
-    """Open a checkpoint; pickles are read, and a few elements of tensors at most.
+    """Open a checkpoint; read pickles, and at most a few elements of tensors.
 
     See ``open_source`` for arguments and errors. ``rules`` override those for Megatron's own
     names. ``tag`` is the name of an iteration's folder, such as ``iter_0001000``.
@@ -96,7 +96,7 @@ def _located(store: Store, directory: str, tag: str | None) -> str:
 
 
 def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str, Any]]:
-    """Open the files of all ranks; refuse further ones."""
+    """Open the files of all ranks; refuse files of further ranks."""
     folders = [name for name in store.list(path) if RANK.fullmatch(name)]
     files = Files(store, path)
     files.open(f"{name}/{MODEL_FILE}" for name in folders)
@@ -127,7 +127,7 @@ def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str
         )
     distributed = {n for n in wanted if _DISTRIBUTED_FILE in store.list(join(path, n))}
     for name, (_, expert) in sorted(wanted.items()) if distributed else ():
-        # The first expert-parallel rank gathers the state of what all of them repeat.
+        # The first expert-parallel rank gathers the state that all of them repeat.
         is_needed = expert == 0 or has_experts(
             files.trees[f"{name}/{MODEL_FILE}"], f"{name}/{MODEL_FILE}"
         )
@@ -162,8 +162,8 @@ def _experts(path: str, arguments: Mapping[str, Any], tp: int) -> Experts:
         own = tp * ranks
     if total is not None and own is not None and own != tp:
         raise UnsupportedVersionError(
-            f"{path}: experts are cut over {own} ranks, the rest of the model over {tp}, and the "
-            "names of the folders do not tell which has what; save in torch_dist format",
+            f"{path}: experts are cut over {own} ranks, the rest of the model over {tp}, and "
+            "the names of the folders do not show the difference; save in torch_dist format",
             path=path,
         )
     if ranks > 1 and (not isinstance(total, int) or total % ranks):
@@ -183,7 +183,7 @@ def _iteration(first: Mapping[str, Any], file: str) -> int:
 
 
 def _add_extras(model: Model, tree: Mapping[str, Any], file: str, num_ranks: int) -> None:
-    """Add the small values, and what became of every key."""
+    """Add the small values, and a note on every key."""
     for key, value in tree.items():
         if _MODEL_KEY.fullmatch(str(key)) or key == "optimizer":
             model.items[str(key)] = Item("reshard", "its tensors")

@@ -21,7 +21,7 @@ def recognise(store: Store, directory: str) -> bool:
 
 
 def latest(store: Store, directory: str) -> list[str]:
-    """Return the name of the latest iteration's folder, if a file tells it."""
+    """Return the name of the latest iteration's folder, if a file names it."""
     path = join(directory, LATEST)
     if not store.exists(path) or store.size(path) > _LATEST_BYTES_MAX:
         return []

@@ -2,5 +2,5 @@
 
 ``key_names`` interprets the keys and makes them, ``joining`` finds the places of Hugging Face's
 tensors. ``flat_buffers`` finds parameters in the buffers of the distributed optimizer, with the
-comparisons of ``buffer_weights``. The container is that of torch DCP.
+comparisons of ``buffer_weights``. The container is the one of torch DCP.
 """

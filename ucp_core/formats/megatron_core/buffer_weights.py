@@ -1,6 +1,7 @@
 """Compares a rank's part of a parameter with the weights in a flat buffer.
 
-A buffer's fp32 weights round to the model's. A few elements at either end of each chunk prove it.
+A buffer's fp32 weights round to the model's. It compares a few elements at either end of each
+chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SAMPLE = 64
 
 
 class HeldChunk(NamedTuple):
-    """A chunk of the model's tensor on one rank, and where its weights are."""
+    """A chunk of the model's tensor on one rank, and the place of its weights."""
 
     key: str
     dtype: str
@@ -39,17 +40,17 @@ class Param(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Return how many elements the rank holds."""
+        """Return the number of elements that the rank holds."""
         return sum(piece.fragment.box.num_elements for piece in self.pieces)
 
     @property
     def boxes(self) -> list[Box]:
-        """Return where the pieces are in the model's tensor."""
+        """Return the boxes of the pieces in the model's tensor."""
         return [piece.fragment.box for piece in self.pieces]
 
     @property
     def may_be_grouped(self) -> bool:
-        """Return whether it may be several experts in one, in another order."""
+        """Return whether the part may be several experts in one parameter, in another order."""
         return grouped_experts.may_be_grouped(self.key, self.boxes)
 
 
@@ -109,7 +110,7 @@ def holds_grouped(container: Container, buffer: Buffer, start: int, param: Param
 def _is_alike(
     container: Container, buffer: Buffer, low: int, piece: HeldChunk, where: tuple[int, int, int]
 ) -> bool:
-    """Return whether masters from ``low`` on round to weights: first, how many, how far apart."""
+    """Return whether masters from ``low`` on round to weights: first, number and distance."""
     first, count, step = where
     master = _read(container, buffer.cut(low, low + count), buffer.entry)
     if len(master) != count * DTYPE_BYTES[buffer.entry.dtype]:

@@ -1,8 +1,8 @@
 """Finds parameters in the flat buffers of Megatron's distributed optimizer.
 
 In the form ``dp_reshardable`` a buffer holds the parameters of one model-parallel rank. The
-metadata list the model's keys in the order of its modules; ``shared.flat_buffers`` has the layout.
-A buffer that does not fit in length and values is refused.
+metadata list the model's keys in the order of its modules; ``shared.flat_buffers`` computes the
+layout. The reader refuses a buffer that does not fit in length and values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ucp_core.formats.dcp import Container
 
 _FILE_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
-#: Experts have an optimizer of their own if their ranks differ from those of the rest.
+#: Experts have an optimizer of their own if their ranks differ from the other parameters' ranks.
 _EXPERTS = ".experts."
 _CHAIN = re.compile(r"chained_(\d+)\.")
 #: The last stage has a copy of the embedding if the output layer is tied to it.
@@ -69,9 +69,10 @@ def decoded(
         models: The model's keys, in order.
 
     Raises:
-        UnsupportedVersionError: The buffers do not fit the model's weights; names the first.
+        UnsupportedVersionError: The buffers do not fit the model's weights; the error names the
+            first.
         CheckpointCorruptError: An item contradicts the metadata.
-        UncoveredRegionError: They do not hold all of a weight.
+        UncoveredRegionError: The buffers do not hold all of a weight.
     """
     named = {key: TensorKey(key, "weight") for key in models}
     model = {key.fqn: entry for key, entry in container.entries(named)[0].items()}
@@ -101,7 +102,7 @@ def _check_kinds(
     for bucket, key in buckets.items():
         item = container.tensors[key]
         if len(item.shape) != 1 or (bucket.slot == "weight" and item.dtype not in FLOATS):
-            raise _refused(container, key, f"{item.dtype}{list(item.shape)} is no flat buffer")
+            raise _refused(container, key, f"{item.dtype}{list(item.shape)} is not a flat buffer")
     for key, entry in model.items():
         if entry.dtype not in FLOATS or any(f.strides is not None for f in entry.fragments):
             raise _refused(container, key, f"weights in {entry.dtype} cannot be compared")
@@ -112,7 +113,7 @@ def _by_chain(
 ) -> list[tuple[dict[BucketKey, Buffer], dict[str, TensorEntry]]]:
     """Return the buffers of each chained optimizer, and the weights that may be in them.
 
-    The last of several optimizers is that of the experts; a stage without experts has one.
+    The last of several optimizers has the experts; a stage without experts has only one optimizer.
     """
     numbers = {
         bucket: int(match[1]) if (match := _CHAIN.match(bucket.group)) else 0 for bucket in buffers
@@ -136,15 +137,15 @@ def _by_group(
 ) -> dict[str, list[Param]]:
     """Return the parameters of each model-parallel rank, in the order of its modules.
 
-    A rank's files hold its buffers and its shards of the model. Only one rank's files hold what all
-    ranks of a stage share.
+    A rank's files hold its buffers and its shards of the model. Only one rank's files hold the
+    tensors that all ranks of a stage share.
     """
     groups = _groups(container, buffers)
     owned: dict[_Name, dict[str, list[HeldChunk]]] = {}
     for name, fragment in _in_order(model):
         rank = _rank(container, fragment.file)
         if rank not in groups:
-            raise _refused(container, name.key, f"rank {rank} has written no buffer")
+            raise _refused(container, name.key, f"rank {rank} wrote no buffer")
         places = owned.setdefault(name, {})
         places.setdefault(groups[rank], []).append(
             HeldChunk(name.key, model[name.key].dtype, fragment)
@@ -177,7 +178,7 @@ def _groups(container: Container, buffers: Mapping[BucketKey, Buffer]) -> dict[i
         for fragment in buffer.entry.fragments:
             rank = _rank(container, fragment.file)
             if groups.setdefault(rank, bucket.group) != bucket.group:
-                raise _refused(container, bucket.group, f"rank {rank} has other optimizers too")
+                raise _refused(container, bucket.group, f"rank {rank} also has other optimizers")
     return groups
 
 
@@ -217,7 +218,7 @@ def _name(entry: TensorEntry, box: Box, *, is_stack: bool) -> _Name:
 def _in_order(model: Mapping[str, TensorEntry]) -> list[tuple[_Name, Fragment]]:
     """Return the chunks in the order of the modules, layer after layer.
 
-    Experts that are modules of their own follow one another.
+    Experts that are separate modules follow one another.
     """
     found: list[tuple[_Name, Fragment]] = []
     done: set[str] = set()
@@ -244,7 +245,7 @@ def _in_order(model: Mapping[str, TensorEntry]) -> list[tuple[_Name, Fragment]]:
 
 
 def _stages(groups: set[str], together: Sequence[set[str]]) -> dict[str, set[str]]:
-    """Return the ranks of each rank's pipeline stage: they share tensors."""
+    """Return the ranks of each rank's pipeline stage, which share tensors."""
     stages = {group: {group} for group in groups}
     for members in together:
         merged = set().union(*(stages[group] for group in members))
@@ -257,7 +258,7 @@ def _stages(groups: set[str], together: Sequence[set[str]]) -> dict[str, set[str
 def _rank(container: Container, file: str) -> int:
     match = _FILE_RANK.fullmatch(file)
     if match is None:
-        raise _refused(container, file, "the name of the file names no rank")
+        raise _refused(container, file, "the file's name does not contain a rank")
     return int(match[1])
 
 
@@ -270,11 +271,11 @@ def _laid_out(
     """Return where each parameter of a rank is, checked by length and values."""
     masters = sorted(bucket for bucket in buffers if bucket.slot == "weight")
     if not masters:
-        raise _refused(container, group, "there are no fp32 weights in the buffers")
+        raise _refused(container, group, "the buffers hold no fp32 weights")
 
     def refused(number: int | None, why: str) -> UnsupportedVersionError:
         key = group if number is None else params[number].key
-        return _refused(container, key, f"it is not to be found in the buffers of {group}: {why}")
+        return _refused(container, key, f"the buffers of {group} do not show its place: {why}")
 
     places = lay_out(
         [param.num_elements for param in params],
@@ -291,7 +292,7 @@ def _laid_out(
 def _ordered(
     container: Container, buffers: Mapping[BucketKey, Buffer], placed: Sequence[_Placed]
 ) -> list[_Placed]:
-    """Return the placed parameters with the order of elements, one for all experts."""
+    """Return the placed parameters with the order of elements, which is one for all experts."""
     apart = [one for one in placed if one.param.may_be_grouped]
     ways = [
         way
@@ -299,7 +300,7 @@ def _ordered(
         if all(way(container, buffers[one.bucket], one.start, one.param) for one in apart)
     ]
     if apart and len(ways) != 1:
-        why = "whether its experts are one parameter or several does not follow from their weights"
+        why = "the weights do not show whether its experts are one parameter or several"
         raise _refused(container, apart[0].param.key, why)
     is_grouped = ways == [holds_grouped]
     return [one._replace(is_grouped=is_grouped and one in apart) for one in placed]
@@ -346,7 +347,10 @@ def _grouped(placed: _Placed, buffer: Buffer) -> Iterator[Fragment]:
 def _boxes(
     box: Box, positions: tuple[int, int], place: tuple[str, int, int], *, replica: bool
 ) -> Iterator[Fragment]:
-    """Yield the fragments of flat positions of a box; ``place``: file, byte, bytes an element."""
+    """Yield the fragments of flat positions of a box.
+
+    ``place`` is file, byte and bytes per element.
+    """
     file, at, itemsize = place
     for local in flat_range(box.shape, *positions):
         start = tuple(a + b for a, b in zip(local.start, box.start, strict=True))
@@ -358,9 +362,9 @@ def _boxes(
 
 def _refused(container: Container, what: str, why: str) -> UnsupportedVersionError:
     return UnsupportedVersionError(
-        f"{container.where}: {what}: {why}, so the flat buffers of the distributed optimizer "
-        "(dp_reshardable) cannot be told apart: load it with Megatron and save it with "
-        "--dist-ckpt-optim-fully-reshardable",
+        f"{container.where}: {what}: {why}, so the parameters in the flat buffers of the "
+        "distributed optimizer (dp_reshardable) cannot be found: load it with Megatron and "
+        "save it with --dist-ckpt-optim-fully-reshardable",
         what=what,
         path=container.where,
     )

@@ -1,9 +1,9 @@
 """Finds the place of Hugging Face's tensors in the parameters of Megatron-core. Pure.
 
-These are Llama's, and those of models with its attention or DeepSeek's and with experts. Megatron
-has q, k and v in one parameter, the rows of one query group after those of another, and gate and up
-in one. The elements are the same: both turn the first half of a head against the second. The
-experts of a layer are one tensor in ``transformers`` 5, too, of the same shape. Source:
+It knows the names of Llama, and of models with experts and the attention of Llama or DeepSeek.
+Megatron has q, k and v in one parameter, the rows of one query group after the other, and gate and
+up in another. The elements are equal, because both rotate the first half of a head with the second.
+In ``transformers`` 5 the experts of a layer are also one tensor, of the same shape. Source:
 ``Attention.get_query_key_value_tensors``, ``MLP``, ``MLASelfAttention``, ``TopKRouter`` and
 ``SequentialMLP.sharded_state_dict`` of Megatron-core 0.16.
 """
@@ -82,7 +82,10 @@ _PARTS = (("q", "k", "v"), ("gate", "up"))
 
 
 class Joined(NamedTuple):
-    """A tensor's parameter of Megatron, its shape, and which of its rows; None: all of them."""
+    """Megatron's parameter that holds a tensor, its shape, and the tensor's rows in it.
+
+    None means all rows.
+    """
 
     fqn: str
     shape: tuple[int, ...]
@@ -90,14 +93,14 @@ class Joined(NamedTuple):
 
 
 def joined(shapes: Mapping[str, tuple[int, ...]], query_groups: int | None) -> dict[str, Joined]:
-    """Return where each tensor is; what has no name of Llama's is a parameter as it is.
+    """Return the place of each tensor; a tensor without a known name is a whole parameter.
 
     Args:
-        query_groups: How many heads k and v have.
+        query_groups: Number of heads of k and v.
 
     Raises:
-        UcpError: A part is missing, or the number of groups is, or does not divide the rows; or
-            experts are arranged otherwise.
+        UcpError: A part is missing, the number of groups is missing or does not divide the rows, or
+            experts have another arrangement.
     """
     stacked_experts(shapes)
     found: dict[str, Joined] = {}
@@ -120,7 +123,8 @@ def joined(shapes: Mapping[str, tuple[int, ...]], query_groups: int | None) -> d
         groups = query_groups if "q" in order else 1
         if groups is None:
             raise UcpError(
-                f"nothing says how many heads {names['k']} has: give query_groups (--query-groups)",
+                f"nothing gives the number of heads of {names['k']}: give query_groups "
+                "(--query-groups)",
                 fqn=names["k"],
             )
         counts = [shapes[names[part]][0] for part in order]

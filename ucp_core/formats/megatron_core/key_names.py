@@ -19,20 +19,20 @@ _BUCKET = re.compile(
     r"\.(?P<slot>[^.]+)"
 )
 _OPTIMIZER = re.compile(_CHAIN + r"optimizer\..+")
-#: Layers of one kind are one tensor, whose dim 0 counts layers; otherwise a number follows.
+#: Equal layers are one tensor, whose dim 0 counts layers; otherwise a number follows.
 _STACKED = re.compile(r"(?P<head>(?:.+\.)?layers)\.(?!\d+\.)(?P<rest>.+)")
 _OBJECT = re.compile(r"(?P<key>.+)/shard_[\d.]+_[\d.]+")
 _SHARD = re.compile(r"shard_[\d.]+_[\d.]+")
-#: The number of a layer, and what follows it.
+#: The number of a layer, and the rest of the name.
 _LAYER = re.compile(r"(?P<head>(?:.+\.)?layers)\.(?P<layer>\d+)\.(?P<rest>.+)")
 #: Modules of GPTModel; layers that predict further tokens are never stacked.
 _MODULES = ("embedding.", "decoder.", "output_layer.", "mtp.")
 _UNSTACKED = "mtp."
 #: Modules with a state of their own, which is None without Transformer Engine.
 _STATEFUL = re.compile(r"(?P<module>.+\.(?:linear_\w+|\w*layernorm))\.weight")
-#: Part of the names of experts that one rank has only some of.
+#: Part of the names of experts that are spread over ranks.
 _EXPERTS = ".experts."
-#: Values that tell Megatron's groups apart, as a plain group has them.
+#: Values that distinguish Megatron's groups, as a plain group has them.
 _IDENTIFIERS = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False}
 _IDENTIFIERS |= {"is_decoupled_lr": False}
 #: The optimizer's fp32 copy of a parameter, under the names of its kinds.
@@ -42,12 +42,12 @@ _LOCAL_NAMES = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
-#: Parts of the names of modules that are saved under others.
+#: Parts of the names of modules that Megatron saves under other names.
 _LOCAL_PARTS = (".input_layernorm.", ".self_attention.linear_qkv.")
 
 
 class SavedKey(NamedTuple):
-    """The key of a parameter, and which layer of how many it is in the key's tensor."""
+    """The key of a parameter, its layer in the key's tensor, and the number of layers."""
 
     key: str
     layer: tuple[int, int] | None
@@ -73,7 +73,7 @@ def slot_of(key: str) -> tuple[str, str] | None:
 
 
 def bucket_of(key: str) -> BucketKey | None:
-    """Return the buffer that a tensor is, or None."""
+    """Return the buffer that a tensor's key names, or None."""
     match = _BUCKET.fullmatch(key)
     if match is None:
         return None
@@ -109,7 +109,7 @@ def layer_name(key: str, layer: int | None, *, is_local: bool) -> str:
 def stack_of(key: str, shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """Return the name of a tensor that is a stack of layers, or None.
 
-    Every layer of a stack was saved as a box of its own.
+    Megatron saves every layer of a stack as a box of its own.
     """
     match = _STACKED.fullmatch(key)
     if match is None or not shape:
@@ -123,7 +123,7 @@ def stack_of(key: str, shape: Sequence[int], boxes: Iterable[Box]) -> str | None
 
 
 def unstacked(entry: TensorEntry, *, is_local: bool) -> Iterator[TensorEntry]:
-    """Yield the tensors of the layers that an entry holds; itself if it holds none."""
+    """Yield the tensors of the layers in an entry, or the entry itself if it is no stack."""
     key = entry.key.fqn
     if stack_of(key, entry.shape, (f.box for f in entry.fragments)) is None:
         name = TensorKey(layer_name(key, None, is_local=is_local), entry.key.slot)
@@ -146,21 +146,21 @@ def unstacked(entry: TensorEntry, *, is_local: bool) -> Iterator[TensorEntry]:
 def saved(kinds: Mapping[str, object]) -> dict[str, SavedKey]:
     """Return the key of each parameter, as ``unstacked`` inverts it.
 
-    Layers that have the same parameters of the same kinds are one tensor; otherwise each has keys
-    of its own.
+    Layers that have the same parameters of the same kinds are one tensor; otherwise each layer has
+    keys of its own.
 
     Args:
-        kinds: By the parameter's name: all that must be equal in every layer of a stack.
+        kinds: Everything that must be equal in every layer of a stack, by the parameter's name.
 
     Raises:
-        UcpError: A name is none of Megatron-core's.
+        UcpError: A name is not one of Megatron-core's.
     """
     stacks: dict[str, dict[int, dict[str, object]]] = {}
     for fqn, kind in kinds.items():
         if not fqn.startswith(_MODULES):
             raise UcpError(
-                f"{fqn} is no name of Megatron-core's GPTModel, which begin with "
-                f"{', '.join(_MODULES)}, nor of Hugging Face's Llama: rename it (--rename)",
+                f"{fqn} is not a name of Megatron-core's GPTModel, which begin with "
+                f"{', '.join(_MODULES)}, or of Hugging Face's Llama: rename it (--rename)",
                 fqn=fqn,
             )
         match = _LAYER.fullmatch(fqn)
@@ -187,7 +187,7 @@ def saved(kinds: Mapping[str, object]) -> dict[str, SavedKey]:
 
 
 def module_states(key: str, layer: tuple[int, int] | None, shape: Sequence[int]) -> Iterator[str]:
-    """Yield the keys of the states of the module of a weight, and of those beside it."""
+    """Yield the keys of the extra states of a weight's module and of the modules beside it."""
     match = _STATEFUL.fullmatch(key)
     if match is None:
         return
@@ -211,7 +211,7 @@ def has_experts(key: str) -> bool:
 
 
 def is_object(key: str, value: Any) -> bool:
-    """Return whether a value of ``extra`` is a sharded object, but for the optimizer's."""
+    """Return whether a value of ``extra`` is a sharded object that is not the optimizer's."""
     is_sharded = isinstance(value, dict) and all(map(_SHARD.fullmatch, value)) and bool(value)
     return is_sharded and not is_optimizer(key)
 
@@ -219,10 +219,10 @@ def is_object(key: str, value: Any) -> bool:
 def split_optimizer(
     states: Sequence[Any],
 ) -> tuple[list[dict[str, Any]], list[float], dict[str, Any]]:
-    """Return the distinct groups in optimizers' states, their steps, and the rest.
+    """Return the distinct groups in optimizers' states, their steps, and all other values.
 
     Args:
-        states: JSON values; every model-parallel rank may have saved the same groups again.
+        states: The states as JSON values; every model-parallel rank may have saved the same groups.
     """
     groups: list[dict[str, Any]] = []
     steps: list[float] = []
@@ -255,11 +255,11 @@ def assigned(
     """Return the groups with their parameters, and the parameters that do not fit one group.
 
     Megatron saves groups without names. It groups parameters by expert, weight decay and learning
-    rate, and by default decays all but biases and vectors.
+    rate, and by default decays everything but biases and vectors.
     """
     named: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
     decoupled = any(group.get("is_decoupled_lr") for group in groups)
-    # Without expert-parallel ranks experts share the groups of all other parameters.
+    # Without expert-parallel ranks, experts share the groups of all other parameters.
     apart = any(group.get("is_expert_parallel") for group in groups)
     unsure: list[str] = []
     for fqn, shape in shapes.items():
@@ -301,12 +301,12 @@ def grouped(
 ) -> list[dict[str, Any]]:
     """Return the groups as a target makes them, with ``params``.
 
-    Megatron's own groups keep their multipliers. Others are cut as it does by default: parameters
-    that decay, and those that do not.
+    Megatron's own groups keep their multipliers. Other groups are cut by Megatron's default:
+    parameters that decay, and parameters that do not.
 
     Args:
-        shapes: Of the parameters, by name.
-        experts_apart: Experts have groups of their own, for an optimizer of their own.
+        shapes: Shapes of the parameters, by name.
+        experts_apart: Whether experts have groups of their own, for an optimizer of their own.
 
     Raises:
         UcpError: Parameters of one group of the target have different hyper-parameters.
@@ -321,7 +321,7 @@ def grouped(
             one: dict[str, Any] = {}
             if not is_megatrons:
                 values["wd_mult"] = 0.0 if _is_plain(fqn, shapes[fqn]) else 1.0
-                # Since 0.19 a group is found by its highest rate, too.
+                # Since 0.19 Megatron also finds a group by its highest rate.
                 one["max_lr"] = own.get("initial_lr", own.get("lr"))
             kind = tuple(values[name] for name in _IDENTIFIERS)
             one = made.setdefault(kind, {**one, **values, "params": []})

@@ -1,8 +1,8 @@
 """Reads Megatron-core's ``torch_dist``: the container of torch DCP with its own keys.
 
-Equal layers are one tensor in the files, and one tensor each here. The distributed optimizer has
-one tensor per parameter (``fully_reshardable``), or flat buffers of each model-parallel rank
-without names (``dp_reshardable``); see ``flat_buffers``. Source:
+Equal layers are one tensor in the files; here each layer has its own tensor. The distributed
+optimizer has one tensor per parameter (``fully_reshardable``), or flat buffers of each
+model-parallel rank without names (``dp_reshardable``); see ``flat_buffers``. Source:
 ``megatron/core/dist_checkpointing`` and ``megatron/core/optimizer/distrib_optimizer.py`` of
 Megatron-core 0.16 and 0.19.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _COMMON_KEY = "common_state/shard_0_1"
 _BACKENDS = ("torch_dist",)
-#: Objects of the distributed optimizer that describe the buffers of the run that saved.
+#: Objects of the distributed optimizer that describe the buffers of the saving run.
 _LAYOUTS = (".per_bucket_numel", ".per_bucket_numel_unpadded", ".param_state_sharding_type")
 #: The whole state of one model-parallel rank, pickled (``dp_zero_gather_scatter``).
 _GATHERED = ".param_state"
@@ -49,8 +49,9 @@ def read(
 ) -> Checkpoint:
     """Open a ``torch_dist`` checkpoint; only metadata and small items are read.
 
-    See ``open_source`` for arguments and errors. Only ``unpadded`` counts of ``rules``, where the
-    padding of a vocabulary begins: the metadata say the rest. ``tag`` is an iteration's folder.
+    See ``open_source`` for arguments and errors. It uses only ``unpadded`` of ``rules``, which says
+    where the padding of a vocabulary begins: the metadata say the rest. ``tag`` is an iteration's
+    folder.
     """
     where = located(store, directory, tag)
     if where is None:
@@ -119,7 +120,7 @@ def _common(container: Container) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True)
 class _Reader(Assembly):
-    """What the keys of a container mean."""
+    """The training state in a container, found from its keys."""
 
     container: Container
     common: dict[str, Any]
@@ -155,7 +156,7 @@ class _Reader(Assembly):
                 )
 
     def _add_extra_states(self) -> None:
-        """Keep the modules' extra states, which are None without Transformer Engine."""
+        """Keep the modules' extra states. They are None without Transformer Engine."""
         keys = [key for key in self.objects if key.endswith("._extra_state")]
         found: dict[str, Any] = {}
         for shard in [shard for key in keys for shard in self.objects.pop(key)]:
@@ -176,7 +177,7 @@ class _Reader(Assembly):
             self.items["_extra_state"] = Item("drop", f"{len(keys)} modules have none")
 
     def _add_tensors(self, models: list[str]) -> None:
-        """Add parameters and states that are tensors of their own, layer by layer."""
+        """Add parameters and states that are separate tensors, layer by layer."""
         keys: dict[str, TensorKey] = {}
         for key in self.container.tensors:
             named = key_names.slot_of(key)
@@ -184,9 +185,9 @@ class _Reader(Assembly):
                 keys[key] = TensorKey(named[1], named[0])
             elif key_names.is_optimizer(key) and key_names.bucket_of(key) is None:
                 raise UnsupportedVersionError(
-                    f"{self.container.where}: {key} is of a form of the distributed optimizer "
-                    "that cannot be read: load it with the Megatron that saved it and save it with "
-                    "--dist-ckpt-optim-fully-reshardable",
+                    f"{self.container.where}: {key} comes from a form of the distributed "
+                    "optimizer that cannot be read: load it with the Megatron that saved it "
+                    "and save it with --dist-ckpt-optim-fully-reshardable",
                     key=key,
                 )
         self._refuse_flattened(keys)
@@ -208,7 +209,7 @@ class _Reader(Assembly):
             self.items["optimizer.state"] = Item("reshard", note)
 
     def _refuse_flattened(self, keys: dict[str, TensorKey]) -> None:
-        """Refuse masters of another shape: each rank flattened its shard."""
+        """Refuse masters of another shape, where each rank flattened its shard."""
         for key, (fqn, slot) in keys.items():
             model = self.container.tensors.get(fqn)
             shape = self.container.tensors[key].shape
@@ -222,7 +223,7 @@ class _Reader(Assembly):
                 )
 
     def _add_buckets(self, models: list[str]) -> None:
-        """Replace the weights by those of the flat buffers, and add their states."""
+        """Replace the weights by the masters in the flat buffers, and add their states."""
         found = {}
         for key in self.container.tensors:
             bucket = key_names.bucket_of(key)
@@ -299,7 +300,7 @@ class _Reader(Assembly):
     def _steps(
         self, named: list[dict[str, Any]], unsure: list[str], common: list[float]
     ) -> Iterator[tuple[str, float]]:
-        """Yield the step of every parameter: of its group, or the one that all others have."""
+        """Yield the step of every parameter: its group's, or else the one that all groups share."""
 
         def is_counted(group: Mapping[str, Any]) -> bool:
             return isinstance(group.get("step"), int | float)
@@ -312,8 +313,8 @@ class _Reader(Assembly):
                 yield from ((fqn, *counts) for fqn in group["params"])
             elif counts and group["params"] and group["params"] is not unsure:
                 raise CheckpointCorruptError(
-                    f"{self.container.where}: the optimizer's group with {group['params'][0]} has "
-                    f"no step, and the others are of the steps "
+                    f"{self.container.where}: the optimizer's group with {group['params'][0]} "
+                    "has no step, and the others have the steps "
                     f"{', '.join(map(str, sorted(counts)))}: use another checkpoint",
                     fqn=group["params"][0],
                 )
@@ -322,7 +323,7 @@ class _Reader(Assembly):
         """Keep the other sharded objects: random state, data cursor, bucket sizes."""
         for key, shards in self.objects.items():
             if key.endswith(_LAYOUTS):
-                self.items[key] = Item("drop", "how the flat buffers were laid out")
+                self.items[key] = Item("drop", "the layout of the flat buffers")
                 continue
             try:
                 values = {
@@ -330,7 +331,7 @@ class _Reader(Assembly):
                     for shard, value in self.container.values(shards)
                 }
             except ForeignClassError as error:
-                self.items[key] = Item("drop", f"its value is of an unknown class: {error}")
+                self.items[key] = Item("drop", f"its value has an unknown class: {error}")
                 continue
             self.extra[key] = values
             if "rng" in key:

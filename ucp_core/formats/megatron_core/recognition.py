@@ -34,7 +34,7 @@ def located(store: Store, directory: str, tag: str | None) -> str | None:
     text = store.read(join(directory, TRACKER)).decode(errors="replace").strip()
     if not _ITERATION.fullmatch(text):
         raise CheckpointCorruptError(
-            f"{join(directory, TRACKER)} says {text[:40]!r}, which is no iteration",
+            f"{join(directory, TRACKER)} says {text[:40]!r}, which is not an iteration",
             path=join(directory, TRACKER),
         )
     folder = text if text == "release" else f"iter_{int(text):07d}"
@@ -43,5 +43,5 @@ def located(store: Store, directory: str, tag: str | None) -> str | None:
 
 
 def _is_one(names: tuple[str, ...]) -> bool:
-    """Return whether these are the files of a checkpoint; one of the two may be lost."""
+    """Return whether these are the files of a checkpoint, even if one of the two is lost."""
     return not {CONFIG, COMMON}.isdisjoint(names) and bool(metadata_names(names))

@@ -1,10 +1,10 @@
 """Writes any checkpoint that has Megatron-core's names as ``torch_dist``, which Megatron loads.
 
 The optimizer has the form ``fully_reshardable``: any number of tensor-, pipeline- and data-parallel
-ranks can load it. A weight is in the files once: the model's key and the one of the optimizer's
-master lead to the same bytes, which Megatron casts to the dtype of its parameters. Source:
+ranks can load it. The files hold each weight once: the model's key and the key of the optimizer's
+master point to the same bytes, which Megatron casts to the dtype of its parameters. Source:
 ``DistributedOptimizer.load_state_dict`` and ``load_parameter_state_from_fully_reshardable`` of
-Megatron-core 0.16, and what it saves.
+Megatron-core 0.16, and the files that it saves.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _CONFIG = {
     "common_backend_version": 1,
 }
 _SHARDING = "fully_reshardable"
-#: In ``extra``, which has a path for each of the optimizer's own values.
+#: Key in ``extra`` that has a path for each of the optimizer's own values.
 _SCALER = "grad_scaler."
 _NAMESPACE = "argparse.Namespace"
-#: Rows of ``linear_qkv`` are grouped by query group since then.
+#: Since this version the rows of ``linear_qkv`` are grouped by query group.
 _VERSION = 3.0
 
 
@@ -59,12 +59,12 @@ def write(
     """Write ``directory/iter_STEP`` and, last, the file in ``directory`` that names it.
 
     ``directory`` is Megatron-LM's ``--load``; ``megatron.core.dist_checkpointing.load`` takes the
-    folder in it. Tied names are left out: Megatron ties them itself. See ``export`` for the other
-    arguments and the errors.
+    folder in it. It leaves tied names out, because Megatron ties them itself. See ``export`` for
+    the other arguments and the errors.
 
     Args:
         ep: Expert-parallel ranks of the target. Above 1, experts have an optimizer of their own.
-        query_groups: How many heads k and v have; None: what the source's ``config.json`` says.
+        query_groups: Number of heads of k and v; None takes it from the source's ``config.json``.
     """
     check_memory(memory_bytes)
     places = _places(checkpoint, query_groups)
@@ -77,7 +77,7 @@ def write(
     groups = _groups(checkpoint, memory_bytes, experts_apart=ep > 1)
     common = _common(checkpoint, contents, groups)
     with undone(store, directory) as written:
-        # Megatron can load the folder without the file that names it.
+        # Megatron can load the folder even without the file that names it.
         written.append(folder)
         files = DcpFiles(checkpoint, store, folder, contents, memory_bytes, progress)
         files.write(written, fsync=fsync)
@@ -89,7 +89,7 @@ def write(
 
 
 def _places(checkpoint: Checkpoint, query_groups: int | None) -> dict[str, Joined]:
-    """Return where in Megatron's parameters every tensor of the model is."""
+    """Return the place of every tensor of the model in Megatron's parameters."""
     shapes = {
         key.fqn: entry.shape
         for key, entry in sorted(checkpoint.state_map.entries.items())
@@ -99,11 +99,13 @@ def _places(checkpoint: Checkpoint, query_groups: int | None) -> dict[str, Joine
 
 
 def _check_experts(places: Mapping[str, Joined], ep: int) -> None:
-    """Refuse a target whose ranks cannot have as many experts each."""
+    """Refuse a target whose ranks cannot share the experts equally."""
     counts = {one.shape[0] for one in places.values() if key_names.has_experts(one.fqn)}
     if ep < 1 or (ep > 1 and not counts) or any(count % ep for count in counts):
         has = f"{', '.join(map(str, sorted(counts))) or 'no'} experts in a layer"
-        raise UcpError(f"ep={ep}: the source has {has}, which ep ranks cannot share", ep=ep)
+        raise UcpError(
+            f"ep={ep}: the source has {has}, which ep ranks cannot share equally equally", ep=ep
+        )
 
 
 def _contents(checkpoint: Checkpoint, places: Mapping[str, Joined]) -> Contents:
@@ -144,7 +146,7 @@ def _contents(checkpoint: Checkpoint, places: Mapping[str, Joined]) -> Contents:
 def _kinds(
     entries: Mapping[TensorKey, TensorEntry], places: Mapping[str, Joined]
 ) -> dict[str, dict[Any, Any]]:
-    """Return what must be equal in all layers of a stack, by Megatron's name of the parameter."""
+    """Return the properties that all layers of a stack must share, by parameter."""
     kinds: dict[str, dict[Any, Any]] = {}
     for key, entry in entries.items():
         fqn, _, rows = places[key.fqn]
@@ -173,7 +175,7 @@ def _query_groups(checkpoint: Checkpoint) -> int | None:
 def _common(
     checkpoint: Checkpoint, contents: Contents, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what all ranks share: the iteration, the groups, and the source's own values."""
+    """Return the state that all ranks share: iteration, groups, and the source's own values."""
     common: dict[str, Any] = {"checkpoint_version": _VERSION}
     for name, value in checkpoint.extra.items():
         match value:
@@ -184,7 +186,7 @@ def _common(
             case _:
                 common[name] = restored(value)
     common["iteration"] = checkpoint.step
-    # Megatron-LM asks for the keys that these words imply.
+    # Megatron-LM requests the keys that these words imply.
     common["content_metadata"] = {
         "distrib_optim_sharding_type": _SHARDING,
         "singleton_local_shards": False,
@@ -226,8 +228,8 @@ def _groups(
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]
             raise UcpError(
-                f"{first} has made {one} steps and {second} {other}: Megatron counts one step for "
-                "all parameters of a group",
+                f"{first} made {one} steps and {second} {other}, but Megatron counts one step "
+                "for all parameters of a group",
                 fqn=second,
             )
         made = {name: hyper(name, value) for name, value in group.items() if name != "params"}

@@ -1,11 +1,11 @@
 """Parts that several formats share, most of them with a file for each rank.
 
-``torch_files`` opens the files of all ranks. ``shards`` makes whole tensors of their shards, and
-``assembly`` a checkpoint of all that a reader finds. ``values`` converts small values of pickles
-to JSON and back, and ``inline`` serves numbers as files. ``optimizer_order`` finds the parameter
-that a number of an optimizer means, ``evidence`` checks its master, and ``flat_buffers`` lays out
-Megatron's. ``grouped_experts`` knows the order of Megatron's experts that are one parameter, and
-``stacked_experts`` finds those of ``transformers``.
+``torch_files`` opens the files of all ranks. ``shards`` joins shards to whole tensors, and
+``assembly`` makes a checkpoint of everything that a reader finds. ``values`` converts small values
+of pickles to JSON and back, and ``inline`` serves numbers as files. ``optimizer_order`` finds the
+parameter for a number in an optimizer, ``evidence`` checks its master, and ``flat_buffers`` finds
+parameters in Megatron's flat buffers. ``grouped_experts`` knows the order of Megatron's experts
+that are one parameter, and ``stacked_experts`` finds such experts of ``transformers``.
 """
 
 from ucp_core.formats.shared import grouped_experts

@@ -1,4 +1,4 @@
-"""Makes a checkpoint of what a reader has found in a folder, once for all formats."""
+"""Makes a checkpoint of everything that a reader has found in a folder, for all formats."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Assembly:
-    """What a reader has found; readers add what they need themselves."""
+    """The findings of a reader; subclasses add fields that their format needs."""
 
     store: Store
     directory: str
-    shards: Shards = field(default_factory=lambda: Shards(1))  #: Tensors of which ranks have parts.
+    shards: Shards = field(default_factory=lambda: Shards(1))  #: Tensors that ranks hold parts of.
     #: Whole tensors; their fragments are proven to cover them.
     entries: dict[TensorKey, TensorEntry] = field(default_factory=dict)
     scalars: Scalars = field(default_factory=Scalars)  #: Tensors of one element.
-    #: Checksums by file; files without a tensor do not count.
+    #: Checksums by file; only files with tensors matter.
     extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)  #: The optimizer's groups.
     extra: dict[str, Any] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)  #: Owner by alias.
-    roles: dict[str, str] = field(default_factory=dict)  #: Of trained parameters there is none.
-    items: dict[str, Item] = field(default_factory=dict)  #: What became of each key and file.
-    #: Degrees of parallelism, or counts of files, of the run that saved; for people.
+    roles: dict[str, str] = field(default_factory=dict)  #: Roles; trained parameters have none.
+    items: dict[str, Item] = field(default_factory=dict)  #: Policy of each key and file.
+    #: Degrees of parallelism or counts of files of the saving run, for people.
     layout: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     _group_keys: list[str] = field(default_factory=list)
 
     def put(self, entry: TensorEntry) -> None:
-        """Add a tensor; raise ``CheckpointCorruptError`` if there is one of this name."""
+        """Add a tensor; raise ``CheckpointCorruptError`` if the name is taken."""
         if entry.key in self.entries:
             raise CheckpointCorruptError(
                 f"{entry.key} is there twice, under different keys of the checkpoint",
@@ -54,16 +54,16 @@ class Assembly:
         self.entries[entry.key] = entry
 
     def put_number(self, key: TensorKey, value: float) -> None:
-        """Add a number of a pickle as a 0-d tensor.
+        """Add a number from a pickle as a 0-d tensor.
 
         Raises:
-            CheckpointCorruptError: No tensor can hold it, or there is one of this name.
+            CheckpointCorruptError: No tensor can hold the number, or the name is taken.
         """
         self.scalars.add(key, value)
         self.put(self.scalars.entries[key])
 
     def put_shards(self, layouts: Layouts) -> None:
-        """Add the tensors of which ranks have parts; see ``Shards.entries``."""
+        """Add the tensors that ranks hold parts of; see ``Shards.entries``."""
         self.entries |= self.shards.entries(layouts)
 
     def add_groups(
@@ -72,11 +72,12 @@ class Assembly:
         """Add hyper-parameters and names of one rank's groups, in order.
 
         Each pipeline stage knows only its own parameters and may lack a group, so groups of two
-        ranks are the same if their hyper-parameters are equal. Each rank has a group at most once.
+        ranks are the same group if their hyper-parameters are equal. Each rank has a group at most
+        once.
 
         Args:
-            groups: As an optimizer saves them; their ``params`` do not count.
-            where: Their file, and where in it, for messages.
+            groups: Groups as an optimizer saves them; their ``params`` are ignored.
+            where: Their file and their place in it, for messages.
         """
         met: set[int] = set()
         for index, (group, own) in enumerate(zip(groups, names, strict=True)):
@@ -109,13 +110,13 @@ class Assembly:
         num_ranks: int = 1,
         exact: bool = False,
     ) -> None:
-        """Keep a small value in ``extra``, and note what became of it.
+        """Keep a small value in ``extra``, and note its policy.
 
         Args:
             file: The file that has it, for messages.
             item: The key of the note; default: the name.
             into: The dict to put it in, if not ``extra`` itself.
-            num_ranks: Ranks that have such a value; this is the first one's.
+            num_ranks: Number of ranks that have such a value; this one is the first rank's.
         """
         item = item or name
         where = f"{file}: {item}"
@@ -125,18 +126,18 @@ class Assembly:
             self.items[item] = Item("drop", str(error))
             return
         (self.extra if into is None else into)[name] = kept
-        note = f"each of {num_ranks} ranks had its own; extra has that of the first"
+        note = f"each of {num_ranks} ranks had its own; extra keeps the first rank's"
         is_rng = "rng" in item and num_ranks > 1
         self.items[item] = Item("reseed", note) if is_rng else Item("replicate", "in extra")
 
     def checkpoint(self, source: Mapping[str, Any], *, world_size: int = 0) -> Checkpoint:
-        """Return the checkpoint that all of it is.
+        """Return the checkpoint with everything found.
 
         Args:
             source: Format and version of the writer, for people.
 
         Raises:
-            CheckpointCorruptError: A tensor is tied to one that is not there.
+            CheckpointCorruptError: A tensor is tied to a missing one.
         """
         entries = {**self.entries, **self.scalars.entries}
         used = {fragment.file for entry in entries.values() for fragment in entry.fragments}
@@ -144,8 +145,8 @@ class Assembly:
         for alias, owner in self.ties.items():
             if owner not in known:
                 raise CheckpointCorruptError(
-                    f"{alias} is said to be shared with {owner}, which the checkpoint does not "
-                    "hold",
+                    f"{alias} should share the values of {owner}, which the checkpoint does "
+                    "not hold",
                     fqn=alias,
                 )
         manifest = Manifest(

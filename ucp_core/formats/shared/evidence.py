@@ -1,4 +1,4 @@
-"""Checks that a float32 master is that of a parameter: it rounds to the parameter's weight.
+"""Checks that a float32 master belongs to a parameter, because it rounds to the parameter's weight.
 
 It reads a few elements of both.
 """
@@ -51,7 +51,7 @@ def rounded(data: bytes, source: str, target: str) -> bytes:
         from ucp_core.numerics import cast
 
         return bytes(cast(memoryview(data), source, target))
-    # The usual dtypes; the import of numpy would take 0.1 s.
+    # These are the usual dtypes; importing numpy would take 0.1 s.
     count = len(data) // DTYPE_BYTES[source]
     if target == "F16":
         return b"".join(map(_half, struct.unpack(f"<{count}f", data)))

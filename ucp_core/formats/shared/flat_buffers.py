@@ -1,8 +1,9 @@
 """Finds parameters in the flat buffers of Megatron's distributed optimizer. Pure.
 
-Buffers name nothing. Megatron fills them with the parameters in the reverse order of its modules,
-each at the next multiple of 64 elements in its bucket. So the layout can be computed, and proven:
-the buffer's fp32 weights round to the model's weights. Parameters in no buffer were not trained.
+Buffers hold no names. Megatron fills them with the parameters in the reverse order of its modules,
+each at the next multiple of 64 elements in its bucket. So the layout can be computed, and proven by
+the buffer's fp32 weights, which round to the model's weights. Parameters in no buffer were not
+trained.
 
 Sources: ``_ParamAndGradBuffer`` in ``param_and_grad_buffer.py`` of megatron-core 0.5 to 0.16,
 ``_compute_per_buffer_param_layout`` in ``distrib_optimizer.py`` since then.
@@ -20,7 +21,7 @@ _ALIGNMENT = 64
 
 
 class Place(NamedTuple):
-    """Where a parameter begins: the bucket, and the element in it."""
+    """The start of a parameter: the bucket, and the element in it."""
 
     bucket: int
     start: int
@@ -36,18 +37,20 @@ def lay_out(
 ) -> dict[int, Place]:
     """Return the place of each parameter that was trained, by its number.
 
-    Ranks that share the saving may write the parameters in another order than that of the modules.
-    Then no two parameters may fit one place.
+    Ranks that share the saving may write the parameters in another order than the modules have.
+    Then a place must fit only one parameter.
 
     Args:
-        sizes: Elements of each parameter, in the order of the modules.
-        buckets: Elements of each bucket. Padding can follow its last parameter.
-        holds: Whether the weights of a parameter are at a place, which has room for it.
+        sizes: Number of elements of each parameter, in the order of the modules.
+        buckets: Number of elements of each bucket. Padding can follow its last parameter.
+        holds: Returns whether a parameter's weights are at a place, which has room for it.
         refused: Makes the error from the number of a parameter, if one is to blame, and the reason.
-        is_joined: Buckets follow one another without padding, and only all together have a size.
+        is_joined: Whether buckets follow one another without padding, so that only their total size
+            is known.
 
     Raises:
-        Exception: What ``refused`` returns: the parameters do not fill the buckets in one way.
+        Exception: The parameters do not fill the buckets in exactly one way. ``refused`` makes the
+            error.
     """
     places: dict[int, Place] = {}
     left = list(reversed(range(len(sizes))))

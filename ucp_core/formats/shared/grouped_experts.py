@@ -1,8 +1,8 @@
-"""Experts of a rank that are one parameter (Megatron's ``GroupedMLP``). Pure.
+"""Orders the elements of a rank's experts that are one parameter (Megatron's ``GroupedMLP``). Pure.
 
-The model's tensor holds each expert as ``[out, in]``, gate above up. The parameter, and a flat
-buffer with it, is transposed: ``[experts, in, out]``, gate beside up. The boxes here are those that
-a rank holds of the model's tensor; their last three dims are experts, out and in.
+The model's tensor holds each expert as ``[out, in]``, gate above up. The parameter and its flat
+buffer are transposed: ``[experts, in, out]``, gate beside up. The boxes here are the parts of the
+model's tensor that a rank holds; their last three dims are experts, out and in.
 
 Source: ``GroupedMLP.sharded_state_dict`` in ``megatron/core/transformer/moe/experts.py``, 0.5 to
 0.16.
@@ -24,11 +24,11 @@ _DIMS = 3
 
 
 class Segment(NamedTuple):
-    """Elements of a box of the model's tensor, and where they are in the parameter."""
+    """Elements of a box of the model's tensor, and their places in the parameter."""
 
     box: Box
     position: int  #: First element in the flattened parameter.
-    #: Elements of the parameter between neighbours along each dim of the box.
+    #: Distance in the parameter between neighbours along each dim of the box.
     strides: tuple[int, ...]
 
 
@@ -39,7 +39,7 @@ class Sample(NamedTuple):
     position: int  #: First element in the flattened parameter.
     size: int  #: Number of elements.
     start: int  #: First element in the flattened box; the next are ``step`` apart.
-    step: int  #: Elements of the box between neighbours.
+    step: int  #: Distance in the box between neighbours.
 
 
 def may_be_grouped(key: str, boxes: Sequence[Box]) -> bool:
@@ -50,7 +50,7 @@ def may_be_grouped(key: str, boxes: Sequence[Box]) -> bool:
 
 
 def strides(rows: int, width: int) -> tuple[int, int, int]:
-    """Return the parameter's elements between experts, between their rows (out), and columns."""
+    """Return the distances in the parameter between experts, rows (out) and columns."""
     return rows * width, 1, rows
 
 
@@ -58,7 +58,7 @@ def segments(boxes: Sequence[Box], start: int, stop: int) -> Iterator[Segment]:
     """Yield the segments at flat positions ``[start, stop)`` of the parameter.
 
     Args:
-        boxes: All that the rank holds of the tensor, in order.
+        boxes: All boxes of the tensor that the rank holds, in order.
         start: First position.
         stop: One past the last position.
     """
@@ -84,7 +84,7 @@ def segments(boxes: Sequence[Box], start: int, stop: int) -> Iterator[Segment]:
 
 
 def samples(boxes: Sequence[Box], count: int) -> Iterator[Sample]:
-    """Yield up to ``count`` elements at either end of each box, as the parameter has them."""
+    """Yield up to ``count`` elements at either end of each box, in the parameter's order."""
     experts, _, width = boxes[0].shape[-_DIMS:]
     edges = list(accumulate((box.shape[-2] for box in boxes), initial=0))
     for piece, (box, low) in enumerate(zip(boxes, edges, strict=False)):

@@ -1,7 +1,7 @@
-"""Small values of a foreign checkpoint that only its pickles hold, served as files.
+"""Serves small values that only the pickles of a foreign checkpoint hold as files.
 
-A fragment must name bytes in a file. The bytes of a step count that a pickle holds as a Python
-number are in no file, so they are put into one in memory, whose name begins with ``@``.
+A fragment must name bytes in a file. If a pickle holds a step count as a Python number, no file has
+its bytes. So they are put into a file in memory, whose name begins with ``@``.
 """
 
 from __future__ import annotations

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-#: Advice to the user if the optimizer can keep names, and if it cannot.
+#: Advice to the user: for optimizers that can keep names, and for others.
 NAME_THEM = (
-    "make the optimizer of the trained ones of model.named_parameters(), whose names it keeps "
-    "(torch 2.6 or later), or save with one that is distributed (ZeRO stage 1)"
+    "make the optimizer from the trained parameters of model.named_parameters(), so that it "
+    "keeps their names (torch 2.6 or later), or save with a distributed optimizer (ZeRO stage "
+    "1)"
 )
-DISTRIBUTE_IT = "save with an optimizer that is distributed (ZeRO stage 1)"
+DISTRIBUTE_IT = "save with a distributed optimizer (ZeRO stage 1)"
 
 
 def largest_shape(state: Mapping[str, Any]) -> Shape | None:
@@ -39,11 +40,11 @@ def largest_shape(state: Mapping[str, Any]) -> Shape | None:
 def check_numbers(
     groups: Sequence[Mapping[str, Any]], masters: Sequence[Any] | None, file: str
 ) -> None:
-    """Check that no parameter is numbered twice, and that each has a master if any has.
+    """Check that no parameter is numbered twice, and that all have masters if any has.
 
     Args:
         masters: Masters by group, if there are any.
-        file: The file, for errors.
+        file: The file, for messages.
 
     Raises:
         CheckpointCorruptError: The file was changed, or combines two files.
@@ -74,14 +75,14 @@ def assign(
 ) -> list[list[str]]:
     """Return the names of every group's parameters: each group has the model's order.
 
-    One group with as many parameters as the model has all of them. Otherwise the shapes of each
-    group must fit the model's order in one way only; parameters in no group are frozen.
+    A group with as many parameters as the model has all of them. Otherwise the shapes of each group
+    must fit the model's order in one way only; parameters in no group are frozen.
 
     Args:
         wanted: By group, the shape of each parameter's state, or None.
         params: Names and shapes in the model's order.
-        file: The file, for errors.
-        remedy: Advice to the user, for errors.
+        file: The file, for messages.
+        remedy: Advice to the user, for messages.
 
     Raises:
         PatternError: The shapes do not decide.
@@ -114,12 +115,12 @@ def assign(
     taken = Counter(place for first, _ in places for place in first)
     twice = [params[place][0] for place, times in taken.items() if times > 1]
     if twice:
-        raise unclear(file, f"by their shapes, two groups have {twice[0]}", remedy)
+        raise unclear(file, f"by the shapes, two groups would have {twice[0]}", remedy)
     return [[params[place][0] for place in first] for first, _ in places]
 
 
 def _places(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> tuple[list[int], list[int]]:
-    """Return the first and the last places in the model where a group's shapes follow."""
+    """Return the first and the last places in the model that fit a group's shapes in order."""
     end = len(shapes) - 1
     return _first(group, shapes), [end - at for at in _first(group[::-1], shapes[::-1])][::-1]
 
@@ -135,8 +136,8 @@ def _first(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int]:
 def unclear(file: str, why: str, remedy: str = DISTRIBUTE_IT) -> PatternError:
     """Return the error for state that cannot be matched to parameters."""
     return PatternError(
-        f"{file}: the optimizer does not say which state belongs to which parameter, and that "
-        f"cannot be told: {why}; {remedy}",
+        f"{file}: the optimizer does not say which state belongs to which parameter, and this "
+        f"cannot be found: {why}; {remedy}",
         file=file,
         why=why,
     )

@@ -1,7 +1,7 @@
-"""Makes whole tensors of the shards in the files of a model-parallel checkpoint.
+"""Joins the shards in the files of a model-parallel checkpoint to whole tensors.
 
 Pure. Model parallelism cuts a tensor into shards. ZeRO flattens each shard and cuts it into runs.
-Readers add runs. ``Shards.entries`` asks for the pattern of each tensor and proves that the runs
+Readers add runs. ``Shards.entries`` looks up the pattern of each tensor and proves that the runs
 cover it.
 """
 
@@ -45,9 +45,9 @@ class Shard:
 
     dtype: str  #: Dtype in the files.
     shape: tuple[int, ...]
-    #: Where the elements of the flattened shard are.
+    #: Places of the elements of the flattened shard.
     runs: list[FlatRun] = field(default_factory=list)
-    #: Bytes between neighbours, if the runs are whole rows that are not C-contiguous.
+    #: Distances in bytes between neighbours, if the runs are whole rows that are not C-contiguous.
     strides: tuple[int, ...] | None = None
 
 
@@ -57,10 +57,10 @@ class Layouts(Protocol):
     def pattern(
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Pattern, int | None]:
-        """Return the pattern, and the true extent of dim 0 if padding follows.
+        """Return the pattern, and the extent of dim 0 without padding if there is padding.
 
         Raises:
-            PatternError: It is not known.
+            PatternError: The pattern is unknown.
         """
 
 
@@ -82,12 +82,12 @@ class Shards:
         at: int = 0,
         span: tuple[int, int] = (0, 0),
     ) -> None:
-        """Add elements ``span`` of a flattened shard, which may be none of it.
+        """Add elements ``span`` of a flattened shard; the span may be empty.
 
         Args:
             ref: The tensor that holds them, side by side.
-            shape: Of the shard.
-            at: Number of the first in the tensor.
+            shape: Shape of the shard.
+            at: Number of the first element in the tensor.
 
         Raises:
             CheckpointCorruptError: Another file gives the shard another dtype or shape.
@@ -95,8 +95,8 @@ class Shards:
         shard = self._found[key].setdefault(rank, Shard(ref.dtype, shape))
         if (shard.dtype, shard.shape) != (ref.dtype, shape):
             raise CheckpointCorruptError(
-                f"{key} is {ref.dtype}{list(shape)} in {ref.file}, another file has it as "
-                f"{shard.dtype}{list(shard.shape)}",
+                f"{key} is {ref.dtype}{list(shape)} in {ref.file}, but but another file has it "
+                f"as {shard.dtype}{list(shard.shape)}",
                 fqn=key.fqn,
                 slot=key.slot,
             )
@@ -110,8 +110,8 @@ class Shards:
         other = self._found[key].get(rank)
         if other is not None and other.runs:
             raise CheckpointCorruptError(
-                f"{key} is in {other.runs[0].file} and in {ref.file}, both for rank {rank.tp} of "
-                f"stage {rank.stage}: one of them is left from another run",
+                f"{key} is in {other.runs[0].file} and in {ref.file}, both for rank {rank.tp} "
+                f"of stage {rank.stage}: one file is left from another run",
                 fqn=key.fqn,
                 slot=key.slot,
                 files=[other.runs[0].file, ref.file],
@@ -123,7 +123,7 @@ class Shards:
     def add_rows(
         self, key: TensorKey, rank: Rank, ref: TensorRef, first: int, num_rows: int
     ) -> None:
-        """Add a part of a shard of ``num_rows`` along dim 0: the rows from ``first`` on.
+        """Add a part of a shard that has ``num_rows`` along dim 0: the rows from ``first`` on.
 
         Raises:
             CheckpointCorruptError: Another file gives the shard another dtype or shape.
@@ -139,7 +139,7 @@ class Shards:
         self.add_ref(key, rank, ref)
 
     def drop(self, key: TensorKey, rank: Rank) -> None:
-        """Drop a shard, because a better one follows."""
+        """Drop a shard, because the reader has a better one."""
         self._found[key].pop(rank, None)
 
     def add_empty(self, fqn: str, tp: int, shape: tuple[int, ...]) -> None:
@@ -162,7 +162,7 @@ class Shards:
         return found
 
     def shape_of(self, key: TensorKey, rank: Rank | None = None) -> tuple[int, ...] | None:
-        """Return the shape of a rank's shard, or of any; None if there is none."""
+        """Return the shape of a rank's shard, or of any rank's; None if there is none."""
         found = self._found.get(key, {})
         shards = found.values() if rank is None else filter(None, [found.get(rank)])
         return next((shard.shape for shard in shards), None)
@@ -185,7 +185,8 @@ class Shards:
         """Return the whole tensors.
 
         Raises:
-            PatternError: A pattern is unknown or does not fit; names all tensors without one.
+            PatternError: A pattern is unknown or does not fit. The error names all tensors without
+                a pattern.
             UncoveredRegionError: Elements are missing, or held twice.
             CheckpointCorruptError: A rank has no shard.
         """
@@ -219,7 +220,7 @@ class _Placed:
 
     placement: Placement  #: The placement of all tensors of one pattern and shape.
     told: Any  #: The pattern as JSON.
-    #: Fragments by rank and run, as if elements had one byte and the file began with the run.
+    #: Fragments by rank and run, for elements of one byte in a file that begins with the run.
     known: dict[tuple[int, int, int], list[Fragment]] = field(default_factory=dict)
 
     def fragments(self, key: TensorKey, tp: int, start: int, stop: int) -> list[Fragment]:
@@ -250,8 +251,8 @@ def _by_stage(
         missing = [tp for tp in range(tp_degree) if Rank(stage, tp) not in ranks]
         if missing:
             raise CheckpointCorruptError(
-                f"{key}: of stage {stage}, the files of tensor parallel rank(s) {missing} do not "
-                "have it, those of the others do",
+                f"{key}: in stage {stage}, the files of tensor parallel rank(s) {missing} lack "
+                "it, the files of other ranks have it",
                 fqn=key.fqn,
                 slot=key.slot,
             )
@@ -259,7 +260,7 @@ def _by_stage(
     kinds = {tuple((s.dtype, s.shape) for s in shards) for shards in found.values()}
     if len(kinds) > 1 or len({dtype for dtype, _ in next(iter(kinds))}) > 1:
         raise CheckpointCorruptError(
-            f"{key}: ranks hold it in several dtypes or, in several stages, in different shapes: "
+            f"{key}: ranks hold it in several dtypes, or stages hold it in different shapes: "
             f"{sorted(kinds)}",
             fqn=key.fqn,
             slot=key.slot,
@@ -337,7 +338,7 @@ def _strided(
 
 
 def _all_unknown(errors: Sequence[PatternError]) -> PatternError:
-    """Return one error for all tensors whose pattern is unknown."""
+    """Return one error for all tensors with an unknown pattern."""
     names = [str(error.facts["unknown"]) for error in errors]
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")  # noqa: PLR2004
     return PatternError(f"{errors[0]} (tensors: {shown})", unknown=tuple(names))

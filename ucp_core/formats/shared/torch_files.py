@@ -1,4 +1,4 @@
-"""Opens the torch files of one folder in parallel, because each needs requests of its own."""
+"""Opens the torch files of one folder in parallel, because each needs its own requests."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Files:
     extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
 
     def open(self, names: Iterable[str], *, kinds: tuple[type, ...] = (dict,)) -> None:
-        """Read the pickles of more files, in parallel; no tensor is read.
+        """Read the pickles of more files in parallel, but no tensors.
 
         Args:
-            kinds: Types of value that they may hold.
+            kinds: Types of value that the files may hold.
 
         Raises:
             CheckpointCorruptError: A file is damaged or holds something else.
@@ -66,6 +66,6 @@ class Files:
 
 
 def reading_pool(num_files: int) -> ThreadPoolExecutor:
-    """Return a pool for so many files, whose threads draw from the caller's budget."""
+    """Return a pool for this many files, whose threads use the caller's memory budget."""
     threads = min(THREADS_MAX, max(1, num_files))
     return ThreadPoolExecutor(threads, initializer=use_budget, initargs=(current_budget(),))

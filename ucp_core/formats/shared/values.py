@@ -14,7 +14,7 @@ from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
 from ucp_core.storage import Buffer, Store, join
 from ucp_core.torch_files import TensorData, TensorRef, as_json
 
-#: A generator's state has 5 KiB.
+#: A random generator's state has 5 KiB.
 SMALL_TENSOR_BYTES = 64 << 10
 
 _FORMATS = {
@@ -31,7 +31,7 @@ _FORMATS = {
     "U8": "B",
     "BOOL": "?",
 }
-#: Dtypes of which Python has the numbers.
+#: Dtypes whose values are Python numbers.
 NUMBER_DTYPES = frozenset(_FORMATS)
 #: Errors that Python raises if a structure is not the expected one.
 _NONSENSE = (
@@ -54,13 +54,13 @@ _INTEGER_MAX = 1 << 60
 def refusing_nonsense(where: str, framework: str) -> Iterator[None]:
     """Turn Python's errors about a foreign file's structure into one of ours.
 
-    A pickle can have any structure, and checks at every level would be most of a reader.
+    A pickle can have any structure. Checks at every level would make up most of a reader.
     """
     try:
         yield
     except _NONSENSE as error:
         raise CheckpointCorruptError(
-            f"{where} does not hold what {framework} writes: {type(error).__name__}: {error}",
+            f"{where} is not as {framework} writes it: {type(error).__name__}: {error}",
             path=where,
         ) from error
 
@@ -80,15 +80,15 @@ def number_of(data: Buffer, dtype: str) -> float | int | bool:
 
 
 def json_value(value: Any, store: Store, directory: str, where: str, *, exact: bool = False) -> Any:
-    """Return ``value`` as JSON; tensors of one element as numbers, other small ones in base64.
+    """Return ``value`` as JSON: tensors of one element as numbers, other small ones in base64.
 
     Args:
         where: The file in the directory and the key, for messages.
-        exact: Mark all that JSON does not have; ``restored`` converts it back.
+        exact: Mark all values that JSON lacks, so that ``restored`` converts them back.
 
     Raises:
-        ForeignClassError: It holds a large tensor or an object that is no plain data.
-        MemoryBudgetError: It takes more memory than is left for the checkpoint.
+        ForeignClassError: The value holds a large tensor or an object that is not plain data.
+        MemoryBudgetError: The value takes more memory than is left for the checkpoint.
     """
 
     def tensor(ref: TensorRef) -> Any:
@@ -114,7 +114,7 @@ def json_value(value: Any, store: Store, directory: str, where: str, *, exact: b
 def whole_tensor(
     key: TensorKey, ref: TensorRef, shape: tuple[int, ...] | None = None
 ) -> TensorEntry:
-    """Return the entry of a tensor that one file holds whole; ``shape`` is that of a flat one."""
+    """Return the entry of a tensor that one file holds whole; ``shape`` reshapes a flat one."""
     shape = ref.shape if shape is None else shape
     fragment = Fragment(
         Box.full(shape),
@@ -138,7 +138,7 @@ class Scalars:
         self._offsets: dict[bytes, int] = {}
 
     def add(self, key: TensorKey, value: TensorRef | float) -> None:
-        """Add one unless the key has one; ``CheckpointCorruptError`` if no dtype can hold it."""
+        """Add a number unless the key has one; raise an error if no dtype can hold it."""
         if key in self.entries:
             return
         if not isinstance(value, TensorRef):
@@ -173,7 +173,7 @@ def _packed(key: TensorKey, value: float) -> tuple[str, bytes]:
 
 
 def restored(value: Any) -> Any:
-    """Return a value of ``extra`` as it was before ``json_value``, if that was exact."""
+    """Return a value of ``extra`` as it was before ``json_value``, which must have been exact."""
     match value:
         case list():
             return [restored(item) for item in value]

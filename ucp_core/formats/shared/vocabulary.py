@@ -2,7 +2,7 @@
 
 The embedding and the output layer have ``padded_vocab_size`` rows: the tokenizer's size, rounded up
 to a multiple of ``make_vocab_size_divisible_by`` times the tensor parallel ranks. Another number of
-ranks pads differently, so the rows after the tokens are no state. The arguments have the size only
+ranks pads differently, so the rows after the tokens are not state. The arguments have the size only
 if the user gave it, as ``vocab_size``; otherwise only the tokenizer knows it.
 
 Sources: ``build_tokenizer`` and ``NullTokenizer`` of Megatron-LM, core 0.5 to 0.19.
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _NAMES = re.compile(
     r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.(weight|bias)"
 )
-#: Up to core 0.17 these add the end-of-document token to the given size.
+#: Tokenizers that add the end-of-document token to the given size, up to core 0.17.
 _NULL, _NULL_MULTIMODAL = "NullTokenizer", "NullMultimodalTokenizer"
-#: An argument of the Megatron versions whose ``NullTokenizer`` does not.
+#: An argument of the Megatron versions whose ``NullTokenizer`` does not add the token.
 _SINCE_EXACT = "null_tokenizer_eod_id"
 
 
@@ -35,7 +35,7 @@ _SINCE_EXACT = "null_tokenizer_eod_id"
 class Vocabulary:
     """The vocabulary of a run, as its arguments describe it."""
 
-    #: Rows of the saved embedding; None: unknown, and so is everything else.
+    #: Rows of the saved embedding. If it is None, everything here is unknown.
     num_rows: int | None = None
     num_tokens: int | None = None  #: Rows that are tokens; None: unknown.
     why_unknown: str = ""  #: The reason, for people.
@@ -46,7 +46,7 @@ class Vocabulary:
         return self.num_tokens if is_padded else None
 
     def item(self, entries: Mapping[TensorKey, TensorEntry]) -> dict[str, Item]:
-        """Return the item that tells what became of the padding; empty if there is none."""
+        """Return the item that says what the reader did with the padding; empty without padding."""
         rows = {
             key.fqn: entry.shape[0]
             for key, entry in sorted(entries.items())
@@ -70,7 +70,7 @@ class Vocabulary:
 
 
 def vocabulary_of(arguments: Mapping[str, Any]) -> Vocabulary:
-    """Return what Megatron's arguments say; a size that does not fit the rows is ignored."""
+    """Return the vocabulary of Megatron's arguments; ignore a size that does not fit the rows."""
     rows, size = _number(arguments, "padded_vocab_size"), _number(arguments, "vocab_size")
     if rows is None:
         return Vocabulary()

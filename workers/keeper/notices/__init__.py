@@ -1,4 +1,4 @@
-"""Notices of the end of a machine: the sources of a node, and the meaning of their answers."""
+"""Reads notices of a machine's end: polls a node's sources and interprets their answers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
 """Reads the answers of metadata services. Pure; times are seconds since the epoch.
 
-An answer that makes no sense raises any ``Exception``.
+An answer that makes no sense may raise any ``Exception``.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 from workers.protocol import Notice
 
-#: Google takes a machine so long after it says so, "up to 30 s".
+#: Google takes a machine this long after its notice: "up to 30 s".
 PREEMPTED_S = 30.0
 #: Before maintenance a machine without GPUs has one minute, one with GPUs an hour.
 _MAINTAINED_S, _MAINTAINED_GPUS_S = 60.0, 3600.0
-#: With what is done to the machine: all of them stop what runs there, if only for a while.
+#: Kinds of events. All of them stop the machine's programs, if only for a while.
 _AZURE_EVENTS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy", "Freeze"})
 
 
 def aws(action: str | None, rebalance: str | None) -> Notice | None:
-    """Return what EC2 says of a spot instance.
+    """Return EC2's notice about a spot instance.
 
     Args:
         action: The answer of ``spot/instance-action``; None if there is none.
-        rebalance: Likewise of ``events/recommendations/rebalance``: the instance is likelier than
+        rebalance: The answer of ``events/recommendations/rebalance``: the instance is likelier than
             others to be taken, at an unknown time.
     """
     if action is not None:
@@ -41,11 +41,12 @@ def aws(action: str | None, rebalance: str | None) -> Notice | None:
 
 
 def gcp(preempted: str, maintenance: str, *, has_gpus: bool) -> tuple[str, float] | None:
-    """Return what Compute Engine says, and how long before the machine stops it begins to say so.
+    """Return Compute Engine's notice, and how long before the machine stops it appears.
 
     Args:
         preempted: The answer of ``instance/preempted``.
-        maintenance: Likewise of ``instance/maintenance-event``. A machine that is migrated runs on.
+        maintenance: The answer of ``instance/maintenance-event``. A machine that is migrated keeps
+            running.
         has_gpus: Whether the machine has GPUs.
     """
     if preempted.strip() == "TRUE":
@@ -59,13 +60,14 @@ def gcp(preempted: str, maintenance: str, *, has_gpus: bool) -> tuple[str, float
 
 
 def azure(events: str, *, machine: str) -> Notice | None:
-    """Return what Scheduled Events say of one machine.
+    """Return the notice of Scheduled Events about one machine.
 
     Args:
-        events: The answer; it names the events of all machines of a group.
-        machine: The name of this one.
+        events: The answer, which names the events of all machines of a group.
+        machine: The name of this machine.
 
-    An event that has begun names no time. Its end is 0.0, which has come and is the same each time.
+    An event that has begun names no time. Its deadline is 0.0, which has passed and is always
+    equal.
     """
     found = []
     for event in _mapping(events)["Events"]:
@@ -77,12 +79,13 @@ def azure(events: str, *, machine: str) -> Notice | None:
 
 
 def own(text: str, *, told_s: float) -> Notice | None:
-    """Return what a file or a command of the user's own says.
+    """Return the notice in a file, or in a command's output, of the user.
 
     Args:
         text: A time in ISO 8601 or as ``date`` prints it, or the seconds left, then anything for
-            people. Nothing is no notice: a file is empty for a moment while it is written.
-        told_s: From when on seconds count.
+            people. An empty text is no notice, because a file is empty for a moment while it is
+            written.
+        told_s: The time from which seconds count.
     """
     words = text.split()
     if not words:
@@ -94,7 +97,9 @@ def own(text: str, *, told_s: float) -> Notice | None:
             continue
         why = " ".join(words[num_words:])
         return Notice(what=why or "the machine's own notice", deadline_s=deadline_s)
-    raise ValueError(f"{text[:40]!r} begins neither with seconds nor like 2026-11-26T08:00:00Z")
+    raise ValueError(
+        f"{text[:40]!r} must begin with seconds or with a time like 2026-11-26T08:00:00Z"
+    )
 
 
 def nearest(notices: Sequence[Notice]) -> Notice | None:
@@ -106,7 +111,7 @@ def _moment(text: str, told_s: float) -> float:
     try:
         left_s = float(text)
     except ValueError:
-        if len(text) <= len("2026-11-26"):  # It is ambiguous whether a day begins or ends it.
+        if len(text) <= len("2026-11-26"):  # A day could mean its beginning or its end.
             raise
         return _time(text)
     if not math.isfinite(left_s):
@@ -117,16 +122,16 @@ def _moment(text: str, told_s: float) -> float:
 def _mapping(text: str) -> dict[str, Any]:
     found = json.loads(text)
     if not isinstance(found, dict):
-        raise TypeError(f"{text[:40]!r} is no JSON object")
+        raise TypeError(f"{text[:40]!r} is not a JSON object")
     return found
 
 
 def _time(text: str) -> float:
-    """Return a time as AWS writes it, in ISO 8601, or as Azure does, as in mail."""
+    """Return the time in a text: AWS writes ISO 8601, Azure the form of mail headers."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
         found = parsedate_to_datetime(text)
-        if found.tzinfo is None:  # It has a name that only some know, such as CET.
+        if found.tzinfo is None:  # The time zone has a name such as CET, which is not portable.
             raise
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()

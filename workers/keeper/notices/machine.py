@@ -1,4 +1,4 @@
-"""The cloud of this machine, according to its firmware; nothing is asked over the network."""
+"""Recognises the cloud of this machine by its firmware, without the network."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _DMI: Final = Path("/sys/class/dmi/id")
 _FILES: Final = (
     "sys_vendor", "product_name", "product_version", "board_vendor", "chassis_asset_tag",
 )  # fmt: skip
-#: Hyper-V runs elsewhere too, so that the vendor alone does not make it Azure (cloud-init).
+#: Hyper-V also runs elsewhere, so the vendor alone does not prove Azure (cloud-init).
 _AZURE_TAG: Final = "7783-7084-3265-9085-8269-3286-77"
 _GPUS: Final = Path("/proc/driver/nvidia/gpus")
 
 
 def read_dmi() -> dict[str, str]:
-    """Return what the firmware says of this machine, by the names of files in /sys."""
+    """Return the firmware's facts about this machine, by the names of files in /sys."""
     found = {}
     for name in _FILES:
         with contextlib.suppress(OSError):
@@ -34,7 +34,7 @@ def recognised(dmi: Mapping[str, str] | None = None) -> str:
         dmi: The result of ``read_dmi``; None reads it.
     """
     said = read_dmi() if dmi is None else dmi
-    # Amazon's older machines are Xen's, and say so in the version only: "4.11.amazon".
+    # Amazon's older machines run on Xen, and only the version names Amazon: "4.11.amazon".
     if any("amazon" in text.lower() for text in said.values()):
         return "aws"
     if said.get("sys_vendor") == "Google" or said.get("product_name") == "Google Compute Engine":

@@ -1,4 +1,4 @@
-"""Poll the sources of a node, each in a separate thread, because they may block."""
+"""Polls the sources of a node, each in a separate thread, because they may block."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from workers.protocol import Notice
 
 log = logging.getLogger(__name__)
 
-#: A source that does not answer is polled less and less often, at last this often.
+#: Longest period of polling a source that does not answer; the period grows up to this.
 _ASK_S_MAX: Final = 60.0
 
 
 class NoticeWatch:
     """The notices of a node's sources. Its threads end with the process, or with ``close``.
 
-    A source that does not answer takes back nothing of what it said.
+    If a source stops answering, its last notice stays.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -39,7 +39,7 @@ class NoticeWatch:
         self._closed.set()
 
     def notice(self) -> Notice | None:
-        """Return the notice that ends first, with the time that is left."""
+        """Return the notice that ends first, with the time left."""
         found = answers.nearest([said for said in tuple(self._said.values()) if said is not None])
         now_s = time.time()  # noqa: TID251  as people and providers count it
         return found and replace(found, left_s=max(0.0, found.deadline_s - now_s))
@@ -47,7 +47,7 @@ class NoticeWatch:
     def problems(self) -> tuple[str, ...]:
         """Return one line for each source that does not answer."""
         return tuple(
-            f"{why}; a node that is taken is found when it is gone"
+            f"{why}; without it a taken node is noticed only when it is gone"
             for why in sorted(self._failing.copy().values())
         )
 
@@ -58,7 +58,9 @@ class NoticeWatch:
                 self._said[source.name] = source.look()
             except FAILURES as error:
                 if self._failing.get(source.name) is None:
-                    log.warning("notices of %s are not read, tried again: %s", source.name, error)
+                    log.warning(
+                        "notices of %s cannot be read, trying again: %s", source.name, error
+                    )
                 self._failing[source.name] = no_answer(source, error)
                 wait_s = min(2 * wait_s, _ASK_S_MAX)
             else:

@@ -1,4 +1,4 @@
-"""Sources of notices on a node: the cloud's service, a file, a command. Each call may block.
+"""Reads a node's sources of notices: the cloud's service, a file, a command. Each call may block.
 
 Sources of the formats and periods:
 AWS: docs.aws.amazon.com/AWSEC2/latest/UserGuide, "spot-instance-termination-notices" and
@@ -29,13 +29,13 @@ from workers.protocol import Notice
 #: Errors of a source without an answer, or with one that makes no sense. It may raise anything: an
 #: answer may hold anything, such as brackets in brackets and years of eleven digits.
 FAILURES: Final = (Exception,)
-#: The same at all three, on the link of the machine; no name has to be looked up.
+#: Address of all three clouds' services on the machine's link; it needs no name lookup.
 _ENDPOINT: Final = "http://169.254.169.254"
 #: A service on the machine's own link answers in milliseconds.
 _ANSWER_S: Final = 5.0
-#: The events of a thousand machines are about half of it.
+#: Most bytes of an answer. The events of a thousand machines are about half of this.
 _ANSWER_BYTES_MAX: Final = 1 << 20
-#: How long Google's service holds the answer back until there is another.
+#: Time for which Google's service holds the answer back until it changes.
 _HANG_S: Final = 5
 _TOKEN_LIVES_S: Final = 21600
 #: Time limit of the user's own command.
@@ -43,18 +43,18 @@ _COMMAND_S: Final = 30.0
 
 
 class Source(Protocol):
-    """One that may know of the end of this machine."""
+    """A source that may announce the end of this machine."""
 
-    name: str  #: For people.
-    advice: str  #: What the user should do if it does not answer.
-    period_s: float  #: How often it is polled.
+    name: str  #: Name for people.
+    advice: str  #: Advice to the user if it does not answer.
+    period_s: float  #: Period of polling it.
 
     def look(self) -> Notice | None:
-        """Return what it says now; raises one of ``FAILURES``."""
+        """Return its present notice; raises one of ``FAILURES``."""
 
 
 def no_answer(source: Source, error: Exception) -> str:
-    """Return what is said of a source that raised ``error``."""
+    """Return a line about a source that raised ``error``."""
     why = str(error) or type(error).__name__
     return f"{source.name} does not answer: {why} ({source.advice})"
 
@@ -62,7 +62,7 @@ def no_answer(source: Source, error: Exception) -> str:
 def sources_of(
     *, cloud: str = "none", endpoint: str = "", file: str = "", command: str = ""
 ) -> list[Source]:
-    """Return who is to be asked, as the section ``notices`` of the configuration says it."""
+    """Return the sources of the section ``notices`` of the configuration."""
     is_auto, cloud = cloud == "auto", recognised() if cloud == "auto" else cloud
     found: list[Source] = []
     if cloud in _SERVICES:
@@ -77,7 +77,7 @@ def sources_of(
 
 
 class _Unknown:
-    """An endpoint on a machine that does not say which cloud it is of."""
+    """An endpoint on a machine whose firmware does not name a known cloud."""
 
     advice = f"set notices.cloud to one of {', '.join(CLOUDS)}"
     period_s = 60.0
@@ -86,8 +86,11 @@ class _Unknown:
         self.name = f"notices.endpoint {endpoint}"
 
     def look(self) -> Notice | None:
-        """Raise: its protocol is unknown."""
-        raise ValueError("the firmware of this machine names no known cloud, so it is not asked")
+        """Raise an error, because the protocol is unknown."""
+        raise ValueError(
+            "the firmware of this machine names no known cloud, so the "
+            "endpoint's protocol is unknown"
+        )
 
 
 class _Service:
@@ -108,13 +111,13 @@ class _Service:
         method: str = "GET",
         hang_s: float = 0.0,
     ) -> tuple[int, str, HTTPMessage]:
-        """Return the status, the text and the headers of an answer, which is whole and in time."""
+        """Return status, text and headers of an answer that is complete and in time."""
         within_s = _ANSWER_S + hang_s
         connection = HTTPConnection(self._address, timeout=within_s)
         late = threading.Event()
         with contextlib.closing(connection):
             connection.connect()
-            # The timeout of a connection is that of each piece, and each byte may be one.
+            # The timeout of a connection applies to each piece, and each byte may be a piece.
             timer = threading.Timer(within_s, _end, [connection.sock, late])
             timer.daemon = True
             timer.start()
@@ -126,9 +129,11 @@ class _Service:
             finally:
                 timer.cancel()
                 if late.is_set():
-                    raise TimeoutError(f"no whole answer to {path} in {within_s:g} s")
+                    raise TimeoutError(f"no complete answer to {path} in {within_s:g} s")
         if not is_whole:
-            raise ValueError(f"{path} answers less than it says, or over {_ANSWER_BYTES_MAX} bytes")
+            raise ValueError(
+                f"the answer to {path} is shorter than announced, or over {_ANSWER_BYTES_MAX} bytes"
+            )
         return answer.status, text.decode("utf-8", "replace"), answer.headers
 
     def _said(self, path: str, headers: Mapping[str, str]) -> str:
@@ -171,7 +176,10 @@ class _Aws(_Service):
 
 
 class _Gcp(_Service):
-    """Compute Engine. The answer is held back until it changes, so that nothing is seen late."""
+    """Compute Engine.
+
+    The service holds the answer back until it changes, so the keeper sees changes at once.
+    """
 
     name = "the metadata service of gcp"
     _HEADERS: Final = {"Metadata-Flavor": "Google"}
@@ -183,10 +191,10 @@ class _Gcp(_Service):
         self._has_gpus = has_gpus()
 
     def look(self) -> Notice | None:
-        """Return a preemption or a stop for maintenance, with the time since when it is known."""
+        """Return a preemption or a stop for maintenance; the first notice sets the deadline."""
         root = "/computeMetadata/v1/instance"
         path = f"{root}/preempted"
-        # If it is refused, the next question does without it.
+        # If the service refuses it, the next request does without it.
         etag, self._etag = quote(self._etag, safe=""), ""
         wait = f"?wait_for_change=true&timeout_sec={_HANG_S}&last_etag={etag}"
         status, text, headers = self._ask(
@@ -206,7 +214,7 @@ class _Gcp(_Service):
 
 
 class _Azure(_Service):
-    """Scheduled Events, which Azure begins to offer up to two minutes after the first question."""
+    """Scheduled Events, which Azure begins to offer up to two minutes after the first request."""
 
     name = "the metadata service of azure"
     _HEADERS: Final = {"Metadata": "true"}
@@ -235,7 +243,7 @@ class _File:
         self._path = path
 
     def look(self) -> Notice | None:
-        """Return what it says; seconds in it count from when it was written."""
+        """Return the file's notice; seconds in it count from the time of writing."""
         try:
             with self._path.open(encoding="utf-8") as file:
                 text, told_s = file.read(_ANSWER_BYTES_MAX), self._path.stat().st_mtime
@@ -256,7 +264,7 @@ class _Command:
         self._said, self._told_s = "", 0.0
 
     def look(self) -> Notice | None:
-        """Return what it says; seconds in it count from when it first said so."""
+        """Return the command's notice; seconds in it count from the first time it was printed."""
         try:
             done = subprocess.run(  # noqa: S603  the user's own
                 shlex.split(self._command),

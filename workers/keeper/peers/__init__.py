@@ -1,4 +1,4 @@
-"""Keepers of other nodes: byte ranges over TCP, and copies of their snapshots."""
+"""Talks to keepers of other nodes: serves byte ranges over TCP, and copies their snapshots."""
 
 from typing import TYPE_CHECKING
 

@@ -41,7 +41,7 @@ from workers.protocol import Held
 
 #: Tries to read a range; each continues where the last one broke off.
 _TRIES: Final = 3
-#: Requests sent ahead at most: the server reads none while it sends.
+#: Most requests to send ahead: the server reads none while it sends.
 _AHEAD_MAX: Final = 64
 
 
@@ -59,8 +59,8 @@ class WireClient:
     """Reads from one peer's keeper. Thread-safe: each thread has its own connection.
 
     Attributes:
-        num_connections: Connections made so far by all threads. The peer forgets with each closed
-            one what it was told over it.
+        num_connections: Connections made so far by all threads. With each closed connection the
+            peer forgets the messages that it received over it.
     """
 
     def __init__(self, address: tuple[str, int], *, secret: bytes, tries: int = _TRIES) -> None:
@@ -70,7 +70,7 @@ class WireClient:
         self._secret = secret
         self._local = threading.local()
         self._lock = threading.Lock()
-        #: Weak: the connection of a finished thread closes with it.
+        #: The references are weak, so the connection of a finished thread closes with it.
         self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._is_aborted = False
 
@@ -83,7 +83,7 @@ class WireClient:
         *,
         is_unchecked: bool = False,
     ) -> None:
-        """Fill ``targets``, one after the other, from ``offset_bytes`` of the buffer's body on.
+        """Fill ``targets``, one after the other, from ``offset_bytes`` of the buffer's body.
 
         A broken connection is made again, and the read continues where it broke off. Chunks carry
         no crc32 if ``is_unchecked``: the caller then verifies the bytes end to end.
@@ -122,8 +122,8 @@ class WireClient:
     ) -> None:
         """Request ranges that this thread will read next, in this order.
 
-        The peer then sends one range while this thread works on another. Only a hint: a thread that
-        reads something else gets a new connection, and errors show when it reads.
+        The peer then sends one range while this thread works on another. This is only a hint: a
+        thread that reads something else gets a new connection, and errors appear when it reads.
         """
         asked = self._asked
         some = [each for each in ranges if each[1]]
@@ -144,11 +144,11 @@ class WireClient:
         without: Collection[str] = (),
         copied: Mapping[str, Held] = MappingProxyType({}),
     ) -> Listing:
-        """Return what the peer's ranks have written, once its news differ from ``after``.
+        """Return the versions of the peer's ranks, once its news differ from ``after``.
 
         Args:
             after: The last listing's ``news``; -1 for an answer at once.
-            timeout_s: Below 5 s, after which a silent peer is given up.
+            timeout_s: Must be below 5 s, after which a silent peer counts as gone.
             without: Arenas that will not be copied: their ranks need not wait.
             copied: The newest version of each arena that was copied since the last listing, or need
                 not be.
@@ -175,7 +175,7 @@ class WireClient:
     def note_copied(self, copied: Mapping[str, Held]) -> None:
         """Tell the peer that these versions and all older ones are copied, or need not be.
 
-        Without any it still shows the peer that this thread follows it, while others read.
+        Even without versions this shows the peer that this thread follows it while others read.
 
         Raises:
             StorageError: The peer cannot be reached.
@@ -237,7 +237,7 @@ class WireClient:
                 (length,) = SIZE.unpack(receive(connection, SIZE.size))
                 raise Refused(receive(connection, min(length, 4096)).decode(errors="replace"))
             if size > min(wire.CHUNK_BYTES, size_bytes - done):
-                raise OSError(f"a chunk of {size} bytes was not asked for")
+                raise OSError(f"a chunk of {size} bytes was not requested")
             views = list(first(behind(targets, done), size))
             receive_views(connection, views)
             if (
@@ -280,12 +280,12 @@ class WireClient:
         return held
 
     def _introduce(self, held: socket.socket, address: tuple[str, int] | None = None) -> None:
-        """Connect, unless that is done, and show that the secret is known."""
-        # Registered before it connects: ``abort`` must find it.
+        """Connect, unless that is done, and prove knowledge of the secret."""
+        # Register the connection before it connects, so that ``abort`` finds it.
         self._local.connection = held
         with self._lock:
             if self._is_aborted:
-                raise ConnectionAbortedError("nothing is asked for any more")
+                raise ConnectionAbortedError("reading was stopped")
             self._open.add(held)
             self.num_connections += 1
         limit_waits(held, sending_s=wire.STALL_S, receiving_s=wire.STALL_S)
@@ -348,5 +348,5 @@ class RemotePart:
         )
 
     def ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Request what this thread fills next: ``(offset_bytes, size_bytes)`` in order."""
+        """Request the ranges to fill next: ``(offset_bytes, size_bytes)`` in order."""
         self.client.ask(self.arena, self.held, ranges, is_unchecked=self.is_unchecked)

@@ -1,4 +1,4 @@
-"""The wire format between keepers, for both ends: proof, requests, listings, bytes.
+"""Implements the wire format between keepers, for both ends: proof, requests, listings, bytes.
 
 Nothing is unpickled, and every received length is bounded.
 """
@@ -30,8 +30,8 @@ SIZE: Final = struct.Struct("<I")
 CHUNK: Final = struct.Struct("<II")
 #: The kernel takes up to 1024 buffers in one call.
 _VIEWS_MAX: Final = 512
-#: The kernel moves so much of a file at a time, and waits for a slow peer anew each time. While
-#: that takes less than so long, it may move more in one call.
+#: The kernel moves this much of a file at a time, and each time waits for a slow peer again. While
+#: that takes less than this time, it may move more in one call.
 _FILE_BYTES: Final = 64 << 10
 _FILE_S: Final = 0.05
 _HELD: Final = tuple(field.name for field in fields(Held))
@@ -40,7 +40,7 @@ _SILENT: Final = "the peer sends nothing"
 _CLOSED: Final = "the peer closed the connection"
 #: Idle seconds, seconds between probes, probes: after that a machine counts as gone.
 _KEEP_ALIVE: Final = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-#: Small buffers between near machines still carry 2 GB/s, and what is under way stays in the
+#: Small buffers between near machines still carry 2 GB/s, and the bytes under way stay in the
 #: second-level caches: over loopback, 12 MB cost 3.2 ms of processor time instead of 4.6.
 _NEAR_S: Final = 100e-6
 _NEAR_BYTES: Final = ((socket.SO_SNDBUF, 128 << 10), (socket.SO_RCVBUF, 512 << 10))
@@ -52,26 +52,26 @@ _TIME: Final = struct.Struct("@ll")
 
 
 def proof(secret: bytes, challenge: bytes) -> bytes:
-    """Return what only a peer with the secret can answer to a challenge."""
+    """Return the answer to a challenge that only a peer with the secret can give."""
     return hmac.digest(secret, challenge, "sha256")
 
 
 def send_json(connection: socket.socket, value: Any) -> None:
-    """Send a JSON text behind its length."""
+    """Send a JSON text after its length."""
     packet = json.dumps(value).encode()
     send(connection, SIZE.pack(len(packet)) + packet)
 
 
 def receive_json(connection: socket.socket, *, size_bytes_max: int) -> Any:
-    """Receive what ``send_json`` sent.
+    """Receive a JSON text from ``send_json``.
 
     Raises:
-        ValueError: It is too long, or no JSON.
+        ValueError: The text is too long, or is not JSON.
         OSError: The connection broke.
     """
     (size_bytes,) = SIZE.unpack(receive(connection, SIZE.size))
     if size_bytes > size_bytes_max:
-        raise ValueError(f"{size_bytes} bytes of JSON, at most {size_bytes_max} are taken")
+        raise ValueError(f"{size_bytes} bytes of JSON, but at most {size_bytes_max} are accepted")
     return json.loads(receive(connection, size_bytes))
 
 
@@ -120,8 +120,8 @@ def send(
 ) -> None:
     """Send all of ``data`` over a connection with ``limit_waits``.
 
-    The peer may take nothing for ``stall_s``, if that is longer than the limit. ``moved`` is called
-    whenever some bytes went out.
+    The peer may stall for ``stall_s``, if that is longer than the limit. ``moved`` is called
+    whenever bytes were sent.
 
     Raises:
         OSError: The connection broke, or the peer takes nothing for too long.
@@ -141,7 +141,8 @@ def send_file(
 ) -> None:
     """Send bytes of a file as ``send`` does.
 
-    The kernel sends its pages, no copy: the bytes may change until the peer has them.
+    The kernel sends the file's pages without a copy, so the bytes may change until the peer has
+    them.
 
     Raises:
         OSError: As ``send``.
@@ -178,7 +179,7 @@ def _send_all(
 def limit_waits(
     connection: socket.socket, *, sending_s: float | None, receiving_s: float | None
 ) -> None:
-    """Have the kernel give up on a silent peer; None waits for ever.
+    """Make the kernel give up on a silent peer; None waits forever.
 
     ``settimeout`` would poll before each call and move one buffer at a time, at half the speed.
     """
@@ -195,7 +196,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel notice a machine that is gone, and send small packets at once."""
+    """Make the kernel notice a machine that is gone, and send small packets at once."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE:
@@ -203,20 +204,20 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def round_trip_s(connection: socket.socket) -> float:
-    """Return the kernel's estimate of the time to the peer and back: at first, the handshake's."""
+    """Return the kernel's estimate of the round trip to the peer, at first the handshake's."""
     said = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
     (round_trip_us,) = _ROUND_TRIP.unpack(said)
     return float(round_trip_us) * 1e-6
 
 
 def received_bytes(connection: socket.socket) -> int:
-    """Return how much the kernel has received over a connection, read or not."""
+    """Return the number of bytes that the kernel has received over a connection, read or not."""
     said = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
     return int(_RECEIVED.unpack(said)[0])
 
 
 def fit_buffers(connection: socket.socket) -> None:
-    """Use small buffers to a near peer; the kernel sizes those to one far away."""
+    """Use small buffers for a near peer; the kernel chooses those for a far one."""
     if round_trip_s(connection) <= _NEAR_S:
         for option, size_bytes in _NEAR_BYTES:
             connection.setsockopt(socket.SOL_SOCKET, option, size_bytes)
@@ -231,7 +232,7 @@ def has_hung_up(connection: socket.socket) -> bool:
 
 
 def num_queued(connection: socket.socket) -> int:
-    """Return how many bytes were sent that the peer's kernel has not acknowledged."""
+    """Return the number of bytes sent that the peer's kernel has not acknowledged."""
     answer = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
     return int.from_bytes(answer, sys.byteorder)
 
@@ -243,10 +244,10 @@ def fields_of(held: Held) -> Sequence[int]:
 
 
 def held_of(values: Sequence[Any]) -> Held:
-    """Return what a JSON array of the fields says.
+    """Return the version in a JSON array of its fields.
 
     Raises:
-        TypeError, ValueError: It is invalid.
+        TypeError, ValueError: The JSON is invalid.
     """
     return Held(**dict(zip(_HELD, map(int, values), strict=True)))
 
@@ -255,8 +256,8 @@ def held_of(values: Sequence[Any]) -> Held:
 class Listed:
     """An arena of a peer."""
 
-    body_bytes: int  #: What a buffer can hold.
-    parts: tuple[Held, ...]  #: Its complete versions, oldest first.
+    body_bytes: int  #: Most bytes of a buffer.
+    parts: tuple[Held, ...]  #: The arena's complete versions, oldest first.
     #: Attempt and step of the version that all ranks and their peers have.
     kept: tuple[int, int] | None = None
 
@@ -265,11 +266,11 @@ class Listed:
 class Listing:
     """The versions that a peer's own ranks have written."""
 
-    news: int  #: To pass as ``after`` next time.
-    arenas: Mapping[str, Listed]  #: By name.
+    news: int  #: The value to pass as ``after`` next time.
+    arenas: Mapping[str, Listed]  #: Arenas by name.
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``listing_of`` reads."""
+        """Return the JSON that ``listing_of`` reads."""
         return {
             "news": self.news,
             "arenas": {
@@ -287,7 +288,7 @@ def listing_of(answer: Any) -> Listing:
     """Return the listing in a JSON object.
 
     Raises:
-        KeyError, TypeError, ValueError: It is invalid.
+        KeyError, TypeError, ValueError: The object is invalid.
     """
     return Listing(
         news=int(answer["news"]),
@@ -331,11 +332,11 @@ def first(views: Sequence[memoryview], size_bytes: int) -> Iterator[memoryview]:
 
 
 class Refused(Exception):  # noqa: N818  an answer, not a failure
-    """The other side refuses, and says why."""
+    """The other side refuses, with a reason."""
 
 
 class RateLimit:
-    """A token bucket of one second's worth, unlimited at 0; whoever overdraws it sleeps."""
+    """A token bucket of one second's worth, unlimited at 0. A thread that overdraws it sleeps."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -343,7 +344,7 @@ class RateLimit:
         self._free_s = 0.0
 
     def wait(self, num_bytes: int) -> None:
-        """Return once so many bytes may go out."""
+        """Wait until this many bytes may be sent."""
         if not self._bytes_per_s:
             return
         with self._lock:

@@ -1,12 +1,12 @@
-"""Copies what the ranks of another node write: losing that node then costs no version.
+"""Copies the versions of another node's ranks, so that losing that node costs no version.
 
 A mirror follows one peer's keeper. It takes the newest version of each arena, skips missed ones,
-and reads straight into a buffer of its own memory. The ranks over there take no snapshot while
-their newest one is not copied: they skip it rather than wait. If they take one nevertheless, both
-sides keep the newest version that all ranks have, and report it. When the peer is gone its copies
-stay and are served from here.
+and reads straight into a buffer of its own memory. The ranks there take no snapshot while their
+newest one is not copied: they skip it instead of waiting. If they take one nevertheless, both sides
+keep the newest version that all ranks have, and report it. When the peer is gone, its copies stay,
+and this node serves them.
 
-Counterparts: ``workers.keeper.peers.server`` lists and sends, ``workers.memory.arena`` keeps.
+``workers.keeper.peers.server`` lists and sends versions, and ``workers.memory.arena`` keeps them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from workers.protocol import Held, ParityGroup, Peer
 
 Lineage: TypeAlias = Sequence[tuple[int, int]]
 
-#: Refused memory is requested again after this: other arenas may be gone by then.
+#: Time after which refused memory is requested again: other arenas may be gone by then.
 _REFUSED_S: Final = 10.0
-#: Copies in a row that were overwritten while being made, before it is reported.
+#: Number of copies in a row, overwritten while being made, that is reported.
 _OVERTAKEN_MAX: Final = 2
 
 
 def wanted(parts: Sequence[Held], lineage: Lineage) -> Held | None:
-    """Return the version of an arena to copy: the newest that counts."""
+    """Return the version of an arena to copy, which is the newest that counts."""
     counting = [part for part in parts if counts(part, lineage)]
     return max(counting, key=lambda part: (part.attempt, part.step), default=None)
 
@@ -53,11 +53,11 @@ class Mirror(Replication):
         address = (peer.host, peer.port)
         self._client = WireClient(address, secret=secret)
         self._streams = Streams(self._client, address, secret=secret, niceness=niceness)
-        what = f"copying what the ranks of node {peer.node} write"
+        what = f"copying the snapshots of node {peer.node}"
         super().__init__(what, {0: self._client}, niceness)
         self._table = table
         self._peer = peer
-        #: Arenas without memory, and when to ask again.
+        #: Arenas without memory, and the times to request it again.
         self._refused: dict[str, float] = {}
         #: Overtaken copies in a row, by arena.
         self._overtaken: dict[str, int] = {}
@@ -91,12 +91,12 @@ class Mirror(Replication):
             self._is_well()
 
     def _copy(self, name: str, listed: Listed) -> bool:
-        """Return whether all that counts in this listing is copied."""
+        """Return whether all versions that count in this listing are copied."""
         source = wanted(listed.parts, self._table.lineage)
         if source is None:
             return bool(listed.parts)
         if source.data_bytes + source.record_bytes > listed.body_bytes:
-            raise StorageError(f"{name} is said to hold more than it can", arena=name)
+            raise StorageError(f"{name} is listed with more bytes than it can hold", arena=name)
         target = self._target(name, listed.body_bytes)
         if target is None:
             return False
@@ -132,7 +132,7 @@ class Mirror(Replication):
             self._streams.read(name, source, target.body(buffer)[:size_bytes])
         except StorageError as error:
             if error.facts["refused"]:
-                # Overwritten or freed: the next listing has what is there now.
+                # The version was overwritten or freed: the next listing shows the present ones.
                 self._note_overtaken(name, source)
                 return False
             raise
@@ -142,7 +142,7 @@ class Mirror(Replication):
         return True
 
     def _note_overtaken(self, name: str, source: Held) -> None:
-        """Report ranks that no longer wait. A new attempt may do so once."""
+        """Report ranks that do not wait for copies. A new attempt may do this once."""
         self._overtaken[name] = self._overtaken.get(name, 0) + 1
         if self._overtaken[name] >= _OVERTAKEN_MAX:
             self._note_problem(
@@ -162,7 +162,7 @@ class Mirrors:
         self._running: dict[Peer | ParityGroup, Replication] = {}
 
     def follow(self, peers: Sequence[Peer], group: ParityGroup | None = None) -> None:
-        """Copy from these peers and keep parities of this group only; what runs continues."""
+        """Copy only from these peers and keep parities only of this group; keep running mirrors."""
         wanted_now: list[Peer | ParityGroup] = list(peers)
         if group is not None:
             wanted_now.append(group)
@@ -178,7 +178,7 @@ class Mirrors:
                 )
 
     def problems(self) -> list[str]:
-        """Return what keeps copies and parities from being made now, a line each."""
+        """Return the present problems of copies and parities, a line each."""
         return [line for one in list(self._running.values()) for line in one.problems.values()]
 
     def stop(self) -> None:

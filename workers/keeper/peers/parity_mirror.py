@@ -1,15 +1,15 @@
-"""Parities of a group of nodes in place of copies: of k nodes, each keeps 1/(k-1) of a part.
+"""Keeps parities of a group of nodes instead of copies: each of k nodes keeps 1/(k-1) of a part.
 
 Every node of the group runs one of these. It waits until all ranks of the group have finished the
 same version, reads the blocks that its parities cover from the other nodes, and keeps the parities.
-Each byte travels once, or twice for double parity. Ranks take no snapshot while a node of their
-group has not made its parities of the newest one.
+Each byte travels once, or twice for double parity. Ranks take no snapshot until every node of their
+group has made its parities of the newest one.
 
 Row i of a group is the i-th rank of each node; a node with fewer ranks is not in the last rows. If
 the ranks of a row are replicas, each rank has made its parity itself, and only the records of the
 other parts travel.
 
-Counterpart: ``workers.parity.rebuild`` reads parts from what is left of a group.
+``workers.parity.rebuild`` reads parts from the rest of a group.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from workers.memory import Arena, LocalPart, Part, is_copy, is_parity
 from workers.parity import ParityRecord, buffer_bytes, complete_draft, write
 from workers.protocol import Held, Member, ParityGroup
 
-#: In place of a node in the names of copies: these are never copied (``is_parity``).
+#: Stands for a node in the names of copies; parities are never copied (``is_parity``).
 _PREFIX: Final = "parity"
 
 
 def parity_name(row: int, attempt: int, number: int = 0) -> str:
     """Return the name of the arena with a node's parities of a row.
 
-    ``number`` counts the arenas of the row that became too small before.
+    ``number`` counts the row's earlier arenas that became too small.
     """
     return f"{_PREFIX}/{row}{f'-{number}' if number else ''}.{attempt}"
 
@@ -67,14 +67,14 @@ class ParityMirror(Replication):
         super().__init__(what, peers, niceness)
         self._table = table
         self._group = group
-        #: The newest version that all ranks, and all nodes with parities of it, have.
+        #: The newest version that all ranks have, and of which all nodes have their parities.
         self._kept: tuple[int, int] | None = None
         self._thread.start()
 
     def stop(self) -> None:
         """Stop at once; the parities stay."""
         self._stopping.set()
-        # It may be waiting for this node's own ranks.
+        # The thread may be waiting for this node's own ranks.
         self._table.tell()
         super().stop()
 
@@ -88,8 +88,8 @@ class ParityMirror(Replication):
         while not self._stopping.is_set():
             newest = max(steps.values())
             for place, after in list(news.items()):
-                # A node with the newest version is asked too: one that is not asked is not
-                # followed.
+                # This also asks a node with the newest version, because asking shows the node that
+                # it is followed.
                 waits = newest <= made or steps[place] < newest
                 timeout_s = POLL_S / len(news) if waits else 0.0
                 news[place], listed[place] = self._list(place, after, timeout_s)
@@ -114,7 +114,7 @@ class ParityMirror(Replication):
         }
 
     def _make(self, versions: Mapping[int, _Versions], step: int) -> bool:
-        """Return whether all rows' parities of a step are there."""
+        """Return whether the parities of a step exist for all rows."""
         for row in range(self._group.num_rows):
             found = {
                 index: versions[index][place.ranks[row]].get(step)
@@ -123,7 +123,7 @@ class ParityMirror(Replication):
             }
             there = {index: each for index, each in found.items() if each is not None}
             if len(there) < len(found):
-                # Some ranks have overwritten it: there is a newer version.
+                # Some ranks have overwritten it, so there is a newer version.
                 return False
             try:
                 if self._group.over_replicas:
@@ -132,7 +132,7 @@ class ParityMirror(Replication):
                     self._make_row(row, step, there)
             except StorageError as error:
                 if error.facts.get("refused", True):
-                    # Overwritten: the next listing has what is there now.
+                    # The version was overwritten: the next listing shows the present one.
                     return False
                 raise
             except ValueError:
@@ -148,13 +148,13 @@ class ParityMirror(Replication):
         try:
             complete_draft(made, parts, arena.body(made.held.buffer))
         except ParityError as error:
-            raise ArenaError(f"the parity of rank {rank} is of no use: {error}") from error
+            raise ArenaError(f"the parity of rank {rank} cannot be used: {error}") from error
 
     def _part(self, index: int, found: _Found) -> Part:
-        """Return what is read of a node.
+        """Return the part to read from a node.
 
         Raises:
-            StorageError: It is this one, and the arena was freed.
+            StorageError: The node is this one, and the arena was freed.
         """
         if index in self._clients:
             return RemotePart(self._clients[index], found.arena, found.held)
@@ -167,7 +167,7 @@ class ParityMirror(Replication):
         """Return the parity that a rank of this node has made from its replica.
 
         Raises:
-            ArenaError: There is none. A rank makes it before it finishes its own part.
+            ArenaError: There is no parity. A rank makes it before it finishes its own part.
         """
         version = (self._group.attempt, step, -1 - rank)
         for name, arena in self._table.arenas().items():
@@ -198,7 +198,7 @@ class ParityMirror(Replication):
         others = {index: each for index, each in found.items() if index != group.place}
         parts = {index: self._part(index, each) for index, each in others.items()}
         buffer = arena.choose(self._table.lineage, kept=self._kept)
-        # Not a rank: a reader that takes it for one must find none.
+        # This is not a rank, so that a reader cannot take the parity for a rank's part.
         rank = -1 - group.place
         arena.begin(buffer, attempt=group.attempt, step=step, rank=rank, world_size=world_size)
         data_bytes, record_bytes = write(record, parts, arena.body(buffer))
@@ -207,17 +207,17 @@ class ParityMirror(Replication):
     def _reserve(self, row: int, body_bytes: int) -> Arena:
         """Return memory for parities of a row; larger parts get a new arena beside the old ones.
 
-        Those protect the older versions until the attempt is over.
+        The old arenas protect the older versions until the attempt is over.
         """
         names = (parity_name(row, self._group.attempt, number) for number in itertools.count())
         for name in names:
             arena = self._table.arena(name)
             if arena is None or arena.body_bytes >= body_bytes:
                 return self._table.reserve(name, body_bytes=body_bytes)
-        raise AssertionError("numbers do not end")
+        raise AssertionError("itertools.count never ends")
 
     def _tell(self, listed: Mapping[int, Mapping[str, Listed]], made: int) -> None:
-        """Tell the peers which of their newest versions need no longer be waited for."""
+        """Tell the peers the newest versions that their ranks need not wait for."""
         for place, client in self._clients.items():
             newest = {name: each.parts[-1] for name, each in listed[place].items() if each.parts}
             safe = {
@@ -245,9 +245,9 @@ def _newest(versions: _Versions, ranks: Sequence[int]) -> int:
 
 
 def _kept(listed: Mapping[int, Mapping[str, Listed]], attempt: int) -> tuple[int, int] | None:
-    """Return the version that no rank overwrites; one rank may name a newer one already.
+    """Return the version that no rank overwrites, although a rank may already name a newer one.
 
-    Ranks of an older attempt say what was kept then: ignored.
+    Ignore ranks of an older attempt.
     """
     said = [each.kept for arenas in listed.values() for each in arenas.values()]
     return min((kept for kept in said if kept is not None and kept[0] == attempt), default=None)

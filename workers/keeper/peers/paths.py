@@ -1,16 +1,16 @@
-"""When a copy takes another path through the network, leaves one, or looks for one. Pure.
+"""Decides when a copy takes another path through the network, leaves one, or looks for one. Pure.
 
-Switches hash addresses and ports of a connection to one of several equal-cost paths, and nobody
-outside knows how. So paths are measured. A path that is idle answers a handshake at once; one that
-training or another copy of ours fills makes it wait in a queue. From that follow three rules:
+Switches hash a connection's addresses and ports to one of several equal-cost paths, by a function
+that hosts do not know. So paths are measured. An idle path answers a handshake at once; a path that
+training or another copy fills makes it wait in a queue. Three rules follow:
 
 - A stream is added only over a path that was idle for a second while the others sent, and stays
-  only if all of them together became faster. Two streams are then on two paths, and where there is
-  one path there is one stream.
-- A stream that loses a third of its speed, or never had its share, is left: someone else came, or
-  the path became slow. Its path is looked at without it: if it is idle, it is only slow, and is
-  used as it is. If not, others fill it, and it is theirs.
-- Each time a path was left, the next look waits longer, so bursts of training are disturbed seldom.
+  only if all streams together became faster. So two streams are on two paths, and a single path has
+  one stream.
+- A stream that loses a third of its speed, or never had its share, is suspended, because other
+  traffic came or the path became slow. Then its path is measured without it. An idle path is only
+  slow, and is used again. Otherwise other traffic fills it, and the stream stays off it.
+- After each left path the next look waits longer, so that looks rarely disturb bursts of training.
 
 Switches of C4P allocate paths (arXiv 2406.04594); measuring round trips for them is that of Clove
 (CoNEXT 2017).
@@ -28,22 +28,23 @@ from typing import Final
 #: Period of ``Paths.observe``, and the number of periods that a rate is measured over.
 LOOK_S: Final = 0.1
 _WINDOW: Final = 4
-#: A rate below this share of what it was, or of the fastest, is that of a path with others.
+#: A rate below this share of the earlier or the fastest rate means that the path has other traffic.
 _SHARE: Final = 0.65
-#: A stream that was added stays if all together gain so much.
+#: An added stream stays if all streams together gain this much.
 _GAIN: Final = 1.04
-#: Until TCP has found the speed of a path that is new, or that fewer streams share.
+#: Time until TCP has found the speed of a path that is new, or that fewer streams share.
 _SETTLE_S: Final = 0.6
-#: Pauses before the next look: after a path was left, each time so much longer than the last time
-#: unless that is long ago, and after none was idle.
+#: Pauses before the next look: after leaving a path, growing by this factor each time unless the
+#: last time was long ago; and after finding no idle path.
 _LEFT_S, _LEFT_S_MAX, _LONGER = 0.4, 120.0, 3.0
 _NONE_S, _NONE_S_MAX = 0.4, 5.0
 _FORGET_S: Final = 10.0
-#: A handshake meets no queue if it takes at most twice the least one that was seen, and this; or no
-#: more beyond the least than this share of the longest of those that were begun with it.
+#: A handshake meets no queue if it takes at most twice the shortest one seen, plus this; or if it
+#: exceeds the shortest by at most this share of the longest that began with it.
 _IDLE_S: Final = 250e-6
 _IDLE_SHARE: Final = 0.2
-#: A stream is added once a path was idle for so long, at every look: training sends in bursts.
+#: A stream is added once every look for this long found an idle path, because training sends in
+#: bursts.
 _LONG_S: Final = 1.0
 _AGAIN_S: Final = 0.2
 
@@ -77,29 +78,29 @@ class Paths:
     """The streams of a peer, and what was learned of the paths to it.
 
     Args:
-        num_max: Streams at once.
+        num_max: Most streams at once.
     """
 
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max
         self._streams: dict[int, _Stream] = {}
         self._least_s = inf
-        #: Not judged before: the streams changed.
+        #: Time before which streams are not judged, because they changed.
         self._settled_s = 0.0
-        #: The stream that is on trial, and the rate of all before it.
+        #: The stream on trial, and the rate of all streams before it.
         self._trial: tuple[int, float] | None = None
         self._left = False
         self._look_s = 0.0
         self._left_s, self._left_at_s = _LEFT_S, -inf
         self._none_s = _NONE_S
-        #: Since when every look found an idle path.
+        #: Time since which every look found an idle path.
         self._idle_s = inf
 
     def observe(self, now_s: float, received: Mapping[int, int]) -> tuple[Action, int]:
-        """Return what to do, and with which stream.
+        """Return the decision, and its stream.
 
         Args:
-            received: Bytes that each stream that reads has received so far.
+            received: Bytes received so far by each reading stream.
         """
         self._streams = {key: x for key, x in self._streams.items() if key in received}
         for key, number in received.items():
@@ -128,7 +129,7 @@ class Paths:
         return Action.NOTHING, 0
 
     def begin(self, now_s: float) -> None:
-        """Note that a copy begins: nothing was sent since the last one."""
+        """Note that a copy begins, because nothing was sent since the last one."""
         self._settled_s = now_s + _SETTLE_S
         for each in self._streams.values():
             each.seen.clear()
@@ -140,8 +141,8 @@ class Paths:
         queue, the network limits nothing; if all do, all paths may be filled.
 
         Args:
-            round_trips_s: Of handshakes from several ports at the same time, sorted; infinity for
-                those that did not end.
+            round_trips_s: Round trips of handshakes from several ports at the same time, sorted;
+                infinity for unfinished ones.
         """
         best_s, worst_s = round_trips_s[0], round_trips_s[-1]
         least_s = self._least_s = min(self._least_s, best_s)
@@ -177,7 +178,7 @@ class Paths:
         return Action.LEAVE, key
 
     def _change(self, now_s: float) -> None:
-        """Judge no stream by what it had beside others than now."""
+        """Forget the rates that streams had beside other streams than now."""
         self._settled_s = now_s + _SETTLE_S
         for each in self._streams.values():
             each.usual = 0.0

@@ -1,9 +1,9 @@
-"""Whom this node reaches: one connection to each peer, all at once.
+"""Finds the peers that this node reaches, by one connection to each, all at once.
 
-A connection that is made, or refused, shows that packets go both ways; some bytes that the peer's
-kernel takes show that large ones arrive. A wrong MTU on the way swallows these alone. The kernels
-do all of it, so a keeper that is busy or stopped is reached all the same. For large packets the
-other way the peer asks.
+A connection that is made or refused shows that packets go both ways. Bytes that the peer's kernel
+accepts show that large packets arrive, which alone vanish at a wrong MTU on the way. The kernels do
+all of this, so the probe also reaches a keeper that is busy or stopped. The peer's own probe tests
+large packets the other way.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from workers.keeper.peers.frames import family_of, num_queued
 
 #: The kernel repeats a packet that was lost after a second.
 PROBE_S: Final = 1.2
-#: So many connections are open at once: few beside the descriptors that a process may have.
+#: Most connections open at once: few compared with the descriptors that a process may have.
 _BATCH: Final = 256
-#: A listener hangs up on who sends such bytes, after it has read the first packet.
+#: A listener closes a connection that sends such bytes, after reading the first packet.
 _ANSWERS: Final = frozenset({0, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE})
 #: More than a packet holds, and less than what a kernel takes for a process that does not read.
 SIZE_BYTES: Final = 16 << 10
@@ -40,8 +40,8 @@ def unreached(
 
     Args:
         peers: Address (host, port) by name.
-        within_s: For every 256 of them.
-        size_bytes: Sent to each of them; with 0 a connection is enough.
+        within_s: Time for every 256 of them.
+        size_bytes: Number of bytes to send to each; with 0 a connection is enough.
     """
     left = list(peers.items())
     lost: list[str] = []
@@ -71,7 +71,7 @@ def _unreached(
                 with contextlib.suppress(OSError):
                     connection.send(payload)
                 sent.add(number)
-                # From now on only the end of the connection is reported.
+                # From now on epoll reports only the end of the connection.
                 poll.modify(number, 0)
             elif number in ready or not num_queued(connection):
                 if code not in _ANSWERS:
@@ -91,7 +91,7 @@ def _unreached(
 def _connecting(
     peers: Sequence[tuple[str, tuple[str, int]]],
 ) -> tuple[dict[int, tuple[str, socket.socket]], list[str]]:
-    """Return the connections that are being made, by descriptor, and whom none can be made to."""
+    """Return the connections that are being made, by descriptor, and the peers without one."""
     pending: dict[int, tuple[str, socket.socket]] = {}
     lost: list[str] = []
     for name, address in peers:

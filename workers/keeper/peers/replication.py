@@ -1,4 +1,4 @@
-"""A thread that replicates what peers' ranks write, and retries while a peer is unreachable."""
+"""Runs a thread that replicates versions of peers' ranks, and retries unreachable peers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.keeper.arena_table import be_nice
 from workers.keeper.peers.client import WireClient
 from workers.protocol import Held
 
-#: How long a peer may hold back a listing without news.
+#: Time for which a peer may hold back a listing without news.
 POLL_S: Final = 1.0
 #: Pause before the next try to reach a peer, doubled up to the maximum.
 _PAUSE_S_MIN: Final = 0.05
@@ -27,20 +27,20 @@ class Replication(ABC):
     """Common part of the mirrors: ``_thread``, which they start when they are complete.
 
     Args:
-        what: What is done for the peers; a problem appends "fails".
+        what: Text for what the thread does for the peers; a problem appends "fails".
         clients: The peers, by their place.
 
     Attributes:
-        problems: What is wrong now, a line by subject; "" is the peers themselves. Replaced at each
-            change, so that any thread may read it.
+        problems: The present problems, a line by subject; "" is the peers themselves. Each change
+            replaces the mapping, so that any thread may read it.
     """
 
     def __init__(self, what: str, clients: Mapping[int, WireClient], niceness: int = 0) -> None:
         self._niceness = niceness
         self._what = what
         self._clients = clients
-        #: Versions that peers know to be protected, by place and arena, and over how many
-        #: connections each peer was told.
+        #: Versions that peers know to be protected, by place and arena, and the number of
+        #: connections at that time.
         self._told: dict[tuple[int, str], Held] = {}
         self._told_over = dict.fromkeys(clients, 0)
         self.problems: dict[str, str] = {}
@@ -71,7 +71,7 @@ class Replication(ABC):
                 self._num_failures += 1
                 self._failing_s = min(self._failing_s, time.monotonic())
                 if time.monotonic() - self._failing_s >= _PROBLEM_S:
-                    self._note_problem("", f"{self._what} fails: {error}; trying on")
+                    self._note_problem("", f"{self._what} fails: {error}; trying again")
             self._hang_up()
             pause_s = _PAUSE_S_MIN * 2 ** min(self._num_failures, 16)
             self._stopping.wait(min(pause_s, _PAUSE_S_MAX))
@@ -82,9 +82,10 @@ class Replication(ABC):
             client.close()
 
     def _news_for(self, place: int, safe: Mapping[str, Held]) -> dict[str, Held]:
-        """Return the versions that a peer does not know yet to be protected, by arena.
+        """Return the protected versions that a peer does not know of yet, by arena.
 
-        A new connection, which continuing a read may have made, needs all of them again.
+        After a new connection, which continuing a read may have made, the peer needs all of them
+        again.
         """
         if self._told_over[place] != self._clients[place].num_connections:
             self._told_over[place] = self._clients[place].num_connections
@@ -99,7 +100,7 @@ class Replication(ABC):
         self._note_problem("", "")
 
     def _note_problem(self, subject: str, line: str) -> None:
-        """Set the problem of a subject; "" says that it has passed."""
+        """Set the problem of a subject; "" clears it."""
         if self.problems.get(subject, "") != line:
             others = {name: told for name, told in self.problems.items() if name != subject}
             self.problems = {**others, subject: line} if line else others

@@ -1,12 +1,12 @@
-"""The keepers' data plane: serves byte ranges of buffers to other nodes over TCP.
+"""Serves byte ranges of buffers to other nodes over TCP: the keepers' data plane.
 
-A client proves that it knows the keeper's secret, then sends one request after the other.
-Every chunk carries its crc32, and the server checks the buffer before each: a version that was
-overwritten meanwhile is refused, never sent. A client that verifies all bytes against the
+A client proves that it knows the keeper's secret, then sends one request after the other. Every
+chunk carries its crc32, and the server checks the buffer before each chunk. It refuses a version
+that was overwritten meanwhile and never sends it. A client that verifies all bytes against the
 version's own record may ask for unchecked chunks, which carry no crc32. The kernel sends these as
-the arena's pages and copies nothing: over loopback a load gets 3.5 GB/s instead of 2.6. Bytes that
-have just been read for a crc32 are copied out of the cache: as pages, mirrors get 1.5 GB/s instead
-of 1.9, because the receiver has to read them from memory.
+the arena's pages and copies nothing: over loopback a load gets 3.5 GB/s instead of 2.6. Bytes just
+read for a crc32 are copied out of the cache. Sent as pages, mirrors would get 1.5 GB/s instead of
+1.9, because the receiver would read them from memory.
 
     server  32 random bytes
     client  HMAC-SHA256 of them under the secret, 32 bytes
@@ -26,9 +26,9 @@ of 1.9, because the receiver has to read them from memory.
             {"news": n, "arenas": {name: {"body_bytes": ..., "parts": [held, ...],
                                        "kept": [attempt, step] or null}}}
 
-A listing holds what the node's own ranks wrote, no copies. A peer that lists is a follower: while
-it keeps asking, the ranks of the listed arenas wait for it with their next snapshot, except for
-arenas in ``without`` and arenas whose newest version is in ``copied``.
+A listing holds versions of the node's own ranks, no copies. A peer that lists is a follower. While
+it keeps listing, the ranks of the listed arenas take their next snapshot only when it has copied
+the last one, except for arenas in ``without`` and arenas whose newest version is in ``copied``.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ _REQUEST_BYTES_MAX: Final = 64 << 10
 #: Three versions of some thousands of arenas.
 LISTING_BYTES_MAX: Final = 1 << 20
 _DROP_BYTES: Final = 256 << 10
-#: A peer that neither sends nor takes for this long is given up.
+#: A peer that neither sends nor receives for this long is dropped.
 STALL_S: Final = 5.0
-#: While a peer takes some bytes in this time, the ranks know that it is there.
+#: While a peer receives some bytes within this time, it counts as present for the ranks.
 _SIGN_S: Final = 1.0
-#: Pause before the next ``accept`` when the process may open no more files.
+#: Pause before the next ``accept`` when the process cannot open another file.
 _ACCEPT_S: Final = 0.1
 #: A peer that lists may pause this long between two requests: ranks wait for it.
 _FOLLOW_STALL_S: Final = 2.0
@@ -161,7 +161,7 @@ class WireServer:
                     target=self._serve, args=(connection,), name="wire-peer", daemon=True
                 ).start()
             except RuntimeError:
-                # Out of threads: the peer asks again, or elsewhere.
+                # Out of threads: the peer tries again, or elsewhere.
                 self._open.discard(connection)
                 connection.close()
 
@@ -212,7 +212,7 @@ class WireServer:
             wait_s = min(_LOOK_S, max(end_s - time.monotonic(), 0.0))
             news = self._table.wait_news(news, wait_s)
             versions = self._originals()
-            # Copies that are made here are news too, but not for the peer.
+            # Copies made here are also news, but not for the peer.
             if news != after and (after < 0 or versions != self._listed.get(connection)):
                 if after < 0 or _agree(versions):
                     break
@@ -253,7 +253,7 @@ class WireServer:
             self._send(connection, CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
 
     def _chunk_bytes(self) -> int:
-        """Return the chunk size for the number of connections there are now."""
+        """Return the chunk size for the present number of connections."""
         if not self._bytes_per_s:
             return CHUNK_BYTES
         shared_bytes = self._bytes_per_s * _CHUNK_S / max(len(self._open), 1)
@@ -282,7 +282,7 @@ class WireServer:
         value = crc32(data) if file is None else 0
         if arena.held(held.buffer) != held:
             raise Refused(f"the snapshot after step {held.step} was overwritten")
-        # In one packet with the data.
+        # The header goes in one packet with the data.
         self._send(connection, CHUNK.pack(len(data), value), socket.MSG_MORE)
         if file is None:
             self._send(connection, data)
@@ -296,7 +296,7 @@ class WireServer:
 
 
 class PeerLiveness:
-    """Tells ranks which arenas are followed, and what all their followers have got.
+    """Tells ranks which arenas peers follow, and the versions that all followers have.
 
     Thread-safe. A rank waits with its next snapshot for its followers.
     """
@@ -304,7 +304,7 @@ class PeerLiveness:
     def __init__(self, table: ArenaTable) -> None:
         self._table = table
         self._lock = threading.Lock()
-        #: Versions that each follower said it has, by arena.
+        #: Versions that each follower reported to have, by arena.
         self._got: dict[Hashable, dict[str, Held | None]] = {}
         self._renewed_s = 0.0
 
@@ -325,7 +325,7 @@ class PeerLiveness:
                 self._tell(name)
 
     def renew(self) -> None:
-        """Note that the followers are still there; called at every sign of one."""
+        """Note that the followers are still there. Called at every sign of one."""
         now_s = time.monotonic()
         if not self._got or now_s - self._renewed_s < _RENEW_S:
             return
@@ -335,9 +335,9 @@ class PeerLiveness:
                 self._tell(name)
 
     def note_got(self, follower: Hashable, name: str, held: Held) -> None:
-        """Note what a follower has, or need not have.
+        """Note the versions that a follower has, or need not have.
 
-        A follower with a new connection may say so before it lists: it follows from then on.
+        A follower with a new connection may report them before it lists, and follows from then on.
         """
         with self._lock:
             self._got.setdefault(follower, {})[name] = held
@@ -366,5 +366,5 @@ def _drop(connection: socket.socket, size_bytes: int) -> None:
 
 
 def _agree(versions: Mapping[str, Sequence[Held]]) -> bool:
-    """Return whether the newest versions of all ranks are of one step."""
+    """Return whether the newest versions of all ranks are from one step."""
     return len({(held[-1].attempt, held[-1].step) for held in versions.values() if held}) <= 1

@@ -1,8 +1,8 @@
 """Reads a large range from a peer over several connections, each on another path.
 
-A copy that takes long is cut into pieces, which streams take in turn: each has as much to do as its
-path carries. ``workers.keeper.peers.paths`` decides how many there are. Their source ports are the
-kernel's choice, and chosen from by how soon the peer answers.
+A long copy is cut into pieces, which streams take in turn, so each stream reads as much as its path
+carries. ``workers.keeper.peers.paths`` decides their number. The kernel proposes source ports, and
+the one with the fastest answer is used.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from workers.keeper.peers.paths import LOOK_S, Action, Paths
 from workers.protocol import Held
 
 NUM_STREAMS: Final = 4
-#: A copy that takes less goes over one connection, as a whole.
+#: A copy that takes less goes over one connection as a whole.
 _SHORT_S: Final = 0.2
 #: Duration of a piece, and its limits in bytes.
 _PIECE_S: Final = 0.2
 _PIECE_BYTES_MIN: Final = 256 << 10
 _PIECE_BYTES_MAX: Final = 16 << 20
 _FIRST_BYTES: Final = 4 << 20
-#: Source ports that are tried at once. With two paths each way, one in four is idle both ways.
+#: Number of source ports to try at once. With two paths each way, one in four is idle both ways.
 _NUM_PORTS: Final = 8
 _DIAL_S: Final = 0.5
-#: So many connections may break in a row.
+#: Number of connections that may break in a row.
 _BREAKS_MAX: Final = 3
 #: Period of showing the peer, over the first connection, that it is followed.
 _KEEP_S: Final = 0.5
 
 
 def dial(address: tuple[str, int], num_ports: int, within_s: float) -> list[socket.socket]:
-    """Return connections to ``address`` from as many source ports, the soonest made first.
+    """Return connections to ``address`` from this many source ports, the fastest first.
 
-    Those that are not made in time, or refused, are left out. The time counts that the kernel took.
+    Leave out connections that are refused or not made in time. The kernel's own time counts.
     """
     pending: dict[int, socket.socket] = {}
     poll = select.poll()
@@ -72,7 +72,7 @@ class Streams:
     """Reads from one peer for one thread; other threads may ``abort``.
 
     Args:
-        client: Reads what is short, and is the peer's follower.
+        client: Reads short ranges, and is the peer's follower.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class Streams:
         self._numbers = count()
         self._streams: dict[int, _Stream] = {}
         self._work = threading.Condition()
-        #: Ranges of the read that runs that no stream has taken, and how many are not filled.
+        #: Ranges of the current read that no stream has taken, and the number of unfilled ranges.
         self._left: deque[tuple[int, int]] = deque()
         self._num_open = 0
         self._read: tuple[str, Held, memoryview] | None = None
         self._refused: StorageError | None = None
         self._is_aborted = False
         self._rate = 0.0
-        #: Connections that broke since something was read.
+        #: Connections that broke since the last successful read.
         self._num_broken = 0
 
     def read(self, arena: str, held: Held, target: memoryview) -> None:
-        """Fill ``target`` from the beginning of the buffer's body on.
+        """Fill ``target`` from the beginning of the buffer's body.
 
         Raises:
             StorageError: As ``WireClient.read``.
@@ -117,7 +117,7 @@ class Streams:
         self._read_apart(arena, held, target, first)
 
     def close(self) -> None:
-        """Close all connections but that of ``client``."""
+        """Close all connections except the one of ``client``."""
         for number in list(self._streams):
             self._end(number)
 
@@ -143,16 +143,16 @@ class Streams:
                 is_done, self._read = not self._num_open, None
                 self._left.clear()
             if not is_done:
-                # They would write into memory that the caller uses again.
+                # The streams would write into memory that the caller reuses.
                 self.close()
         if self._refused is not None:
             raise self._refused
         if self._is_aborted:
-            raise self._broken("it was given up")
+            raise self._broken("reading was stopped")
         self._rate = (len(target) - start) / (time.monotonic() - begun_s)
 
     def _watch(self, kept_s: float) -> None:
-        """Adapt the streams until all is read, or will not be."""
+        """Adapt the streams until everything is read or reading fails."""
         while True:
             with self._work:
                 if self._work.wait_for(self._is_over, LOOK_S):
@@ -167,7 +167,7 @@ class Streams:
         return not self._num_open or self._refused is not None or self._is_aborted
 
     def _look(self, now_s: float) -> None:
-        """Do what ``paths`` says; without a stream take the path that answers soonest."""
+        """Follow the decision of ``paths``; without a stream, take the path that answers first."""
         self._end_broken()
         received = {number: each.received() for number, each in self._streams.items()}
         action, number = self._paths.observe(now_s, received)
@@ -214,7 +214,7 @@ class Streams:
         stream.join()
 
     def serve(self, stream: _Stream) -> bool:
-        """Read the next piece in the thread of a stream; return False once that has to end."""
+        """Read the next piece in the thread of a stream; return False once the stream must end."""
         with self._work:
             self._work.wait_for(lambda: self._left or stream.is_broken or self._is_aborted)
             if stream.is_broken or self._is_aborted or self._read is None:

@@ -1,7 +1,7 @@
-"""How fast bytes get to another node: some are sent to its keeper, and its kernel's answers timed.
+"""Measures how fast bytes reach another node, by sending some and timing its kernel's answers.
 
-The fastest stretch counts: a connection starts slowly, the slower the longer an answer takes, and
-that a way back is full says nothing of the way there.
+The fastest stretch counts: a connection starts slowly, especially with a long round trip, and a
+full way back says nothing about the way there.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from workers.keeper.peers.frames import (
 )
 from workers.protocol import Peer
 
-#: Enough that the start of a connection is a small part: 32 ms at 1 Gbit/s.
+#: Bytes to send, enough that the start of a connection is a small part: 32 ms at 1 Gbit/s.
 SIZE_BYTES: Final = 4 << 20
-#: Bytes that have not arrived by then are not waited for.
+#: Time limit for the bytes to arrive.
 WITHIN_S: Final = 0.2
-#: Length of the stretch: longer than a process is kept from running on a busy machine.
+#: Length of the stretch: longer than a busy machine keeps a process from running.
 _STRETCH_S: Final = 0.05
-#: For connection and proof, each.
+#: Time limit for the connection, and for the proof.
 _GREET_S: Final = 0.25
-#: Period of asking the kernel what has arrived.
+#: Period of asking the kernel for the arrived bytes.
 _LOOK_S: Final = 0.001
 
 
 def rate_to(peer: Peer, *, size_bytes: int = SIZE_BYTES, within_s: float = WITHIN_S) -> float:
-    """Return how many bytes a second arrive at a peer's kernel.
+    """Return the bytes per second that arrive at a peer's kernel.
 
     Raises:
         OSError: No connection can be made, or it breaks.
@@ -69,7 +69,7 @@ def _timed(connection: socket.socket, left: memoryview, within_s: float) -> floa
         if passed_s - since_s >= _STRETCH_S or (is_over and not best):
             best = max(best, (num_arrived - before) / (passed_s - since_s))
         if is_over:
-            # Bytes in the queue are dropped with a connection that the peer ends.
+            # If the peer ends the connection, the bytes in the queue are dropped.
             if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(code, os.strerror(code))
             return best

@@ -21,7 +21,7 @@ class Average:
         shards: This rank's shard of every parameter that it has a part of.
 
     Attributes:
-        names: Of the averaged parameters of the whole model; empty before ``begin``.
+        names: Names of the averaged parameters of the whole model; empty before ``begin``.
     """
 
     def __init__(self, shards: Sequence[LocalShard]) -> None:

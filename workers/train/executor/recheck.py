@@ -88,7 +88,7 @@ class Recheck:
             yield number, self._read(step, number)
             sums, flips = self._of_all()
             flipped = tuple(rank for rank, num in enumerate(flips) if num)
-            # What changes on several ranks is written by the script.
+            # The script writes changes that several ranks show.
             if len(flipped) == 1:
                 told = f"weights of {_named(flipped)} changed in memory between two updates"
                 raise self._error(step, told, flipped)
@@ -159,14 +159,14 @@ def odd_ones(results: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
     do that, and machines that err are few.
 
     Args:
-        results: Of each rank, its results of the same computation.
+        results: Results of the same computation, by rank.
     """
     varying = [rank for rank, own in enumerate(results) if len(set(own)) > 1]
     if len(varying) > 1:
         return None
     steady = Counter(own[0] for own in results if len(set(own)) == 1)
     ((usual, count), *others) = steady.most_common()
-    # Of two, one that once has the result of the other erred the other times.
+    # One of two that once has the result of the other erred the other times.
     agrees = not others and any(usual in results[rank] for rank in varying)
     if not agrees and 2 * count <= len(results):
         return tuple(range(len(results)))

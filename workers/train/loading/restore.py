@@ -96,7 +96,7 @@ def restore_state(
 
     Args:
         entries: Called only if there is something to load; returns the tensors to fill.
-        names: Of all weights of the whole model; None if the version may have others.
+        names: Names of all weights of the whole model; None if the version may have others.
         context: The worker, with its run directory and keeper.
         buffer: Host memory for tensors on a device.
         device: The device for tensors of collectives.

@@ -149,7 +149,7 @@ def test_a_run_that_is_over_says_so_without_ray(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["resume", "statsu"])
 def test_another_word_for_a_command_names_the_one_that_is_meant(word: str) -> None:
-    """A run is resumed by the command that started it, which nobody guesses."""
+    """The command that started a run resumes it, which is not obvious."""
     result = CliRunner().invoke(app, [word, "run.yaml"], env={"NO_COLOR": "1"})
 
     assert result.exit_code == 2

@@ -116,7 +116,7 @@ train: {{stpes: 3}}
 def test_the_world_is_not_asked_about_what_nobody_wrote(
     text: str, paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands for a broken key would be written to, or refused, as if it were meant."""
+    """The stand-in for a broken key would be used, or refused, as if it were meant."""
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(ConfigError) as caught:
@@ -208,7 +208,7 @@ def _min(config: RunConfig, count: int) -> object:
 def test_a_logger_whose_package_is_missing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The controller would find it out when nobody looks any more."""
+    """The controller would find it out after the user has left."""
     config = _config(tmp_path, "logging.wandb.project=p", "logging.tensorboard=true")
     assert run_preflight(config) == []
 

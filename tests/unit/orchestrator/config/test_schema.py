@@ -142,7 +142,7 @@ def test_a_missing_file_is_named() -> None:
 def test_an_example_is_found_by_name_unless_a_file_has_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever installed a wheel has no checkout to copy one from."""
+    """A user of the wheel has no checkout to copy one from."""
     monkeypatch.chdir(tmp_path)
     assert load("local/small", ["train.steps=30"]).train.steps == 30
 
@@ -168,7 +168,8 @@ def test_overrides_win_over_the_file_and_the_last_one_over_the_first() -> None:
 
 @pytest.mark.parametrize("name", ["run #3", "#3", "a 'b' \"c\"", "%20 ü→", "3 # three"])
 def test_an_override_has_no_comments(name: str) -> None:
-    """What a shell hands over is all meant: a run would go to another directory, in silence."""
+    """Every argument from a shell is meant: ignored, it would silently send a run to another
+    directory."""
     config = load(LEAST, [f"run.directory=/runs/{name}", f"run.name={name}"])
 
     assert config.run.directory == f"/runs/{name}"

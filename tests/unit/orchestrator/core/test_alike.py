@@ -55,7 +55,7 @@ def test_members_that_tell_the_same_are_one_event() -> None:
     ],
 )
 def test_what_is_true_of_one_alone_stays_its_own_event(other: ev.Event) -> None:
-    """What a member knows of sources, of peers or of its end would be said of others, too."""
+    """A member's facts about sources, peers or its end would also be applied to others."""
     assert _taken([LEFT, other]) == [LEFT, other]
     assert _taken([other, LEFT]) == [other, LEFT]
 

@@ -210,7 +210,7 @@ def test_replacements_start_only_after_the_first_new_step() -> None:
 
 
 def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
-    """What a rank holds in memory stays near it, and neighbours on the mesh share a node."""
+    """A rank's versions in memory stay near it, and neighbours on the mesh share a node."""
     rules = RunRules(run="t", min_workers=1, max_workers=4, total_steps=9, standby_per_node=1)
     state = _fold(
         RunState(),
@@ -409,7 +409,7 @@ def _waiting_below_the_minimum() -> RunState:
 
 
 def test_where_the_rest_is_too_small_a_notice_ends_in_storage() -> None:
-    """Of two nodes one goes: its memory goes with it, and the other cannot train alone."""
+    """One of two nodes goes: its memory goes with it, and the other cannot train alone."""
     state, actions = _taken_below_the_minimum()
     assert state.phase is Phase.YIELDING
     (order,) = actions
@@ -584,7 +584,7 @@ def test_a_process_that_loads_modules_is_waited_for_up_to_ten_times_the_bound() 
 
 
 def test_of_processes_that_are_late_together_one_is_killed_at_a_time() -> None:
-    """What makes all of them late is the machine: all would be late again."""
+    """The machine makes all of them late: all would be late again."""
     state = _starting(3)
     assert _killed(state, 59.0)[1] == []
     state, first = _killed(state, 60.0)
@@ -621,7 +621,7 @@ def test_a_worker_that_was_told_to_end_is_replaced_and_nothing_is_lost(
 
 
 def test_a_process_that_died_for_want_of_memory_is_an_incident_of_its_own_kind() -> None:
-    """What to do about it differs from a crash."""
+    """The remedy differs from that for a crash."""
     died = ev.WorkerExited(at_s=31.0, worker="w0001", cause="out_of_memory", detail="4 GiB")
     state, _ = step(_running(), died, rules=RULES)
 
@@ -642,7 +642,7 @@ def test_a_run_without_machines_ends_with_an_outcome_of_its_own() -> None:
 
 
 def test_a_completed_run_is_described_with_its_last_step() -> None:
-    """Steps are reported about once a second, so nobody reports the last ones before it leaves."""
+    """Steps are reported about once a second, so a worker leaves with the last unreported."""
     state = _fold(
         _running(),
         ev.WorkerLeft(
@@ -790,7 +790,8 @@ def test_a_restarted_controller_knows_the_members_by_rank() -> None:
 
 
 def test_a_member_that_does_not_answer_a_restarted_controller_is_still_watched() -> None:
-    """It may be stuck inside, or late: nobody else would learn that it hangs, or how it left."""
+    """It may be stuck inside, or late: otherwise the controller would not learn that it hangs, or
+    how it left."""
     silent = [("w0001", "a", ev.UNKNOWN_ATTEMPT), ("w0002", "b", 1)]
     left = [("w0001", "a", 0), ("w0002", "b", 1)]
 

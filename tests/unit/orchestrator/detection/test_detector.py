@@ -1,4 +1,4 @@
-"""What the detector keeps of nodes, and for how long."""
+"""The detector's facts about nodes, and how long it keeps them."""
 
 from __future__ import annotations
 

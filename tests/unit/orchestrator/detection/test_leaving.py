@@ -1,4 +1,4 @@
-"""Who leaves a fenced attempt late is told from who is stuck, by what the process shows."""
+"""A worker that leaves a fenced attempt late is distinguished from a stuck one, by its process."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_hang_bound_is_three_slow_steps_and_at_least_one_second() -> None:
     """Promised to users, so pinned."""
     assert limits_from(0.05).hang_s == 1.0
     assert limits_from(2.0).hang_s == 6.0
-    assert limits_from(0.0).hang_s == 3.0  # of a step that nobody has seen, 0.3 s is a guess
+    assert limits_from(0.0).hang_s == 3.0  # for an unseen step, 0.3 s is a guess
 
 
 def test_what_a_step_tells_nothing_of_has_time_on_its_own() -> None:
@@ -53,7 +53,7 @@ def test_a_slow_tail_of_steps_does_not_prolong_the_wait_for_a_stopped_process() 
 
 
 def test_a_stopped_process_is_waited_for_as_long_as_doing_without_it_costs() -> None:
-    """A step is done anew then; of a long one, 0.55 s would be given away too soon."""
+    """A step is then redone; for a long one, 0.55 s would be too early."""
     assert limits_from(0.2, step_s_p50=0.1).stopped_s == 0.55
     assert limits_from(9.0, step_s_p50=8.0).stopped_s == 8.0
     assert limits_from(9.0, step_s_p50=8.0, patience=6.0).stopped_s == 16.0
@@ -92,7 +92,7 @@ def test_few_steps_are_not_trusted() -> None:
 
 
 def test_pauses_are_no_usual_steps() -> None:
-    """Each of them is waited for; a network that fails later must not be, for ten minutes."""
+    """The run waits for each, but not for ten minutes if the network fails later."""
     assert steps([0.2] * 100 + [60.0] * 50).step_s_p99 == 2.0
     assert steps([0.2] * 100 + [1.9] * 50).step_s_p99 == 1.9
 

@@ -1,4 +1,4 @@
-"""Who is named, and above all who is not, in small hand-written histories of four workers."""
+"""Verdicts, and above all their absence, in small hand-written histories of four workers."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_short_stop_is_forgiven() -> None:
 
 
 def test_a_stopped_rank_is_named_though_it_is_inside_the_collective() -> None:
-    """It has called what the others wait in, so the ring alone says that nobody is missing."""
+    """It has called what the others wait in, so by the ring alone no rank is missing."""
     inside = replace(calm("w2", 2), groups=(group("world", WORLD, 9, waiting_s=2.0),))
 
     verdict = verdict_on(rows_with(w2=stop(inside)), for_s=1.25)
@@ -262,7 +262,7 @@ def test_all_inside_the_same_collective_is_undecided() -> None:
 
 
 def test_the_network_may_be_looked_at_long_before_anything_is_proven() -> None:
-    """A look disturbs nobody; only while a member computes there is nothing to look for."""
+    """A look disturbs no rank; only while a member computes there is nothing to look for."""
     for rows, for_s, is_stalled in (
         (rows_with(), 0.3, False),
         (rows_with(), 1.0, True),
@@ -308,7 +308,7 @@ def test_different_sizes_of_one_call_are_told_too() -> None:
 
 
 def test_another_type_is_told_and_so_are_calls_that_differed_before() -> None:
-    """The user is told of the program, not to look for a broken network."""
+    """The message blames the program, and sends no user to look for a broken network."""
     at = replace(group("world", WORLD, 9, waiting_s=2.0), dtype=1, history=77)
     rows = [replace(row, groups=(at,)) for row in rows_with()]
     typed = replace(rows[2], groups=(replace(at, dtype=3),))
@@ -454,7 +454,7 @@ def test_all_beats_silent_names_nobody() -> None:
 
 
 def test_all_stopped_names_nobody() -> None:
-    """Whoever stops a whole job does not want it evicted."""
+    """A user that stops a whole job does not want it evicted."""
     rows = [stop(row) for row in rows_with()]
 
     assert judged(*watch(rows, for_s=60.0)) is None
@@ -503,7 +503,7 @@ def test_a_rank_with_a_collective_started_ahead_can_be_named() -> None:
 
 
 def test_a_gap_in_the_reports_blames_nobody() -> None:
-    """A laptop that slept an hour: every age is an hour, and nobody has done anything wrong."""
+    """A laptop that slept an hour: every age is an hour, and no worker has done anything wrong."""
     state, at_s = watch(rows_with(w2=absent("w2", 2)), for_s=119.0)
     state, at_s = watch(rows_with(w2=absent("w2", 2)), for_s=2.0, state=state, from_s=at_s + 3600.0)
 
@@ -532,7 +532,7 @@ def test_old_reports_prove_nothing_now() -> None:
 
 
 def test_a_silent_node_is_another_verdict() -> None:
-    """Its workers may be healthy; what is known is that nobody can see them."""
+    """Its workers may be healthy; the only fact is that they cannot be seen."""
     node_of = {"w2": "n1", "w3": "n1"}
     rows = rows_with(w2=absent("w2", 2))
     state, at_s = watch(rows, for_s=1.0, node_of=node_of)
@@ -582,7 +582,7 @@ def test_a_save_has_more_time_than_a_step() -> None:
 
 @pytest.mark.parametrize("phase", [WorkerPhase.LOADING, WorkerPhase.SAVING])
 def test_a_worker_that_reads_or_writes_on_is_not_hung(phase: WorkerPhase) -> None:
-    """100 GB from a slow store take longer than any bound, and to begin anew takes as long."""
+    """100 GB from a slow store take longer than any bound, and restarting takes as long."""
     state, at_s = Detector(), 100.0
     for number in range(60):
         moving = replace(absent("w2", 2), phase=phase, moved_bytes=number << 20)
@@ -749,7 +749,7 @@ def test_a_script_has_no_more_time_than_the_collectives_of_the_others() -> None:
 
 
 def test_all_may_compute_for_long_where_nobody_waits() -> None:
-    """An epoch begins, and every rank reads its data anew."""
+    """An epoch begins, and every rank reads its data again."""
     reading = [calm(worker, rank) for rank, worker in enumerate(WORKERS)]
 
     assert judged(*watch(reading, for_s=60.0)) is None

@@ -106,7 +106,7 @@ def test_a_link_that_is_busy_for_longer_is_suspected() -> None:
     few = {pair: one._replace(num_bytes=1000) for pair, one in transfers.items()}
     assert suspects(few, 5.0) == [], "such small messages take as long as the way"
     idle = {pair: one._replace(busy_s=one.busy_s / 20) for pair, one in transfers.items()}
-    assert suspects(idle, 5.0) == [], "it holds nobody up"
+    assert suspects(idle, 5.0) == [], "it holds no rank up"
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 4])
@@ -217,7 +217,7 @@ def test_a_node_may_be_slow_both_ways_and_of_two_nodes_nobody_is_told_apart() ->
 
 
 def test_a_link_that_training_fills_is_not_compared_with_idle_ones() -> None:
-    """What keepers send gets one part in four of the card beside three connections of training."""
+    """Keepers' traffic gets one part in four of the card beside three connections of training."""
     full = dict.fromkeys(permutations(NODES, 2), 100000000.0)
     rates = full | {pair: 2.5e7 for pair in full if pair[0] == "a"}
     trained = {("a", "b"): 7e7}

@@ -373,7 +373,7 @@ def test_nobody_is_suspected_in_the_first_step_which_compiles() -> None:
     ]
     for rank, row in enumerate(rows):
         held.live.take(rank, row, "n", 1.0)
-    held.live.look(1.0, lambda: pytest.fail("nobody waits for long"))
+    held.live.look(1.0, lambda: pytest.fail("no rank waits for long"))
     assert held.live.suspicions == ()
 
 
@@ -401,7 +401,7 @@ def test_a_rank_that_called_other_things_is_suspected_though_nothing_hangs() -> 
 
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_no_healthy_history_convicts_a_rank(kind: str) -> None:
-    """Of each kind some; ``python -m tests.support.slow_histories 100000 0`` runs many."""
+    """Some of each kind; ``python -m tests.support.slow_histories 100000 0`` runs many."""
     for seed in range(12):
         assert convicted(history(kind, seed), seed) is None, seed
 

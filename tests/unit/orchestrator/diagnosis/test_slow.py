@@ -153,7 +153,7 @@ def test_a_wait_for_data_counts_beside_the_compute_that_it_delays() -> None:
     work: Work = lambda *_: (1.0, 0)  # noqa: E731
 
     assert named(steps(4, work, data_s=0.6)) == [(FaultKind.SLOW_DATA, (1,))]
-    # Fifty times as long as the others, and nobody notices.
+    # Fifty times as long as the others, and unnoticed.
     assert named(steps(4, work, data_s=0.05)) == []
 
 

@@ -1,4 +1,4 @@
-"""Generated traces: the planted rank or link is named and nobody else; unevenness is no fault."""
+"""Generated traces: only the planted rank or link is named; unevenness is no fault."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from orchestrator.shell.connect import head_returns
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Bound and not listening: nobody else can take the port meanwhile."""
+    """Bound and not listening: no other process can take the port meanwhile."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{closed.getsockname()[1]}"
@@ -59,7 +59,7 @@ def test_a_run_that_is_over_or_whose_cluster_is_gone_cannot_be_stopped(
 def test_a_head_that_comes_back_is_waited_for(
     address: str, *, returns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its run trains on: nobody has to be told that nothing trains any more."""
+    """Its run trains on, so the command must not report that training has stopped."""
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "4")
     contact = {"ray_address": address, "namespace": "everstep-x", "head_returns": returns}
     (tmp_path / "controller.json").write_text(json.dumps(contact))

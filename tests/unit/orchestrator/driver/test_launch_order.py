@@ -45,7 +45,7 @@ def test_of_two_commands_that_begin_a_run_one_waits_for_the_other(tmp_path: Path
 
         def say(line: str) -> None:
             said.append(line)
-            # Also one that is killed is waited for no longer.
+            # The command also stops waiting for one that is killed.
             other.kill()
 
         with one_launch(directory, say=say):
@@ -56,7 +56,7 @@ def test_of_two_commands_that_begin_a_run_one_waits_for_the_other(tmp_path: Path
 
     with one_launch(directory, say=said.append):
         pass
-    assert len(said) == 1, "nobody holds it any more"
+    assert len(said) == 1, "no process holds it"
 
 
 def test_a_launch_that_is_refused_leaves_no_directory(tmp_path: Path) -> None:

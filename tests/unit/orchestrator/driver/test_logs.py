@@ -111,7 +111,7 @@ def test_a_rank_that_printed_nothing_is_named(directory: Path) -> None:
 
 
 def test_the_command_prints_lines_for_people_and_for_machines(directory: Path) -> None:
-    """With several ranks a line without its rank is nobody's."""
+    """With several ranks a line without its rank belongs to none."""
     one = CliRunner().invoke(app, ["logs", str(directory), "--attempt", "1"])
     both = CliRunner().invoke(app, ["logs", str(directory), "--attempt", "1", "--rank", "-1"])
     machine = CliRunner().invoke(app, ["logs", str(directory), "--attempt", "10", "--json"])

@@ -103,7 +103,7 @@ def _serving(status: object) -> Iterator[str]:
 
 
 def test_the_list_shows_runs_that_are_over_too(tmp_path: Path) -> None:
-    """A person compares today's run with yesterday's, which no cluster knows any more."""
+    """A person compares today's run with yesterday's, which no cluster still knows."""
     for name in ("alive", "over"):
         (tmp_path / name).mkdir()
         write_run(tmp_path / name, finished=name == "over")

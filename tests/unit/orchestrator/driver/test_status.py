@@ -102,7 +102,7 @@ def test_a_node_whose_keeper_has_not_said_who_it_is_has_no_process_yet() -> None
 
 
 def test_a_run_that_is_over_has_nobody_and_nothing_any_more(tmp_path: Path) -> None:
-    """Its cluster may be gone for weeks, and its nodes are others' or nobody's."""
+    """Its cluster may be gone for weeks, and its nodes may be others' or gone."""
     _run_in(tmp_path)
     (tmp_path / SUMMARY).write_text("{}")
 

@@ -116,7 +116,7 @@ def test_without_a_cluster_it_waits_as_long_as_for_workers(config: RunConfig) ->
 
 
 def test_a_signal_is_passed_on_and_ends_it(config: RunConfig) -> None:
-    """The command stops at a step boundary then, and is waited for."""
+    """The command then stops at a step boundary, and the watch waits for it."""
     stop = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
 
     watched, said = _watch(config, stop + f"os.kill({os.getpid()}, signal.SIGTERM); signal.pause()")

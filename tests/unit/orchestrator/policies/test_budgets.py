@@ -55,7 +55,7 @@ def test_attempts_that_nobody_can_explain_end_the_run_after_an_hour() -> None:
 
 
 def test_undecided_hangs_end_the_run_without_a_name() -> None:
-    """S5: where nobody could be proven guilty the message must not name anybody."""
+    """S5: if no rank could be proven guilty, the message must name none."""
     spent = overspent((), num_stuck=0, num_undecided=RULES.undecided_max + 1, rules=RULES)
 
     assert "undecided" in spent

@@ -1,4 +1,4 @@
-"""How long capacity is waited for before the next alternative is asked for."""
+"""How long a run waits for capacity before it requests the next alternative."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def test_only_a_machine_that_comes_because_it_was_asked_for_says_how_long_one_ta
     """One that was there is granted in milliseconds, and says nothing of the next."""
     assert took_s(0.0, RULES, since_s=10.0, joined_s=11.0, now_s=11.2) == 0.0
     assert took_s(0.0, RULES, since_s=10.0, joined_s=70.0, now_s=71.0) == 61.0
-    # What took long once is forgotten by and by.
+    # A single long time is gradually forgotten.
     assert took_s(100.0, RULES, since_s=10.0, joined_s=30.0, now_s=31.0) == 50.0

@@ -1,4 +1,4 @@
-"""What is expected of GPUs that are not here, beside what others have published and arithmetic."""
+"""Expectations of missing GPUs, beside published figures and arithmetic."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_parameters_are_those_that_are_published() -> None:
 
 
 def test_a_step_takes_its_products() -> None:
-    """One GPU waits for nobody: six operations a parameter and token, and attention."""
+    """One GPU waits for no other: six operations a parameter and token, and attention."""
     shape = SMALL.shape
     alone = forecast(ParallelLayout(), SMALL, GPUS["h100"], node_size=1)
 

@@ -208,7 +208,7 @@ def planned(of: Job, num_nodes: int, **more: Any) -> list[Weighed]:
 def test_published_layouts_are_among_the_first(
     of: Job, num_nodes: int, published: ParallelLayout, among: int
 ) -> None:
-    """Of hundreds of layouts. Llama's 126 layers are on 16 stages, some with one more."""
+    """There are hundreds of layouts. Llama's 126 layers are on 16 stages, some with one more."""
     first = [one.forecast.layout for one in planned(of, num_nodes)]
     assert published in first[:among]
 

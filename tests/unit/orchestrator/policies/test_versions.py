@@ -87,7 +87,7 @@ def test_an_attempt_that_began_before_a_step_ends_its_version() -> None:
 
 
 def test_protection_falls_when_a_copy_is_missing() -> None:
-    """What is only where it was made goes with its machine."""
+    """A version that is only where it was made goes with its machine."""
     alone = [replace(one, parts=one.parts[:2]) for one in PAIR]
 
     assert protection(PAIR, LINEAGE).node_losses_survived == 1
@@ -109,7 +109,7 @@ def test_protection_falls_when_a_copy_is_missing() -> None:
 def test_a_keeper_is_needless_once_the_nodes_of_the_attempt_can_do_without(
     changed: dict[str, Any], *, expected: bool
 ) -> None:
-    """What it holds of an older attempt must not go before something newer is as safe."""
+    """Its version of an older attempt must not go before a newer one is as safe."""
     older = _inventory("cc", [_held(7, 0), _held(7, 1)], [_held(8, 1)])
     asked = {"attempt": 1, "nodes": {"aa", "bb"}, "tolerance": 1, "total_steps": 100, **changed}
 
@@ -258,7 +258,7 @@ def test_a_beginning_that_fits_two_nodes_is_refused() -> None:
 def test_a_run_falls_behind_what_was_stored_only_where_that_is_damaged(
     known: int, read: int, damaged: list[int], expected: int
 ) -> None:
-    """What is gone was taken away, and what is damaged may be repaired: neither is step 0."""
+    """A missing version was taken away, and a damaged one may be repaired: neither is step 0."""
     assert newest_stored(known, read, damaged) == expected
 
 

@@ -1,4 +1,4 @@
-"""What is told of a run is one document, and all that people and tools read are views of it."""
+"""A run has one document, and everything that people and tools read are views of it."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_the_cost_of_incidents_is_their_sum(tmp_path: Path) -> None:
 
 
 def test_samples_are_not_called_tokens(tmp_path: Path) -> None:
-    """A script that returns only its loss counts samples: nobody knows what a token costs."""
+    """A script that returns only its loss counts samples: the cost of a token is unknown."""
     path = write_run(tmp_path, price=4.0)
     assert _document(path)["unit"] == "tokens"
     metrics = path / "metrics/rank0.jsonl"

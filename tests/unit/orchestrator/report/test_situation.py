@@ -77,5 +77,5 @@ LACKS = [{"asked": 4, "granted": 2, "why": "no room"}]
     ],
 )
 def test_every_phase_says_what_it_waits_for(status: dict[str, Any], said: str) -> None:
-    """Only "waiting" was printed seven times, and nobody knew for what."""
+    """Only "waiting" was printed seven times, without a reason."""
     assert what_it_does({**describe(RunState()), "workers": [], **status}) == said

@@ -116,7 +116,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(
 
 
 def test_without_snapshots_there_is_nothing_to_save() -> None:
-    """The answer would be a promise that nobody keeps."""
+    """The answer would be an empty promise."""
     with pytest.raises(ActionError, match="every_steps is 0"):
         Person(snapshot=0)("save")
     with pytest.raises(ActionError, match="no step is complete in memory"):

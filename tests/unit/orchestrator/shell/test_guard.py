@@ -44,7 +44,7 @@ def _guarded(
 
 
 def test_a_stopped_process_is_ended_and_its_guard_with_it() -> None:
-    """It hears nothing, and its threads stand still: nobody in it can notice."""
+    """It hears nothing, and its threads stand still: no code in it can notice."""
     with _guarded(_SOON_S) as (process, guard):
         process.send_signal(signal.SIGSTOP)
 

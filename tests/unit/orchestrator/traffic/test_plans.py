@@ -187,7 +187,7 @@ def test_figures_of_the_simulator_of_c4p() -> None:
 
 
 def test_figures_with_a_dead_spine() -> None:
-    """Planned anew 320 Gbit/s of 350 that are left; the paper has 301."""
+    """A new plan has 320 Gbit/s of 350 that are left; the paper has 301."""
     dead = {
         Link("rack", rack, is_out, rail, 3): 0.0
         for rack in ("g0", "g1") for is_out in (True, False) for rail in range(16)

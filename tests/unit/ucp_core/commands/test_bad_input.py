@@ -1,4 +1,4 @@
-"""What is wrong with a source is one error that names it, and nothing is written.
+"""A bad source gives one error that names it, and nothing is written.
 
 One row for each kind of bad input; what else can be wrong with each format is tested beside its
 reader.
@@ -33,7 +33,7 @@ class Bad(NamedTuple):
 
     Attributes:
         make: Writes it into a folder; returns options of the command.
-        named: What the error has to name.
+        named: The text that the error must contain.
     """
 
     make: Callable[[Path], list[str]]

@@ -52,7 +52,7 @@ def test_a_list_that_is_none_is_a_mistake_of_usage(
 
 @pytest.mark.parametrize("to", ["deepspeed", "deepspeed-universal"])
 def test_weights_alone_are_refused_with_what_works(source: str, tmp_path: Path, to: str) -> None:
-    """The stage that nobody asked for needs an optimizer; whoever has none is told what to give."""
+    """The default stage needs an optimizer; without one, the error says what to give."""
     weights, out = str(tmp_path / "hf"), tmp_path / "out"
     ucp("export", source, weights, "--format", "huggingface")
 

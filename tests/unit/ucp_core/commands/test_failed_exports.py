@@ -14,9 +14,10 @@ from ucp_core.errors import StorageError
 from ucp_core.formats import FORMATS, export, open_source
 from ucp_core.storage import Buffer, LocalStore
 
-#: Of two ranks the first has the first of them, the second the other.
+#: The first of two ranks has the first of them, the second the other.
 MODEL = [Param("decoder.down.weight", (60, 70)), Param("decoder.up.weight", (70, 60))]
-#: What readers look for first, which is written last; the universal format has its own tests.
+#: The file that readers look for first, which is written last; the universal format has its own
+#: tests.
 COMMITS = {
     "huggingface": "model.safetensors.index.json",
     "dcp": ".metadata",
@@ -78,7 +79,7 @@ def test_an_export_of_a_damaged_source_leaves_the_destination_as_it_was(
 
 
 def test_a_conversion_of_a_damaged_source_leaves_no_folder(tmp_path: Path) -> None:
-    """Nor those above it that were made for it."""
+    """Folders above it that were made for it also go."""
     source = _damaged(tmp_path / "source")
     before = _tree(tmp_path)
 

@@ -1,4 +1,4 @@
-"""What ``ucp inspect`` loads to look at a checkpoint: most of its time is imports."""
+"""Imports of ``ucp inspect``, which take most of its time."""
 
 from __future__ import annotations
 

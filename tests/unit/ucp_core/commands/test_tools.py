@@ -172,7 +172,7 @@ def test_a_renaming_has_to_match_and_for_two_checkpoints_one_of_them(
 
 
 def test_a_rule_has_to_match_unless_it_may_not(checkpoint: str, tmp_path: Path) -> None:
-    """With a slip of the pen in it, a rule would say nothing and nobody would know."""
+    """With a typing error in it, a rule would silently have no effect."""
     rules = tmp_path / "rules.yaml"
     text = (
         "extends: [llama]\nrules:\n- {match: wte, pattern: unique}\n- {match: wtf, pattern: unique"

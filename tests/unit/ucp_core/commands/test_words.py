@@ -1,4 +1,4 @@
-"""What the commands say about mistakes, in the words of who makes them."""
+"""Messages of the commands about mistakes, in the user's words."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_conversion_that_did_not_end_is_called_that(source: Path, tmp_path: Pa
     done = ucp("inspect", str(tmp_path / "half"))
 
     assert done.returncode == 1
-    assert "a conversion that did not end" in done.stderr
+    assert "an unfinished conversion or export" in done.stderr
     assert "same ucp convert" in done.stderr
     assert str(source) not in done.stderr
 

@@ -267,7 +267,7 @@ def test_a_cut_line_of_the_journal_is_no_line(tmp_path: Path) -> None:
 
 
 def test_the_workers_of_a_killed_conversion_end(tmp_path: Path) -> None:
-    """Nobody gives them work any more; what they hold would be missing until the next boot."""
+    """They get no more work; their memory would be missing until the next boot."""
     source = native_source(tmp_path, large_state(8))
     command = [sys.executable, "-c", _SCRIPT, source.directory, str(tmp_path / "out"), "1", "2"]
     # The workers have the pipe too: it is at its end when the last of them is gone.

@@ -156,7 +156,7 @@ def test_every_element_is_aligned_in_its_file() -> None:
 
 
 def test_a_source_that_holds_elements_twice_is_refused() -> None:
-    """Which of the two is right, nobody knows; and not every manifest was made by our commit."""
+    """It is unknown which of the two is right; and not every manifest was made by our commit."""
     source = _native()
     key = TensorKey("step", "weight")
     entry = source.state_map.entries[key]

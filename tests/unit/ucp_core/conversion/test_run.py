@@ -165,7 +165,7 @@ def test_a_foreign_checkpoint_is_converted(tmp_path: Path) -> None:
 def test_a_flipped_bit_in_a_record_is_found(
     tmp_path: Path, where: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the tensor or in the padding that nobody needs: the record's checksum covers both."""
+    """In the tensor or in unneeded padding: the record's checksum covers both."""
     monkeypatch.setattr(convert_module, "_PROCESS_BYTES_MIN", 1)
     foreign = ForeignRecords(tmp_path / "foreign")
     path = tmp_path / "foreign" / "rank1.pt"
@@ -330,7 +330,7 @@ def test_a_conversion_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
 def test_a_folder_of_that_name_that_no_conversion_made_is_left_as_it_is(
     tmp_path: Path, kind: str
 ) -> None:
-    """What is in it would be deleted, through a link far from the destination."""
+    """Its content would be deleted, through a link far from the destination."""
     out = tmp_path / "out"
     theirs = tmp_path / "theirs" if kind == "a link" else out / UNFINISHED_NAME
     kept = theirs / "deep" / "keep" if kind == "a folder in it" else theirs / "keep"

@@ -92,7 +92,7 @@ def test_of_two_writers_into_one_folder_the_second_is_refused(
 def test_an_export_that_was_killed_is_not_overwritten(
     sources: dict[str, Checkpoint], place: tuple[Store, str]
 ) -> None:
-    """It may live and write still, on a machine that nobody reaches."""
+    """It may still live and write, on an unreachable machine."""
     store, directory = place
     claim = f"{directory}/{UNFINISHED_NAME}/{CLAIM_NAME}"
     with claimed(store, directory):

@@ -103,7 +103,7 @@ def test_links_inside_the_folder_and_a_link_to_it_are_followed(tmp_path: Path) -
 
 
 def test_folders_of_one_store_do_not_open_each_other(tmp_path: Path) -> None:
-    """What is inside the first is outside the second."""
+    """A place inside the first is outside the second."""
     for name in ("one", "two"):
         (tmp_path / name / "deep").mkdir(parents=True)
         (tmp_path / name / "deep" / "file").write_text(name)

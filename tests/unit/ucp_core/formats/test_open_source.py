@@ -84,7 +84,7 @@ def test_a_name_that_is_not_there_cannot_be_mapped(tmp_path: Path) -> None:
 
 
 def test_a_tag_where_there_are_none_is_refused(tmp_path: Path) -> None:
-    """Whoever asks for one of several checkpoints must not be given another one."""
+    """A caller that selects one of several checkpoints must not get another one."""
     store = LocalStore()
     folder = tmp_path / "hf"
     folder.mkdir()

@@ -16,7 +16,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
     [
         ({"vocab_size": 121}, 121),
         ({"vocab_size": 121, "make_vocab_size_divisible_by": 64}, 121),
-        # What the tokenizer padded to 128 was another size: 121 would have become 122.
+        # The tokenizer padded another size to 128: 121 would have become 122.
         ({"vocab_size": 121, "make_vocab_size_divisible_by": 2}, None),
         ({"vocab_size": 129}, None),
         ({"vocab_size": None}, None),

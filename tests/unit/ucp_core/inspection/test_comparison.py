@@ -1,4 +1,4 @@
-"""What differs is found, counted and placed; what is equal is not, whatever its layout."""
+"""Differences are found, counted and placed; equal values are not, whatever their layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rules say, and what a text of rules may not say."""
+"""The meaning of rules, and the limits of a text of rules."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ def test_a_family_is_known_by_its_names() -> None:
 
 
 def test_the_page_lists_every_family() -> None:
-    """A family that nobody can find does not exist."""
+    """A family that users cannot find does not exist."""
     page = (Path(__file__).parents[4] / "ucp_core" / "RULES.md").read_text(encoding="utf-8")
 
     assert [name for name in builtin_names() if f"`{name}`" not in page] == []
@@ -370,7 +370,7 @@ def test_a_command_takes_a_family_for_a_file() -> None:
 
 
 def test_a_renaming_that_matches_nothing_is_refused_unless_it_may() -> None:
-    """A typing error would leave a tensor under its old name, of which nobody hears."""
+    """A typing error would silently leave a tensor under its old name."""
     renames = load_renames(
         "- {match: 'h\\.(\\d+)\\.w', to: 'layers.\\1.weight'}\n"
         "- {match: 'head', to: 'out', optional: true}\n"

@@ -159,7 +159,7 @@ def test_an_edited_manifest_is_refused(store: MemoryStore) -> None:
     ids=["nothing", "deep", "object", "list", "not text", "deep inside"],
 )
 def test_a_sealed_document_of_nonsense_is_our_error(body: bytes) -> None:
-    """Whoever computes a checksum can still send anything."""
+    """A sender that computes a checksum can still send anything."""
     with pytest.raises(CheckpointCorruptError):
         from_bytes(_sealed(body))
 
@@ -309,7 +309,7 @@ def test_an_item_without_a_policy_is_a_problem(native: dict[str, Any]) -> None:
 
 
 def test_foreign_is_no_format_of_a_document(native: dict[str, Any]) -> None:
-    """It exists in memory only; on a disk nobody has verified what it says."""
+    """It exists in memory only; on a disk its content would be unverified."""
     native["format"] = "foreign"
 
     with pytest.raises(CheckpointCorruptError, match="format: must be one of"):
@@ -318,13 +318,13 @@ def test_foreign_is_no_format_of_a_document(native: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("body", [b'{"step":1,"step":2', b'{"step":NaN', b'{"step":-Infinity'])
 def test_json_that_readers_disagree_on_is_refused(body: bytes) -> None:
-    """Of two members of one name some take the first; NaN is no JSON at all."""
-    with pytest.raises(CheckpointCorruptError, match=r"is not JSON: .*(twice|no number)"):
+    """Some parsers take the first of two members of one name; NaN is no JSON at all."""
+    with pytest.raises(CheckpointCorruptError, match=r"is not JSON: .*(twice|not a JSON number)"):
         from_bytes(_sealed(body))
 
 
 def test_the_example_of_the_specification_is_a_manifest() -> None:
-    """Who writes a second reader begins with it: its checksums are those of the real bytes."""
+    """An author of a second reader begins with it: its checksums are those of the real bytes."""
     page = (ROOT_FOLDER / "ucp_core/SPEC.md").read_text(encoding="utf-8")
     text = page.partition("<!-- example -->\n```\n")[2].partition("```")[0]
 
@@ -342,7 +342,9 @@ def test_a_sealed_manifest_of_millions_of_entries_is_refused() -> None:
     """To parse one of 300 MB took a minute and 1.5 GB before anybody learned of it."""
     body = b'{"format":"everstep-universal","tensors":[' + b'"crc32",' * (1 << 20) + b'"crc32"]'
 
-    with pytest.raises(CheckpointCorruptError, match=r"has 1048578 entries .* may have 1048576"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"has 1048578 entries .* may have at most 1048576"
+    ):
         from_bytes(_sealed(body))
 
 

@@ -1,4 +1,4 @@
-"""What is kept: by locks where the storage has them, by a time of grace where it has none."""
+"""Keeping checkpoints: by locks where the storage has them, by a time of grace elsewhere."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_was_deleted_since_it_was_opened_says_so() -> None:
 
 
 def test_without_locks_an_open_reader_has_a_time_of_grace() -> None:
-    """Nobody opens it any more, but who has it open reads on."""
+    """It cannot be opened again, but a reader that has it open reads on."""
     store, root = without_locks()
     for step in (1, 2):
         save(store, STATE, step=step, root=root)

@@ -53,7 +53,7 @@ def _damage(store: Store, path: str, position: int = 0) -> None:
 
 
 def test_a_checkpoint_is_committed_when_the_last_rank_has_saved() -> None:
-    """Not before: without its manifest nobody sees it."""
+    """Not before: without its manifest it is invisible."""
     store = MemoryStore()
     save(store, STATE, step=7, world_size=3, ranks=[2, 0])
 
@@ -169,7 +169,7 @@ def test_a_commit_of_a_fenced_attempt_is_skipped_and_then_replaced() -> None:
     moved: list[int] = []
     loaded = load(found.checkpoint, need, progress=moved.append)
     assert_loaded(other, need)
-    # Who watches a load of hours knows it from a hang by these.
+    # These distinguish a load of hours from a hang.
     assert sum(moved) >= loaded.size_bytes > 0
 
 

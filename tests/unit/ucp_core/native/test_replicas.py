@@ -148,7 +148,7 @@ def test_one_rank_that_cannot_read_stops_all_of_them() -> None:
 
 
 def test_ranks_that_need_different_tensors_are_told_so() -> None:
-    """What one reads as a weight the other would take for its moments."""
+    """One rank's weight would be the other's moments."""
     opened, needs = _saved(MemoryStore())
     needs[1].reverse()
     results = _together([opened] * 3, needs, _Table(3))
@@ -218,7 +218,7 @@ def test_a_rank_whose_copy_arrives_damaged_leaves_nobody_waiting(
 
 
 def test_one_rank_alone_loads_as_ever() -> None:
-    """A group of one has nobody to wait for."""
+    """A group of one has no rank to wait for."""
     store = CountingStore()
     state = random_state(random.Random(5), 10)
     save(store, state, step=7, world_size=2)

@@ -72,7 +72,7 @@ def test_a_record_from_a_form_is_what_printing_it_whole_gives(seed: int) -> None
 
 @pytest.mark.parametrize("fqn", ['a"crc32":-1', '"tensors":{}', "100%d %s", "\u20ac\\", "-1"])
 def test_names_that_look_like_the_form_stay_names(fqn: str) -> None:
-    """Whoever names parameters does not know what is put in where."""
+    """The author of parameter names does not know where the code inserts them."""
     data = memoryview(bytearray(b"01234567"))
     tensor = LocalTensor(fqn=fqn, slot=fqn, dtype="F32", shape=(2,), box=Box.full((2,)), data=data)
 

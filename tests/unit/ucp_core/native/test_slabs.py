@@ -96,7 +96,7 @@ def test_a_slab_stays_as_it_is_while_the_next_is_read(monkeypatch: pytest.Monkey
 
 
 def test_a_box_is_streamed_alone() -> None:
-    """Of a tensor that does not fit into memory."""
+    """The tensor does not fit into memory."""
     state = _state(1, 8)
     checkpoint = _checkpoint(MemoryStore(), state)
     ((key, entry),) = checkpoint.state_map.entries.items()

@@ -27,7 +27,7 @@ def _need(dtype: str, box: Box) -> tuple[LocalTensor, np.ndarray[tuple[int], np.
     ("held", "needed"), [("BF16", "F32"), ("F16", "F32"), ("BF16", "F64"), ("F32", "F64")]
 )
 def test_narrow_weights_fill_wider_masters(held: str, needed: str) -> None:
-    """Of any box; without being asked, a load still refuses another dtype."""
+    """Any box is widened; unless asked to, a load still refuses another dtype."""
     with np.errstate(over="ignore", under="ignore"):
         values = np.array(_VALUES, np.float64).reshape(5, 2).astype(_NUMPY[held])
     store = MemoryStore()
@@ -45,7 +45,7 @@ def test_narrow_weights_fill_wider_masters(held: str, needed: str) -> None:
 
 
 def test_what_would_be_rounded_is_refused_though_it_was_asked_for() -> None:
-    """Who wants that says so by its own cast."""
+    """A caller that wants that makes its own cast."""
     store = MemoryStore()
     values = np.ones((5, 2), np.float32)
     state = {TensorKey("w", "weight"): Whole(dtype="F32", shape=(5, 2), data=values.tobytes())}

@@ -1,4 +1,4 @@
-"""What is read of foreign files, and what is found out about them."""
+"""Reads of foreign files, and the facts found about them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _foreign(store: MemoryStore) -> Foreign:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_extent_is_read_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither twice the reading nor a record that nobody looked at."""
+    """Neither twice the reading nor an unverified record."""
     monkeypatch.setattr("ucp_core.reading.extents.THREAD_BYTES_MIN", 1)
     store = CountingStore()
     made = _foreign(store)
@@ -187,7 +187,7 @@ def test_a_load_can_verify_the_records_that_it_touches() -> None:
 
 
 def test_a_load_verifies_no_record_that_it_does_not_touch() -> None:
-    """Whoever wants one tensor of a checkpoint does not read all of it."""
+    """A caller that wants one tensor of a checkpoint does not read all of it."""
     store = CountingStore()
     made = _foreign(store)
     state_map = made.checkpoint.state_map

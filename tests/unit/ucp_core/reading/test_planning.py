@@ -1,4 +1,4 @@
-"""What is read for what: arithmetic that can be checked by hand."""
+"""Plans of reads: arithmetic that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_parts_of_tensors_that_are_cut_alike_are_planned_as_each_alone() -> None
 
 
 def test_one_tensor_of_another_dtype_is_refused_behind_others_that_are_cut_alike() -> None:
-    """What is known of a layer must not let the next one pass."""
+    """Facts about one layer must not let the next one pass."""
     entries = {TensorKey(name, "weight"): _map((8,), Box.full((8,))).entries[KEY] for name in "ab"}
     parts = [Part(key, "F32", (8,), Box.full((8,))) for key in entries]
 

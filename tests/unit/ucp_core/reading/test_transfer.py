@@ -1,4 +1,4 @@
-"""What the plan's execution reads, holds and verifies."""
+"""Reads, memory and checks of the plan's execution."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_damage_in_one_block_is_named_to_the_block(threads: int) -> None:
         5 * MIB,
         6 * MIB,
     )
-    # What does not touch the block loads.
+    # Tensors that do not touch the block load.
     load(opened, empty_tensors(state, {KEY: [Box((0, 0), (13, MIB // 4))]}), threads=threads)
 
 

@@ -106,7 +106,7 @@ def test_a_look_is_one_read_and_serves_for_a_while() -> None:
     owner.require()
     assert store.num_reads == 2
     Owner(store, "run", 0).require()
-    assert store.num_reads == 2, "nobody shares the directory of a script that runs alone"
+    assert store.num_reads == 2, "a script that runs alone does not share its directory"
 
 
 def test_storage_that_cannot_tell_is_no_answer() -> None:

@@ -329,7 +329,7 @@ def test_tensors_without_a_dense_form_are_refused_by_name(name: str, make: Any) 
 
 
 def test_older_and_other_formats_are_told_apart() -> None:
-    """What to do differs: load and save again, or look for the right file."""
+    """The remedies differ: load and save again, or look for the right file."""
     cases = {
         "before 1.6": _saved({"a": torch.ones(2)}, _use_new_zipfile_serialization=False),
         "truncated": _saved({"a": torch.ones(2000)})[:900],

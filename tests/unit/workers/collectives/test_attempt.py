@@ -1,4 +1,4 @@
-"""What an attempt records of collectives on a device, which the host calls far ahead.
+"""An attempt's records of collectives on a device, which the host calls far ahead.
 
 The device is simulated: a test says where it is.
 """
@@ -114,7 +114,7 @@ def test_one_group_that_is_stuck_hides_no_other(attempt: Attempt, path: Path) ->
 
 
 def test_a_failure_on_the_device_aborts_the_attempt(attempt: Attempt) -> None:
-    """Nobody else ends what the device waits for; and the failure is what the rank then says."""
+    """Only this rank can end the device's wait; and the rank then reports the failure."""
     world = attempt.ring.group("world", (0, 1))
     called(attempt, world).error = RuntimeError("NCCL remote error\nin detail")
     attempt.look_at_devices()

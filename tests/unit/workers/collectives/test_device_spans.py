@@ -93,7 +93,7 @@ def test_a_step_that_lasts_for_many_digests_has_the_cost_of_all_its_passes(rank:
 
 
 def test_what_the_device_has_not_done_is_unknown(rank: Rank, tmp_path: Path) -> None:
-    """torch refuses to tell the time of a place that was not reached, and nobody may wait."""
+    """torch refuses to tell the time of a place that was not reached, and no thread may wait."""
     rank.device.is_there = False
     rank.step(1, (0.2, 0.3), (0.2, 0.3))
     rank.device.is_there = True

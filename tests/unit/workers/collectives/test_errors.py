@@ -19,7 +19,7 @@ PEER = "10.91.0.3"
             PEER,
         ),
         (f"socketStartConnect: Connect to {PEER}<41234> failed : Connection refused", ""),
-        # Who waits for a peer to connect learns nothing.
+        # A rank that waits for a peer to connect learns nothing.
         ("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.h:311] Connect timeout", ""),
         # The peer was there, and ended.
         (f"[gloo/transport/tcp/pair.cc:553] Connection closed by peer [{PEER}]:33415", ""),

@@ -245,7 +245,7 @@ def test_a_host_that_waits_in_a_call_is_seen_to_wait(
 ) -> None:
     """NCCL connects when a call needs it: the first one of its size or peer waits for a late rank.
 
-    On four ranks of an H100 the wait was not seen, so nobody was named and nothing aborted it.
+    On four ranks of an H100 the wait was not seen, so no rank was named and nothing aborted it.
     """
     group: Any = world()
     others = group._inner.others = threading.Event()

@@ -1,4 +1,4 @@
-"""What torch and NCCL are told; that they heed it, only a GPU can show."""
+"""Settings for torch and NCCL; only a GPU can show that they take effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an abort leaves of a collective on a device is nowhere taken for its result.
+"""The remains of an aborted collective on a device never pass for its result.
 
 The device is simulated: tensors say that they are on one, and collectives leave anything.
 """

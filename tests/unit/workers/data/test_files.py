@@ -173,7 +173,7 @@ def test_what_cannot_be_read_is_named_all_at_once(
         JsonLines([f"{tmp_path}/nowhere/*.jsonl", broken, f"{tmp_path}/gone.jsonl"])
     with pytest.raises(DataError, match=r"a.jsonl.gz: a line of a compressed file"):
         JsonLines(packed)
-    with pytest.raises(DataError, match=r"b.jsonl: line 2 .* at byte 9, is no JSON"):
+    with pytest.raises(DataError, match=r"b.jsonl: non-empty line 2, at byte 9, is not JSON"):
         opened(broken, tmp_path)[1]
 
 
@@ -261,7 +261,7 @@ def test_parquet_behind_a_url_and_through_readers(parquet: list[str]) -> None:
 
 
 def test_bad_parquet_is_named(parquet: list[str], write: Callable[..., str]) -> None:
-    with pytest.raises(DataError, match=r"c.parquet is no Parquet file"):
+    with pytest.raises(DataError, match=r"c.parquet is not a Parquet file"):
         ParquetRows(write("c.parquet", "no"))
     with pytest.raises(DataError, match=r"a.parquet has no column words; it has n, tokens, text"):
         ParquetRows(parquet, columns=["n", "words"])

@@ -91,7 +91,7 @@ def test_samples_of_all_kinds_differ() -> None:
 
 
 def test_another_process_finds_the_same() -> None:
-    """Whose hashes of text are others."""
+    """Another process hashes text differently."""
     code = (
         "from tests.unit.workers.data.test_fingerprint import SAMPLES, fingerprint\n"
         "print([fingerprint(sample) for sample in SAMPLES])"

@@ -1,4 +1,4 @@
-"""What leaves the generators of the host as they were."""
+"""Functions that leave the generators of the host as they were."""
 
 from __future__ import annotations
 

@@ -144,7 +144,10 @@ def test_every_sample_comes_once_in_the_streams_order() -> None:
 def test_ranks_readers_and_resumes_change_nothing(
     dataset: Iterable[Any], ranks: list[list[int]], num_workers: int
 ) -> None:
-    """Nor the noise. A rank may repeat a micro-batch to keep pace with the others."""
+    """The noise does not change either.
+
+    A rank may repeat a micro-batch to keep pace with the others.
+    """
     expected, states = take(dataset, 7, ranks=ONE)
     by_number = [[step[number] for mine in ranks for number in mine] for step in expected]
 

@@ -148,7 +148,7 @@ def test_ten_kinds_of_hang_show_the_line_that_hangs(
         missing = {name for name, line in lines.items() if line not in told[name]}
         assert time.monotonic() < end_s, [told[name] for name in missing]
 
-    # Asked again it writes anew, and only that.
+    # Asked again, it writes new stacks, and only those.
     again = take_stacks([stuck["sleep"]], WAIT_S_MAX)["sleep"]
     assert again.count(" in train\n") == 1
 

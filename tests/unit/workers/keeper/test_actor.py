@@ -72,7 +72,7 @@ def test_a_run_on_one_node_does_without_the_head_until_its_lease_has_run_out(
     async def play() -> None:
         await keeper.hello()
         await keeper.order(KeeperOrder(attempt=1, lineage=(), copies_of=()))
-        # Who began later has found it out.
+        # A keeper that began later has found it out.
         cut_off = asyncio.Event()
         Reach(cut_off.set).follow(frozenset((HEAD, OTHER)))
         await asyncio.wait_for(cut_off.wait(), 120.0)
@@ -90,7 +90,7 @@ def test_a_run_on_one_node_does_without_the_head_until_its_lease_has_run_out(
 def test_a_kill_is_answered_with_what_became_of_the_process(
     keeper: Keeper, trainer: subprocess.Popen[str]
 ) -> None:
-    """Also of one that nobody knows, or that had died."""
+    """Also for an unknown one, or one that had died."""
 
     async def play() -> list[bool]:
         await keeper.hello()

@@ -45,7 +45,7 @@ def test_runs_on_one_node_do_not_promise_the_same_memory_twice(tmp_path: Path) -
 def test_what_a_run_has_taken_is_not_counted_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not available any more, so only the rest of its share is still to come."""
+    """It is no longer available, so only the rest of its share is still to come."""
     first = Budget(_directory(tmp_path, "a"), 0)
     monkeypatch.setattr(module, "available_bytes", lambda: 600)
     monkeypatch.setattr(module, "meminfo_bytes", lambda _name: 400)

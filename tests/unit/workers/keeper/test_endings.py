@@ -1,4 +1,4 @@
-"""What is known of how a process ended, by another one than its parent."""
+"""Facts about how a process ended, found by another process than its parent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def end_of(code: str, folder: Path, *, before: str = "") -> tuple[Ending, int]:
-    """Return how a process that runs ``code`` ended, and its id; nobody asks for its status."""
+    """Return how a process that runs ``code`` ended, and its id; no parent asks for its status."""
     endings = Endings()
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         began = f"import os, signal, sys\n{before}\nopen({str(folder / 'began')!r}, 'w')"
@@ -46,7 +46,7 @@ def end_of(code: str, folder: Path, *, before: str = "") -> tuple[Ending, int]:
         ("os.abort()", "died of SIGABRT"),
         ("os.kill(os.getpid(), 40)", "died of signal 40"),
         ("print('a\\nb\\nc', flush=True); os._exit(1)", "exit code 1; it said last: b / c"),
-        # Who is killed says nothing of it: these are results of before.
+        # A killed process reports nothing: these are earlier results.
         ("print('an argument', flush=True); os.kill(os.getpid(), 9)", "died of SIGKILL"),
         (
             "print('Error: no room\\nI retry', file=sys.stderr); os.kill(os.getpid(), 9)",
@@ -77,7 +77,7 @@ def test_the_status_and_the_last_words_are_known(code: str, told: str, tmp_path:
     assert not found.is_out_of_memory
 
 
-#: What a worker of Ray 2.60 writes when native code aborts.
+#: The output of a worker of Ray 2.60 when native code aborts.
 ABORTED = """\
 :job_id:01000000
 step 7 has a loss of 0.5
@@ -122,7 +122,7 @@ frame #0: c10::Error::Error(c10::SourceLocation) + 0x96 (0x7f0000000000 in /x/li
 def test_an_abort_is_told_by_its_error_and_not_by_addresses(
     written: str, told: str, tmp_path: Path
 ) -> None:
-    """What comes last are frames of native code, which say nothing to who reads the terminal."""
+    """The last lines are frames of native code, which say nothing to a reader of the terminal."""
     code = f"sys.stderr.write({written!r}); sys.stderr.flush(); os.abort()"
 
     found, pid = end_of(code, tmp_path)

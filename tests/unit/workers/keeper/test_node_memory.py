@@ -116,7 +116,7 @@ def test_what_a_lost_node_held_is_loaded_from_the_copies(
 def test_memory_of_a_worker_that_died_long_ago_is_handed_on(
     open_memory: Callable[..., NodeMemory], tmp_path: Path
 ) -> None:
-    """Whoever takes its place may need minutes to start; nobody reports on the dead then."""
+    """Its replacement may need minutes to start; meanwhile no keeper reports on the dead."""
     memory, directory = open_memory("a" * 16), tmp_path / ("a" * 16)
     script = (
         "import sys; from workers.records.progress import ProgressRecord as P;"
@@ -331,7 +331,7 @@ def test_recoveries_and_snapshots_leave_nothing_behind(
         sizes.append((len(arenas), *_used()))
     most = [max(column) for column in zip(*sizes[:6], strict=True)]
     assert sizes[-1][0] <= most[0], sizes
-    # Of the last attempt a thread may still be ending.
+    # A thread of the last attempt may still be ending.
     assert eventually(lambda: all(map(operator.le, _used(), most[1:]))), (sizes, _used())
 
 

@@ -1,4 +1,4 @@
-"""From memory to storage in the background: all of it, none of what is bad, and nobody waits."""
+"""From memory to storage in the background: everything but bad versions, and no rank waits."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_flipped_bit_is_not_stored(
     persisting: Persisting,
     where: str,
 ) -> None:
-    """Poison in storage would be found when it is needed. The buffer is not offered any more."""
+    """Poison in storage would be found when it is needed. The buffer is no longer offered."""
     (arena,), store = _arenas(table, 1), MemoryStore()
     good = snapshot(arena, 1)
     bad = snapshot(arena, 2)
@@ -171,7 +171,7 @@ def test_a_flipped_bit_is_not_stored(
         assert persister.stored[1] == 0
     assert store.list("run/checkpoints/step-00000002") == ()
     assert arena.versions() == [good]
-    assert any("damaged" in line and "not used any more" in line for line in problems.lines())
+    assert any("damaged" in line and "dropped" in line for line in problems.lines())
     assert arena.choose(()) != good.buffer
 
 
@@ -285,7 +285,7 @@ def test_old_checkpoints_go_only_when_the_history_is_known(
 
 
 class _StaleStore(MemoryStore):
-    """Cannot delete, and says so as a file system does that was mounted anew."""
+    """Cannot delete, and says so as a file system does that was mounted again."""
 
     def delete(self, path: str) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)

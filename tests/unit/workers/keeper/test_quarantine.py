@@ -1,4 +1,4 @@
-"""What could not be loaded is offered to nobody any more, and only that."""
+"""Versions that could not be loaded, and only those, are never offered again."""
 
 from __future__ import annotations
 

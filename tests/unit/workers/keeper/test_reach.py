@@ -77,7 +77,7 @@ def test_a_process_that_is_killed_hangs_up() -> None:
         was_early = heard.done()
         server.kill()
         assert await asyncio.wait_for(heard, 60.0), "its machine answered to the end"
-        # Nobody is there any more, as the machine says.
+        # The machine says that the listener is gone.
         assert await asyncio.wait_for(hung_up(address), 60.0)
         return was_early
 
@@ -110,7 +110,7 @@ def test_only_who_reaches_nobody_is_cut_off(num_answer: int) -> None:
 
         reach = Reach(note)
         reach.follow(frozenset((*NOWHERE, *[here][:num_answer])))
-        # One that is alone, and has nobody to compare with.
+        # One that is alone, and has no other to compare with.
         alone = Reach(lambda: cut_off.append("alone"))
         alone.follow(frozenset(NOWHERE[:1]))
         other = asyncio.Event()

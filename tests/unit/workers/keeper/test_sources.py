@@ -197,7 +197,7 @@ def test_when_no_holder_is_left_that_is_said(keeper: MakeKeeper) -> None:
     near.flip(0, 100)
     with (
         closing(sources(near)) as found,
-        pytest.raises(CheckpointNotFoundError, match="the part of rank 0 is in no memory"),
+        pytest.raises(CheckpointNotFoundError, match="memory has the part of rank 0"),
     ):
         found.load(read)
 
@@ -209,7 +209,7 @@ def test_an_error_that_is_nobodys_fault_ends_it(keeper: MakeKeeper) -> None:
     """Another holder of the same bytes would fail alike, for ever."""
 
     def fill(_: Checkpoint) -> None:
-        raise UncoveredRegionError("nobody holds what is needed")
+        raise UncoveredRegionError("no holder has the needed part")
 
     near = keeper("a", (0, 1))
     with closing(sources(near)) as found, pytest.raises(UncoveredRegionError):

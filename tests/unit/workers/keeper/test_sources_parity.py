@@ -170,7 +170,7 @@ def test_a_damaged_parity_gives_way_to_the_other(nodes: list[_Node], bad: int) -
         found.load(_read)
 
     expected = [source.source]
-    # What is lost with node 1 needs P of the stripes 2 and 3.
+    # The parts lost with node 1 need P of the stripes 2 and 3.
     assert found.damaged == (expected if bad else [])
     assert found.unread == []
     assert PARITY in found.taken_bytes

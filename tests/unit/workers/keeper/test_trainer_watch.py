@@ -1,4 +1,4 @@
-"""What a keeper sees from outside a worker's process, and what it does to it."""
+"""A keeper's view of a worker's process from outside, and its actions on it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _until(condition: object, *, timeout_s: float = 120.0) -> None:
 
 
 def test_stopped_worker_is_killed_for_sure(tmp_path: Path) -> None:
-    """A stopped process hears nobody's request to go; left alone it wakes when its parent dies."""
+    """A stopped process hears no request to go; left alone it wakes when its parent dies."""
     command = [sys.executable, "-c", WORKER, str(progress_path(tmp_path, "w0001"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None
@@ -81,7 +81,8 @@ def test_the_dead_are_reported_on_and_then_forgotten(tmp_path: Path) -> None:
 
 
 def test_what_a_lost_node_left_goes_with_the_run_and_what_lives_stays(tmp_path: Path) -> None:
-    """Who was killed with its node removes nothing; who is only cut off may come back."""
+    """A keeper that was killed with its node removes nothing; one that is only cut off may come
+    back."""
     run = tmp_path / "everstep-run"
     mine, lost, living, listening = (run / name for name in ("mine", "lost", "living", "door"))
     for directory in (mine, lost, living, listening):

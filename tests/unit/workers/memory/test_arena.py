@@ -80,8 +80,8 @@ def test_the_newest_two_versions_are_never_written_over(arena: Arena) -> None:
 
 
 def test_an_arena_is_mapped_at_a_huge_page_and_given_back_whole() -> None:
-    """Else the kernel cannot map huge pages, and a load takes four times as long; and its place
-    is chosen by us, so nobody but us unmaps what is around it.
+    """Else the kernel cannot map huge pages, and a load takes four times as long; and its place is
+    chosen by us, so only we unmap the memory around it.
     """
     made = Arena.create("huge", body_bytes=3 << 20)
     found = Arena(os.dup(made.fd))
@@ -166,7 +166,7 @@ def test_memory_that_cannot_be_mapped_is_refused_and_let_go_of(tmp_path: Path) -
     table = ArenaTable(budget_bytes=1 << 20)
     served = DescriptorServer(descriptor_socket(tmp_path), table)
     fd = os.memfd_create("large")
-    # Of which nothing is ever touched.
+    # No page of it is ever touched.
     os.ftruncate(fd, 3 << 28)
     table.adopt("w0001.0", fd)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

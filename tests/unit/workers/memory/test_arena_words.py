@@ -109,7 +109,7 @@ def test_a_damaged_version_is_gone_and_its_buffer_is_the_next(arena: Arena) -> N
 
 
 def test_an_arena_that_another_thread_let_go_of_holds_nothing() -> None:
-    """Whoever was in the middle of reading it must find that out without an accident."""
+    """A reader in the middle of it must find that out safely."""
     arena = Arena.create("test", body_bytes=4096)
     _write(arena, 1)
     arena.close()
@@ -130,7 +130,7 @@ def _duplicate(arena: Arena) -> int:
 
 
 def test_what_is_kept_is_told_as_long_as_it_is_held(arena: Arena) -> None:
-    """A mirror spares its copy of it; what is not here any more would fill a buffer for nothing."""
+    """A mirror spares its copy of it; a version gone here would fill a buffer for nothing."""
     first = _write(arena, 1)
     assert arena.kept() is None
     for step in (2, 3, 4):

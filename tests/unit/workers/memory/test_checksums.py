@@ -180,7 +180,7 @@ def test_a_process_that_is_gone_or_stopped_is_replaced(
     assert checksums.of(views, BLOCK_BYTES) == right(views)
     assert checksums.of(views, BLOCK_BYTES) == right(views)
     (told,) = caplog.messages
-    assert told.startswith("checksums are made in the trainer")
+    assert told.startswith("checksums are now made in the trainer")
     assert not Path(f"/proc/{pid}").exists()
 
 

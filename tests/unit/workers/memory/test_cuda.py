@@ -1,4 +1,4 @@
-"""What is done with the CUDA driver, against one that keeps books; copies need a device."""
+"""Calls of the CUDA driver, against one that keeps books; copies need a device."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def losses(directory: Path) -> list[float]:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_model_trains_from_its_configuration_alone(tmp_path: Path, kind: str) -> None:
-    """Dense or MoE: nobody writes a script, and it learns."""
+    """Dense or MoE: it learns without a script."""
     preset = write_config(tmp_path / "model", kind)
 
     outcome = train(tmp_path / "run", preset, write_texts(tmp_path), steps=12)

@@ -81,7 +81,7 @@ def test_layers_are_found_wherever_a_model_keeps_them(
 def test_a_model_that_can_only_be_gathered_as_a_whole_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whoever runs out of memory learns why."""
+    """A user who runs out of memory learns why."""
     with caplog.at_level(logging.WARNING):
         assert _blocks(nn.Linear(2, 2)) == []
 

@@ -1,4 +1,4 @@
-"""What a model of ``transformers`` says of its own parts; torch's fake group is the other ranks."""
+"""A model of ``transformers`` names its own parts; torch's fake group is the other ranks."""
 
 from __future__ import annotations
 

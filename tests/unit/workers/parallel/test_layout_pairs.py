@@ -1,4 +1,4 @@
-"""What any layout saves, any other loads to the bit: all axes, growing and shrinking.
+"""Any layout loads to the bit what any other saves: all axes, growing and shrinking.
 
 A process builds each of the ranks in turn.
 """

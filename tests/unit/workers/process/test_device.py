@@ -48,9 +48,9 @@ def attempts(
     """Go through two attempts of a worker, and note how it left them.
 
     Args:
-        directory: Of the run and its script.
+        directory: Directory of the run and its script.
         pages: Where the worker's records are; ``directory`` if not given.
-        before: What is done before the first attempt, when the worker is there.
+        before: Runs before the first attempt, when the worker is there.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     runner = AttemptRunner(

@@ -1,4 +1,4 @@
-"""What a script is told that sets a signal handler in a worker."""
+"""The message to a script that sets a signal handler in a worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.process.termination import explain_handlers
 def test_a_script_in_a_worker_is_told_that_it_needs_no_handler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Python says "signal only works in main thread", which helps nobody."""
+    """Python says "signal only works in main thread", which does not help."""
     monkeypatch.setattr(signal, "signal", signal.signal)
     explain_handlers()
     told: list[str] = []

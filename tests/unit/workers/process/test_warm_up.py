@@ -1,4 +1,4 @@
-"""What a worker does before it says that it is ready."""
+"""The work of a worker before it reports that it is ready."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_the_top_level_of_a_script_runs_before_a_worker_is_ready(
 ) -> None:
     """Else the others of an attempt wait for its data; and what it prints is not lost.
 
-    A script that fails there fails in the attempt, where the run is told of it.
+    A script that fails there fails in the attempt, where the run learns of it.
     """
     script, notes = tmp_path / "train.py", tmp_path / "notes"
     script.write_text(SCRIPT.format(notes=notes, then=then))

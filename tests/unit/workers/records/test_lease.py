@@ -1,4 +1,4 @@
-"""How long trainers go on when nobody hears of the controller any more."""
+"""How long trainers go on without word from the controller."""
 
 from __future__ import annotations
 

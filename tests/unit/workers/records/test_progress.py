@@ -201,7 +201,7 @@ def test_a_ring_of_another_attempt_is_left_out(path: Path, tmp_path: Path) -> No
 
 
 def test_groups_that_did_not_fit_are_reported(path: Path, tmp_path: Path) -> None:
-    """A rank that waits in one of them would look like one that waits for nobody."""
+    """A rank that waits in one of them would look like one that does not wait."""
     page = ProgressRecord.create(path, worker="w0")
     page.assign(3, 0)
     page.close()

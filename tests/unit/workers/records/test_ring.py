@@ -102,7 +102,7 @@ def test_waiting_for_a_later_one_than_the_oldest(path: Path) -> None:
 
 
 def test_a_finished_one_settles_the_earlier_ones(path: Path) -> None:
-    """A work that nobody waits for would otherwise look unfinished for ever."""
+    """A work without a wait would otherwise look unfinished for ever."""
     ring = RecordRing(path, attempt=3, num_ranks=4)
     world = ring.group("world", WORLD)
     ring.enter(world, "all_gather", 64)
@@ -212,7 +212,7 @@ def test_no_file_and_a_foreign_file_have_no_groups(path: Path) -> None:
 
 
 def test_open_reader_follows_the_path_from_file_to_file(path: Path) -> None:
-    """A keeper that went on with the ring of an older attempt would see nobody in the new one."""
+    """A keeper that went on with the ring of an older attempt would see none in the new one."""
     reader = RingReader(path)
     seen = [reader.look(now_ns=0)]
     for data in (b"", os.urandom(4096)):

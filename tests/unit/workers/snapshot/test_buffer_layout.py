@@ -32,7 +32,7 @@ def test_every_byte_is_copied_from_where_it_is_now(num_bytes: int) -> None:
     for tensor, target in zip(tensors, targets, strict=True):
         array: Any = tensor.view(torch.uint8).numpy()
         assert target == array.tobytes()
-    # What has several blocks, or a whole one, is left to who has time for it.
+    # Tensors with several blocks, or a whole one, are left to the other thread.
     is_left = num_bytes == 0 or num_bytes >= BLOCK_BYTES
     sums = [(value := zlib.crc32(target), str(value)) for target in targets]
     assert found == [NO_SUMS if is_left else sums[0], sums[1]]

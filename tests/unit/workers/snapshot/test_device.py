@@ -166,7 +166,7 @@ def test_pieces_with_gaps_between_them_are_the_same_state(
 ) -> None:
     """A bucket is checksummed once it is there, which its last piece says; one cannot be divided.
 
-    What changes the way may come between two snapshots.
+    Settings that change the way may come between two snapshots.
     """
     monkeypatch.setattr(device_module, "BUCKET_BYTES", 4 * BUCKET_BYTES)
     monkeypatch.setattr(buckets_module, "PIECE_BYTES", BUCKET_BYTES)
@@ -244,13 +244,13 @@ def test_a_copy_that_is_ended_leaves_nothing_under_way(tmp_path: Path) -> None:
         copy.begin(targets, sources, num_checked=len(data))
         assert copy.end(WAIT_S_MAX)
         assert device.bytes_copied == 0
-        with pytest.raises(RuntimeError, match="ended before it was whole"):
+        with pytest.raises(RuntimeError, match="stopped before it was complete"):
             copy.run(data)
         assert device.bytes_copied == 0
 
 
 def test_a_device_that_is_stuck_is_not_waited_for(tmp_path: Path) -> None:
-    """Whoever leaves an attempt would never come to the next one."""
+    """A rank that leaves an attempt would never come to the next one."""
     targets, sources, data = tensors()
     goes_on = threading.Event()
     with running(0) as device:
@@ -286,7 +286,7 @@ def test_what_was_copied_already_is_checksummed_beside_what_is_on_a_device(tmp_p
 def test_a_tensor_that_gets_other_memory_or_another_place_is_copied_from_there(
     tmp_path: Path,
 ) -> None:
-    """What is sliced is kept from copy to copy."""
+    """Slices are kept from copy to copy."""
     buffers = [tensors() for _ in range(2)]
     sources = buffers[0][1]
     with running(0) as device:
@@ -324,7 +324,8 @@ def test_who_comes_again_gets_the_checksums_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails_at", [1, 4])
 def test_a_copy_that_failed_is_never_taken_for_whole(fails_at: int, tmp_path: Path) -> None:
-    """What does not lie side by side takes memory of the device; the training goes on without."""
+    """A parity of tensors that are not side by side takes device memory; training goes on without
+    it."""
     targets, sources, data = tensors()
     with running(0) as device:
         device.fails_at = fails_at

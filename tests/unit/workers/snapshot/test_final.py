@@ -68,7 +68,7 @@ def test_of_all_that_counts_the_newest_common_version_is_left(pinned: int | None
 
 
 def test_none_comes_behind_a_first_one_that_is_perhaps_not_complete() -> None:
-    """Of two versions of an attempt a keeper takes the first for complete, and reaps by it."""
+    """A keeper takes the first of an attempt's two versions for complete, and reaps by it."""
     buffers = [held(0, 4, attempt=1), held(1, 5), None]
     fallback = Fallback(2, (1, 4))
     fallback.take(5)
@@ -106,7 +106,7 @@ def test_before_its_first_snapshot_an_attempt_has_what_it_began_with() -> None:
 
 
 def test_a_snapshot_that_takes_long_is_not_begun() -> None:
-    """Whoever waits for the rank to leave would kill it in the middle."""
+    """The controller, which waits for the rank to leave, would kill it in the middle."""
     assert is_quick(100 << 20, None)
     assert not is_quick(100 << 20, 0.4)
     assert is_quick(100 << 30, 0.2)
@@ -204,7 +204,7 @@ def waiting(
     assert rank.take(5, entries)
     assert eventually(lambda: simulated.history == ["copy"] * device.IN_FLIGHT_MAX)
     with Credits(node.directory, 1).one(20) as has_one:
-        assert has_one, "none is held while a pass is waited for"
+        assert has_one, "none is held while waiting for a pass"
     return clock, entries
 
 

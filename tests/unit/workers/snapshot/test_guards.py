@@ -152,7 +152,7 @@ def test_what_all_ranks_have_stays_among_the_guarded_shares_too(node: Node) -> N
 
 
 def test_a_restarted_keeper_is_handed_the_guarded_share_too(node: Node) -> None:
-    """Nobody else has it to give back, and no peer would copy it again."""
+    """No other node has it to give back, and no peer would copy it again."""
     rank = _begin(SnapshotMemory(node.directory, "w0000"), 0, (1,))
     _take(rank, 1)
     node.restart()

@@ -37,7 +37,7 @@ _FILES = {
     if name.startswith(("workers.snapshot", "workers.keeper", "ucp_core"))
 }
 _DONE = 3
-#: Of the state below, those that have elements.
+#: Tensors of the state below that have elements.
 NUM_TENSORS = 6
 
 

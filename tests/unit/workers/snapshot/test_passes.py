@@ -27,7 +27,7 @@ from workers.snapshot import on_passes
 from workers.snapshot.device import IN_FLIGHT_MAX, SPREAD, DeviceCopy
 
 BUCKET_BYTES = 64
-#: A pass that is waited for in vain would not end a test.
+#: Longest wait for a pass: a missing one would not end a test.
 STEP_S = 60.0
 
 
@@ -63,7 +63,7 @@ def _sum(model: list[nn.Module], form: str, x: Tensor) -> Tensor:
 
 
 class _Notes(list[str]):
-    """What was told, of which pass."""
+    """The reports, with their passes."""
 
     where = ""
 
@@ -71,7 +71,7 @@ class _Notes(list[str]):
         self.append(f"{self.where} {'ends' if ends else 'begins'}")
 
 
-#: Of three blocks.
+#: Reports of three blocks.
 STEP = ["forward begins", "forward ends"] * 3 + ["backward begins"] * 3 + ["backward ends"]
 
 
@@ -176,7 +176,7 @@ def test_no_bucket_leaves_before_the_device_has_done_its_share_of_passes(
 ) -> None:
     """The processor has asked for all of them at once; and then for an update.
 
-    What a step with fewer passes than the one before leaves over, leaves when that comes.
+    Buckets that a step with fewer passes leaves over leave at the update.
     """
     targets, sources, data = _state(num_buckets)
     expected = sources[0].clone()
@@ -239,7 +239,7 @@ def test_a_model_that_tells_of_no_passes_is_not_waited_for(
 def test_whoever_waits_for_a_copy_does_not_wait_for_passes(
     who: str, tmp_path: Path, device: SimulatedDevice
 ) -> None:
-    """The run is over, or a worker leaves: there are none any more."""
+    """The run is over, or a worker leaves: there are no more."""
     copy, data, targets, sources = _begun(tmp_path, device, 10)
     with ThreadPoolExecutor(1) as other:
         checked = other.submit(copy.run, data)
@@ -247,7 +247,7 @@ def test_whoever_waits_for_a_copy_does_not_wait_for_passes(
         assert not checked.done()
         getattr(copy, who)(*((WAIT_S_MAX,) if who == "end" else ()))
         if who == "end":
-            with pytest.raises(RuntimeError, match="ended before it was whole"):
+            with pytest.raises(RuntimeError, match="stopped before it was complete"):
                 checked.result(WAIT_S_MAX)
         else:
             assert checked.result(WAIT_S_MAX) == [_checksums(data[0])]
@@ -332,7 +332,7 @@ def test_buckets_leave_where_the_device_waited_in_the_step_before(
     copy = DeviceCopy(Credits(tmp_path, 1), BUCKET_BYTES, device)
 
     def tell(number: int) -> None:
-        # What lies behind the begin of a snapshot is a wait, too.
+        # The time after the beginning of a snapshot is also a wait.
         _pass_s(device, 0 if number == 4 or (place and number < 2) else 60)
         if number:
             copy.passed(ends=number in {2, 3, place})

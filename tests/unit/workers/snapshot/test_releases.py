@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.pipeline_times import Span, Stage, one_forward_one_backward
 from workers.snapshot.device import SPREAD, bucket_releases
 
-#: Of which a forward pass takes a second.
+#: Marks of which a forward pass takes a second.
 BUCKET_S = 0.05
 #: Behind where a snapshot begins, and then behind each pass.
 GAPS = st.lists(st.floats(min_value=0, max_value=10), min_size=1, max_size=40)
@@ -43,7 +43,7 @@ def test_shares_grow_to_all_and_take_no_more_of_a_gap_than_fits(
 
 
 def test_without_gaps_buckets_leave_evenly_over_the_half_of_a_step() -> None:
-    """Of what a device waits there is nothing to take where a model is not cut into stages."""
+    """A device has no waits to use if a model is not cut into stages."""
     assert bucket_releases(6, [0.0] * 8, 0.5) == [0, 2, 3, 5, 6, 6, 6, 6]
 
 

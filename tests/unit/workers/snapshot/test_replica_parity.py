@@ -211,7 +211,7 @@ def test_what_any_replica_saved_comes_back_to_the_bit_from_the_others(
 ) -> None:
     """Data that no keeper sent, and a record that no replica but the lost one could write.
 
-    Of four replicas the tensors do not lie in one piece, as on a device.
+    With four replicas the tensors are not contiguous, as on a device.
     """
     with ExitStack() as stack:
         replicas = _replicas(number, tmp_path, stack, turned=number == 4)

@@ -81,7 +81,7 @@ def test_a_pinned_version_is_whole_when_it_is_found_pinned(rank: Rank, node: Nod
 
 
 def test_the_next_attempt_goes_on_in_the_same_memory(rank: Rank, node: Node) -> None:
-    """What it resumes from lies there, and is spared until there is something newer."""
+    """The version that it resumes from is there, and is spared until there is a newer one."""
     entries = state()
     assert rank.ready(entries)
     assert rank.take(1, entries)
@@ -135,7 +135,7 @@ def test_tensors_that_came_later_are_not_captured_before_there_is_room(
 
 
 def test_tensors_in_the_place_of_others_are_captured(rank: Rank, node: Node) -> None:
-    """Some optimizers make their state anew in every step, of the same form."""
+    """Some optimizers make new state of the same form in every step."""
     assert rank.ready(state())
     entries = state()
     assert rank.take(1, entries)
@@ -242,7 +242,7 @@ def test_a_restarted_keeper_is_handed_the_memory_with_the_next_snapshot(
 def test_a_keeper_that_is_another_one_while_it_is_told_does_not_count_as_told(
     rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets a notice of memory that it was never handed; nobody would hand it over any more."""
+    """It gets a notice of memory that it was never handed, and would never be handed."""
     entries = state()
     assert rank.ready(entries)
     assert rank.take(1, entries)
@@ -306,7 +306,7 @@ def test_a_keeper_that_is_half_back_is_not_taken_for_one_that_has_the_memory(
 def test_a_restarted_keeper_is_handed_the_memory_when_an_attempt_ends(
     rank: Rank, node: Node
 ) -> None:
-    """What the next one resumes from is looked for at keepers, not at workers."""
+    """The next one looks for its version at keepers, not at workers."""
     entries = state()
     assert not rank.memory.tell()
     assert rank.ready(entries)
@@ -322,7 +322,7 @@ def test_a_restarted_keeper_is_handed_the_memory_when_an_attempt_ends(
 def test_a_restarted_keeper_is_told_though_a_dead_peer_holds_all_snapshots_back(
     rank: Rank, node: Node
 ) -> None:
-    """Whether a peer copies is written by a keeper that is no more; nobody would take it back."""
+    """A dead keeper wrote that a peer copies, and would not take it back."""
     entries = state()
     assert rank.ready(entries)
     assert rank.take(1, entries)
@@ -336,7 +336,7 @@ def test_a_restarted_keeper_is_told_though_a_dead_peer_holds_all_snapshots_back(
 
 
 def test_a_device_that_failed_does_not_keep_a_writer_from_closing(rank: Rank) -> None:
-    """What the attempt ended with would be lost, and be told as an error of the snapshot."""
+    """The error that ended the attempt would be lost, and reported as one of the snapshot."""
 
     class Failed(Task):
         def is_reached(self) -> bool:

@@ -141,7 +141,7 @@ def test_what_would_depend_on_the_workers_is_refused_in_the_first_step(
 
 
 def test_a_change_outside_of_training_is_seen_in_the_next_step(tmp_path: Path) -> None:
-    """Nobody but the evaluation touched it; the step before was as it should be."""
+    """Only the evaluation touched it; the step before was as it should be."""
     script = task(lambda: Scaled(write_in_evaluation), evaluates=True)
 
     with pytest.raises(TaskError, match=r"in step 2\n[\s\S]*buffer table .* outside of a step"):
@@ -213,7 +213,7 @@ def test_a_buffer_that_changes_in_a_pipeline_is_refused(
 
 
 def test_stages_may_have_constant_buffers(tmp_path: Path) -> None:
-    """Else the refusal would be of use to nobody: a table of positions is one."""
+    """Otherwise the refusal would hit every model: a table of positions is one."""
     with running(functools.partial(trained_in_stages, id, []), 2, tmp_path) as ranks:
         assert [type(one) for one in ranks.results()] == [Completed, Completed]
 

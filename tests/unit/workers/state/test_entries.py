@@ -17,7 +17,7 @@ from workers.train.executor.norm import row_squares, sum_of_squares
 
 
 class Sharded(nn.Parameter):
-    """What FSDP2 leaves on a parameter: a gradient with a local part."""
+    """FSDP2's gradient of a parameter, which has a local part."""
 
     @property
     def _local_tensor(self) -> torch.Tensor:

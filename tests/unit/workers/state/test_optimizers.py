@@ -360,7 +360,7 @@ def test_an_optimizer_over_the_models_own_parameters_is_as_good(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (lambda _: torch.optim.SGD([nn.Parameter(WEIGHT)]), "is not that of this session"),
+        (lambda _: torch.optim.SGD([nn.Parameter(WEIGHT)]), "does not belong to this session"),
         # Its state is keyed by the model's parameters from the start.
         (torch.optim.Adagrad, "keeps state for"),
     ],

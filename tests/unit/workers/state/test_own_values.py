@@ -1,4 +1,4 @@
-"""What optimizers keep beside the state of parameters comes back, or is refused before step 1."""
+"""Optimizers' values outside the state of parameters come back, or are refused before step 1."""
 
 from __future__ import annotations
 

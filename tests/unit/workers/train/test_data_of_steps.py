@@ -1,4 +1,4 @@
-"""What ``session.steps`` takes for data, and what it says to what it does not take."""
+"""The data that ``session.steps`` accepts, and its messages about other objects."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_is_no_dataset_is_refused_by_name(tmp_path: Path, data: Any) -> Non
 def test_what_looks_like_data_is_told_what_to_hand_over(
     tmp_path: Path, data: Any, advice: str
 ) -> None:
-    """An assertion, a KeyError and a float that "can be iterated only once" helped nobody."""
+    """An assertion, a KeyError and a float that "can be iterated only once" did not help."""
     with pytest.raises(TaskError, match=rf"DataError: .*{advice}"):
         seen_in(tmp_path, data)
 

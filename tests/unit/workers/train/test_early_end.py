@@ -78,7 +78,7 @@ def test_the_run_is_complete_and_a_restart_says_so(
     with caplog.at_level(logging.WARNING):
         assert train(tmp_path, end, registers=registers) == [-4]
     assert "the run has ended with step 4" in caplog.text
-    # What was registered belongs to step 4: the rate was halved twice.
+    # The registered state belongs to step 4: the rate was halved twice.
     (tmp_path / "stopped.json").unlink()
     again = train(tmp_path, lambda *_: False, registers=registers, steps=6)
     assert again == [5, 6, -6]

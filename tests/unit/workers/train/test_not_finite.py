@@ -55,7 +55,7 @@ def make_adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Trained:
-    """What was seen of a run: weights and optimizer state after each step, and its samples."""
+    """Observations of a run: weights and optimizer state after each step, and its samples."""
 
     def __init__(self) -> None:
         self.weights: list[list[Tensor]] = []

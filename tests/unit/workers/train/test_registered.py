@@ -48,9 +48,9 @@ def train(
     """Train; return the learning rates from the first step on, and the average.
 
     Args:
-        directory: Of the run.
+        directory: Directory of the run.
         make: Makes the scheduler of an optimizer.
-        steps: Of the run.
+        steps: Steps of the run.
         stop_after: The step in which the script fails: in the body, after ``apply`` and the
             scheduler's step, or once the next step has begun.
         before_end: Fail before the end of the body.

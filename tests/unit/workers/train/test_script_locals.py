@@ -1,4 +1,4 @@
-"""What a script keeps beside the session in local variables, and would lose in a fault."""
+"""State that a script keeps beside the session in local variables, and would lose in a fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script may do between the calls of its session, and what an attempt tells of itself."""
+"""Freedoms of a script between the calls of its session, and the reports of an attempt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Attempts:
     """Attempts of one worker that is alone, as the orchestrator would begin them.
 
     Attributes:
-        costs: What each returns that says what its steps and saves cost.
+        costs: The cost of steps and saves that each returns.
     """
 
     def __init__(self, directory: Path, numbered_after: int, *, save_every: int = 1) -> None:
@@ -119,7 +119,7 @@ def make_attempts(tmp_path: Path) -> Iterator[Callable[[str], Attempts]]:
 
 
 class Model(nn.Module):
-    """A layer that is trained, and perhaps a frozen one, which nobody asks."""
+    """A trained layer, and perhaps a frozen one, which is never called."""
 
     def __init__(self, *, has_frozen: bool = False) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ def test_weights_that_a_script_writes_over_loaded_ones_are_refused_by_name(
     write: Callable[[nn.Module], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each attempt would begin anew. At step 0 they are right, and so are a teacher's at all."""
+    """Each attempt would restart. At step 0 they are right, and so are a teacher's at all."""
 
     def train(session: Session, *, always: bool) -> None:
         model = session.model(lambda: Model(has_frozen=True))
@@ -385,7 +385,7 @@ def test_numbers_of_numpy_and_python_do_not_depend_on_where_a_run_began(
 def test_without_memory_it_is_measured_how_long_a_checkpoint_takes(
     make_attempts: Callable[[str], Attempts],
 ) -> None:
-    """What nobody has measured chooses no interval: ``auto`` would stay at what it begins with."""
+    """An unmeasured cost chooses no interval: ``auto`` would stay at its first value."""
     attempts = make_attempts("run")
     assert attempts.train(fit, steps=3) == Completed(attempt=1, step=3)
 
@@ -481,7 +481,7 @@ def test_a_step_in_one_call_does_what_the_open_loop_does(
 def test_what_is_no_loss_is_refused(
     make_attempts: Callable[[str], Attempts], returned: Callable[[Tensor], Any], told: str
 ) -> None:
-    """A sum over a vector would weigh samples in a way that nobody asked for."""
+    """A sum over a vector would weigh samples in an unintended way."""
 
     def train(session: Session) -> None:
         model = session.model(Model)

@@ -122,7 +122,7 @@ def test_without_manifests_training_does_not_restart_beside_the_data(tmp_path: P
 
 
 def test_a_first_save_that_was_cut_off_holds_nothing_up(tmp_path: Path) -> None:
-    """It looks like one whose manifest is gone; nobody may be there to delete it."""
+    """It looks like one whose manifest is gone; no user may be there to delete it."""
     train(tmp_path, Fit(), steps=1)
     (tmp_path / "checkpoints/step-00000001/manifest.json").unlink()
     again = Fit()
@@ -134,7 +134,7 @@ def test_a_first_save_that_was_cut_off_holds_nothing_up(tmp_path: Path) -> None:
 def test_if_the_first_checkpoint_is_damaged_training_restarts_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That loses no more than one checkpoint interval, and nobody may be there to ask."""
+    """That loses no more than one checkpoint interval, and no user may be there to ask."""
     train(tmp_path, Fit(), steps=1)
     damage(tmp_path, 1)
     again = Fit()

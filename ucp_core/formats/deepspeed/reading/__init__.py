@@ -1,8 +1,8 @@
 """Parts of the readers of DeepSpeed's checkpoints.
 
-Which files belong to it (``topology``), what ZeRO's hold (``partitions``, ``zero``;
-without ZeRO ``without_zero``), what the model's hold (``weights``, ``extras``), and how tensors
-are cut over tensor parallel ranks (``tensor_parallel``).
+``topology`` finds the files of a checkpoint. ``partitions`` and ``zero`` read ZeRO's files,
+``without_zero`` the optimizer without ZeRO, ``weights`` and ``extras`` the model's files.
+``tensor_parallel`` finds how tensors are cut over tensor-parallel ranks.
 """
 
 from ucp_core.formats.deepspeed.reading.extras import add_model_values, add_optimizer_values

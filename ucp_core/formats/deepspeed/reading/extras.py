@@ -1,7 +1,8 @@
 """Keeps what a DeepSpeed checkpoint holds besides tensors: every key has a policy.
 
-``reshard`` and ``replicate``: kept, as tensors or in ``extra``. ``reseed``: only the first rank's
-value is kept, and a run in another layout must make its own. ``drop``: not kept, with the reason.
+``reshard`` and ``replicate`` keep the value, as tensors or in ``extra``. ``reseed`` keeps only the
+first rank's value, and a run in another layout must make its own. ``drop`` does not keep it, and
+notes the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_model_values(found: Assembly, native: Native) -> None:
-    """Add the keys of the first rank's model file; each rank has such a file."""
+    """Add the keys of the first rank's model file."""
     tree, file, num_ranks = native.first, native.model[0, 0], native.tp * native.pp
     found.extra["counters"] = {k: tree[k] for k in keys.COUNTERS if isinstance(tree.get(k), int)}
     found.items |= native.items
@@ -38,7 +39,7 @@ def add_model_values(found: Assembly, native: Native) -> None:
 
 
 def add_optimizer_values(found: Assembly, rest: Mapping[str, Any], file: str) -> None:
-    """Add the keys of the first rank's optimizer state that are no tensors."""
+    """Add the keys of the first rank's optimizer state that are not tensors."""
     kept: dict[str, Any] = {}
     for key, value in rest.items():
         item = f"optimizer.{key}"

@@ -37,13 +37,13 @@ class Partition(NamedTuple):
     group: int  #: Number of the optimizer's group.
     #: Elements without the padding after the last parameter; None in old versions.
     num_held: int | None = None
-    #: Muon's momentum, and whether it can be flat like the masters. Otherwise it is that of
-    #: whole parameters, one after the other, for each one of which the partition has a part.
+    #: Muon's momentum, and whether it can be flat like the masters. If not, it holds one after the
+    #: other the whole parameters that the partition has a part of.
     momentum: tuple[TensorRef, bool] | None = None
 
     @property
     def num_elements(self) -> int:
-        """Return the size, with padding if any tensor has it."""
+        """Return the number of elements, with padding if any tensor includes it."""
         return max(ref.shape[0] for ref in (self.weight, *self.slots.values()))
 
 
@@ -53,15 +53,15 @@ class RankState(NamedTuple):
     partitions: Sequence[Partition]  #: Its partitions in order.
     #: Hyper-parameters by group, with ``params``; empty if the file has none.
     groups: Sequence[Mapping[str, Any]]
-    rest: Mapping[str, Any]  #: Everything else in the file.
+    rest: Mapping[str, Any]  #: All other values in the file.
 
 
 def read_rank(tree: Mapping[str, Any], file: str, *, is_zero3: bool) -> RankState:
     """Return the content of one of ZeRO's files.
 
     Raises:
-        CheckpointCorruptError: It is not what DeepSpeed writes.
-        UnsupportedVersionError: It holds optimizer state that cannot be resharded.
+        CheckpointCorruptError: DeepSpeed does not write such a file.
+        UnsupportedVersionError: The file holds optimizer state that cannot be resharded.
     """
     state = tree.get(_STATE)
     if not isinstance(state, dict):
@@ -73,9 +73,7 @@ def read_rank(tree: Mapping[str, Any], file: str, *, is_zero3: bool) -> RankStat
 
 
 def _bad(file: str, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(
-        f"{file} does not hold what DeepSpeed writes into such a file: {what}", file=file
-    )
+    return CheckpointCorruptError(f"{file} is not as DeepSpeed writes it: {what}", file=file)
 
 
 def _zero12(state: dict[str, Any], file: str) -> RankState:
@@ -120,8 +118,8 @@ def _without_momentum(
     """Split off Muon's momentum, if it is a flat tensor of any size.
 
     DeepSpeed (0.19.8) orthogonalises whole parameters, so a rank keeps the whole momentum of each
-    parameter that it has a part of. With the optimizer offloaded, it keeps only that of its own
-    elements.
+    parameter that it has a part of. With the optimizer offloaded, a rank keeps only the momentum of
+    its own elements.
     """
     value = state.get(MOMENTUM)
     if not isinstance(value, TensorRef) or len(value.shape) != 1 or value.byte_strides is not None:
@@ -145,13 +143,13 @@ def _states(
 
 
 def _elastic(base: list[Any], state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the states of ``elastic_checkpoint``, which keeps no hyper-parameters."""
+    """Return the states of ``elastic_checkpoint``, which saves no hyper-parameters."""
     step = state.get("base_optimizer_state_step")
     return [dict(item) if step is None else {"step": step, **item} for item in base]
 
 
 def _mapping(items: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return start and size by name; values are stand-ins of ``fragment_address``."""
+    """Return start and size by name from stand-ins for ``fragment_address``."""
     found = {}
     for name, address in items.items():
         if isinstance(address.state, dict):

@@ -1,8 +1,9 @@
 """Finds how DeepSpeed's tensors are sharded over tensor-parallel ranks.
 
-It asks in this order: the user's rules; the checkpoint's ``universal_checkpoint_info``, affine maps
-first; evidence in the shards. Anything else is an error, because a guess could be silently wrong.
-Source: ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``) of DeepSpeed 0.19.8.
+It uses, in this order: the user's rules; the checkpoint's ``universal_checkpoint_info``, affine
+maps first; evidence in the shards. Without any of these it raises an error, because a guess could
+be silently wrong. Source: ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``) of DeepSpeed
+0.19.8.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 #: Versions of ``universal_checkpoint_info`` whose meaning is known.
 INFO_VERSION_MAX = 0.4
-#: Since this version fused parameters come with the widths of their parts.
+#: Since this version the checkpoint gives the widths of the parts of fused parameters.
 _WIDTHS_VERSION = 0.4
 
 _VOCABULARY = "vocabulary_parameter_patterns"
@@ -79,7 +80,7 @@ class Names:
                 self._regexes.append(re.compile(pattern))
             except re.error as error:
                 raise CheckpointCorruptError(
-                    f"{where} holds {pattern[:80]!r}, which is no regular expression: {error}"
+                    f"{where} holds {pattern[:80]!r}, which is not a regular expression: {error}"
                 ) from error
 
     def match(self, name: str) -> str | None:
@@ -107,7 +108,7 @@ class Info:
     """The checkpoint's ``universal_checkpoint_info``.
 
     Attributes:
-        tells: Whether it says anything about tensor parallelism.
+        tells: Whether the document says anything about tensor parallelism.
         original_vocab_size: Rows of the vocabulary without padding, or None.
     """
 
@@ -146,7 +147,7 @@ class Info:
         return name.startswith("tied_modules.") or self.has(_PIPELINE, name)
 
     def vocabulary_extent(self, name: str) -> int | None:
-        """Return the rows without padding, or None if the parameter is no vocabulary."""
+        """Return the rows without padding, or None if the parameter is not a vocabulary."""
         return self.original_vocab_size if self.has(_VOCABULARY, name) else None
 
 
@@ -177,22 +178,22 @@ class TensorParallelLayouts:
     rules: Rules | None = None  #: The user's rules; they override everything else.
     #: Megatron's ``args``, if the checkpoint holds them.
     arguments: Mapping[str, Any] | None = None
-    #: Whether all tensor-parallel ranks saved the same bytes of a tensor after training, by the
-    #: checksums of the model files.
+    #: Whether all tensor-parallel ranks saved the same bytes of a tensor after training, judged by
+    #: the checksums of the model files.
     equal: Callable[[str], bool] = lambda _: False
-    #: Whether all of them also had the same gradients.
+    #: Whether all tensor-parallel ranks also had the same gradients.
     moved: Callable[[str], bool] = lambda _: False
     buffers: frozenset[str] = frozenset()  #: Names of buffers; the lists of parameters omit them.
-    #: By name, how the pattern was found, if it was neither given nor trivial.
+    #: How the pattern of a tensor was found, by name, if it was neither given nor trivial.
     chosen: dict[str, str] = field(default_factory=dict)
 
     def pattern(
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Pattern, int | None]:
-        """Return the pattern, and the true extent of dim 0 if padding follows.
+        """Return the pattern, and the extent of dim 0 without padding if there is padding.
 
         Raises:
-            PatternError: It is not known; ``facts["unknown"]`` names the tensor.
+            PatternError: Nothing tells the pattern; ``facts["unknown"]`` names the tensor.
             UnsupportedVersionError: The checkpoint declares that it cannot be resharded.
         """
         if not any(shapes):
@@ -225,13 +226,14 @@ class TensorParallelLayouts:
     def _unlisted(
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]], extent: int | None
     ) -> tuple[Pattern, int | None]:
-        """Return the pattern without a rule or a list: DeepSpeed's converter cuts dim 0."""
+        """Return the pattern of a tensor without rule or list: DeepSpeed's converter cuts dim 0."""
         if not self.info.tells or key.fqn in self.buffers:
             return self._derived(key.fqn, shapes), None
         if _FUSED_QKV.fullmatch(key.fqn):
             return self._query_key_value(key.fqn, shapes), extent
         if self.equal(key.fqn) and self.moved(key.fqn):
-            # Megatron-DeepSpeed forgets the position embeddings of a pipeline that ties nothing.
+            # Megatron-DeepSpeed omits the position embeddings of a pipeline without ties from its
+            # list.
             self.chosen[key.fqn] = (
                 "replicated, though not listed: all ranks have the same weights and gradients"
             )
@@ -240,7 +242,7 @@ class TensorParallelLayouts:
         return Cut(0), extent
 
     def _refuse_doubling(self, key: TensorKey, pattern: Pattern, who: str) -> None:
-        """Raise if equal copies would be concatenated."""
+        """Raise an error if equal copies would be concatenated."""
         is_cut = not isinstance(pattern, Replicated | Average | Unique)
         if is_cut and key.slot == "weight" and self.equal(key.fqn):
             raise PatternError(
@@ -300,7 +302,8 @@ class TensorParallelLayouts:
 
         Up to December 2024 a rank held (q, k, v) of its first head group, then of the next, so that
         plain concatenation is right. Since commit 676a482c it holds all q, then all k, then all v.
-        The patterns do not say so, but ``args`` has an option of that commit.
+        The patterns do not show the difference, but ``args`` has an option that came with the
+        commit.
         """
         arguments = self.arguments
         if arguments is None:
@@ -308,8 +311,9 @@ class TensorParallelLayouts:
                 fqn,
                 shapes,
                 "a fused query, key and value of Megatron: each rank holds either whole head "
-                "groups, or all its q, then k, then v; nothing in the checkpoint tells which. Say "
-                "it with --rules megatron-deepspeed-by-head or --rules megatron-deepspeed-blocks",
+                "groups, or all its q, then k, then v, and nothing in the checkpoint shows "
+                "which; give --rules megatron-deepspeed-by-head or --rules "
+                "megatron-deepspeed-blocks",
             )
         if "ds_sequence_parallel_fpdt" in arguments:
             self.chosen[fqn] = "q, k and v of each rank, because args is of a Megatron with FPDT"
@@ -320,11 +324,11 @@ class TensorParallelLayouts:
     def concatenated(self, fqn: str, shape: tuple[int, ...]) -> tuple[Pattern, int] | None:
         """Return how DeepSpeed's converter should have joined the ranks' shards.
 
-        It joins Megatron-DeepSpeed's fused projections end to end, whatever their layout. None:
-        this was right, or nothing shows that it was wrong.
+        The converter joins Megatron-DeepSpeed's fused projections end to end, whatever their
+        layout. None means that this was right, or that nothing shows the opposite.
 
         Returns:
-            The pattern, and the number of shards, which follow one another in the tensor.
+            The pattern, and the number of shards that follow one another in the tensor.
         """
         arguments = self.arguments or {}
         is_cut = self.degree > 1 and bool(shape) and shape[0] % self.degree == 0
@@ -336,7 +340,7 @@ class TensorParallelLayouts:
         return self._query_key_value(fqn, shards), self.degree
 
     def _derived(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
-        """Return the pattern that the shards themselves prove."""
+        """Return the pattern that the shards prove."""
         if len(set(shapes)) > 1:
             dims = [d for d in range(len(shapes[0])) if len({s[d] for s in shapes}) > 1]
             if len(dims) == 1 and len({len(s) for s in shapes}) == 1:
@@ -356,7 +360,7 @@ class TensorParallelLayouts:
 def _check_alike(
     key: TensorKey, rule: Pattern, listed: Pattern, shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Raise if a rule of the user contradicts the checkpoint."""
+    """Raise an error if a user's rule contradicts the checkpoint."""
     one = place(rule, shapes, name=f"{key} by the rules")
     other = place(listed, shapes, name=f"{key} by the checkpoint")
     alike = (one.relation, one.shape) == (other.relation, other.shape)

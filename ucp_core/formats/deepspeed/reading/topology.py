@@ -1,7 +1,7 @@
 """Opens the files that belong to a native DeepSpeed checkpoint, and no others.
 
 The file of the first model-parallel rank says how many ranks there were. A missing file is an
-error. Files of further ranks are left from another run; they are reported as dropped.
+error. Files of further ranks are left from another run, so the reader skips and reports them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ucp_core.storage import Store
 
-_LEFTOVER = "left from another run: the checkpoint says that there was no such rank"
+_LEFTOVER = "left from another run: this checkpoint had no such rank"
 
 
 @dataclass(slots=True)
@@ -29,10 +29,10 @@ class Native:
 
     files: Files
     stage: int  #: ZeRO's stage; 0 if the optimizer is not sharded.
-    dp: int  #: Ranks over which ZeRO shards, sequence-parallel ones included.
+    dp: int  #: Ranks over which ZeRO shards, including sequence-parallel ranks.
     tp: int  #: Tensor parallel ranks.
     pp: int  #: Pipeline stages.
-    #: Names of the model files by ``(dp, mp)``; up to stage 2 only dp 0 has one.
+    #: Names of the model files by ``(dp, mp)``. Up to stage 2 only dp 0 has a file.
     model: dict[tuple[int, int], str]
     optim: dict[tuple[int, int], str]  #: Names of ZeRO's files by ``(dp, mp)``.
     layers: dict[tuple[int, int], str]  #: Names of a pipeline's layer files by ``(layer, tp)``.
@@ -48,7 +48,7 @@ class Native:
 
     @property
     def version(self) -> str:
-        """Return the version of DeepSpeed that saved it, if any file tells it."""
+        """Return the version of DeepSpeed that saved the checkpoint, if any file names it."""
         names = (self.model[0, 0], *self.optim.values())
         found = (self.files.trees[name].get("ds_version") for name in names)
         return str(next((version for version in found if version), ""))
@@ -107,12 +107,12 @@ def open_native(store: Store, directory: str, names: Names, *, with_optim: bool 
 
 
 def _model_names(names: Names, directory: str) -> tuple[dict[tuple[int, int], str], bool]:
-    """Return the model files by ``(dp, mp)``, and whether they are of stage 3."""
+    """Return the model files by ``(dp, mp)``, and whether stage 3 wrote them."""
     if names.model and names.model_zero3:
         one, other = next(iter(names.model.values())), next(iter(names.model_zero3.values()))
         raise CheckpointCorruptError(
-            f"{directory} holds {one} of ZeRO stage 0 to 2 and {other} of stage 3: one kind is "
-            "left from another run; remove it",
+            f"{directory} holds {one} from ZeRO stage 0 to 2 and {other} from stage 3: one "
+            "kind is left from another run; remove it",
             path=directory,
             files=[one, other],
         )
@@ -168,7 +168,7 @@ def _degrees(first: Mapping[str, Any], names: Names, where: str) -> tuple[int, i
             # only ZeRO shards over them.
             tp = 1
     elif first.get("module", ()) is None:
-        # Before DeepSpeed 0.19 only layer files tell how a stage is sharded.
+        # Before DeepSpeed 0.19 only layer files show how a stage is sharded.
         tp = max((-1 if tp is None else tp for _, tp in names.layers), default=0) + 1 or 1
         pp = mp // tp
     else:
@@ -188,7 +188,7 @@ def _refuse_more_ranks(
     model: Mapping[tuple[int, int], str],
     first: Mapping[str, Any],
 ) -> None:
-    """Raise if the same save has model files of more ranks than its first file says."""
+    """Raise an error if the same save has model files of more ranks than its first file says."""
     for rank in sorted(set(found) - set(model)):
         try:
             other = read_torch_file(files.store, files.directory, found[rank]).tree
@@ -199,9 +199,10 @@ def _refuse_more_ranks(
         keys = ("global_steps", "mp_world_size", "dp_world_size")
         if isinstance(other, dict) and all(other.get(key) == first.get(key) for key in keys):
             raise CheckpointCorruptError(
-                f"{files.path(found[rank])} is of the same step as {model[0, 0]}, which says that "
-                f"there are {first.get('mp_world_size')} model-parallel and "
-                f"{first.get('dp_world_size')} data-parallel ranks: there are files for more",
+                f"{files.path(found[rank])} is from the same step as {model[0, 0]}, which "
+                f"counts {first.get('mp_world_size')} model-parallel and "
+                f"{first.get('dp_world_size')} data-parallel ranks: there are files of more "
+                "ranks",
                 path=files.path(found[rank]),
             )
 
@@ -214,7 +215,7 @@ def _optim_files(
     directory: str,
     items: dict[str, Item],
 ) -> dict[tuple[int, int], str]:
-    """Return ZeRO's files; none if the optimizer is in the model files."""
+    """Return ZeRO's files, or none if the optimizer is in the model files."""
     if not _has_zero_files(first, names):
         for name in (name for group in names.optim.values() for name in group.values()):
             items[name] = Item("drop", "left from another run: this one used no ZeRO")
@@ -262,7 +263,7 @@ def _prefix(names: Names, first: Mapping[str, Any], directory: str) -> str:
 def _layer_files(
     names: Names, tp: int, items: dict[str, Item], directory: str
 ) -> dict[tuple[int, int], str]:
-    """Return the layer files of a pipeline by ``(layer, tp)``; names of tp 1 may lack tp."""
+    """Return the layer files of a pipeline by ``(layer, tp)``; with one rank names may lack tp."""
     by_axis: dict[bool, dict[tuple[int, int], str]] = {True: {}, False: {}}
     for (layer, rank), name in names.layers.items():
         by_axis[rank is not None][layer, rank or 0] = name
@@ -290,7 +291,7 @@ def _layer_files(
 
 
 def _check_agreement(native: Native) -> None:
-    """Raise if files are of different saves."""
+    """Raise an error if the files come from different saves."""
     files, first_name = native.files, native.model[0, 0]
     first = native.first
     for name in native.model.values():
@@ -309,8 +310,8 @@ def _check_agreement(native: Native) -> None:
         known = native.version or None
         if None not in (version, known) and version != known:
             raise CheckpointCorruptError(
-                f"{files.path(name)} is of DeepSpeed {version}, {first_name} of {known}: the "
-                "folder mixes two saves",
+                f"{files.path(name)} comes from DeepSpeed {version}, {first_name} from "
+                f"{known}: the folder mixes two saves",
                 path=files.path(name),
             )
 

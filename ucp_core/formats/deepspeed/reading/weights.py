@@ -1,6 +1,6 @@
 """Reads the weights in the model's dtype: frozen parameters and buffers.
 
-Trained parameters are skipped if ZeRO's files have their float32 masters. Ties come from
+The reader skips trained parameters whose float32 masters are in ZeRO's files. Ties come from
 ``shared_params``, which only the first rank fills, and from tensors that share their bytes in a
 file.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WEIGHT = "weight"
 _LAYER_OF = re.compile(r"(\d+)\.")
 _TIED = "tied_modules."
-#: About what the note of what became of a key takes.
+#: Approximate memory of a note about one key.
 _ITEM_BYTES = 512
 _EXTRA_STATE = "_extra_state"
 _ZERO3 = 3
@@ -36,34 +36,34 @@ _ZERO3 = 3
 class LayerFiles:
     """The content of the files of layers."""
 
-    #: By model-parallel rank, the parameters of its optimizer, in its order.
+    #: The parameters of each model-parallel rank's optimizer, in the optimizer's order.
     params: dict[int, list[tuple[str, TensorRef]]] = field(default_factory=dict)
-    #: Names of the tensors that are not named by their layer: (layer, name in the file).
+    #: Names of tensors that do not follow from their layer, by layer and name in the file.
     names: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def fqn(self, layer: int, local: str) -> str:
-        """Return the name of a tensor of a layer's file."""
+        """Return the name in the model of a tensor in a layer's file."""
         return self.names.get((layer, local), f"{layer}.{local}")
 
 
 @dataclass(slots=True)
 class Modules(Assembly):
-    """What a checkpoint holds, with the content of the model files."""
+    """The content of a checkpoint, including its model files."""
 
     #: Names that have masters; their copies in the model files are skipped.
     trained: set[str] = field(default_factory=set)
-    #: Whether there are masters at all; without them all but buffers is trained.
+    #: Whether there are any masters. Without them everything but buffers counts as trained.
     masters: bool = True
     #: Every tensor by name and tensor-parallel rank, to prove replication.
     refs: dict[str, dict[int, TensorRef]] = field(default_factory=dict)
     #: Names of the first rank's parameters, in the model's order.
     order: dict[int, list[tuple[str, TensorRef]]] = field(default_factory=dict)
-    #: Dtypes of the model's copies of trained parameters.
+    #: Dtypes of the copies of trained parameters in the model files.
     dtypes: set[str] = field(default_factory=set)
     pipeline: LayerFiles | None = None  #: The parameters of each stage, if there are no masters.
 
     def same_bytes(self, name: str) -> bool:
-        """Return whether all tensor parallel ranks saved one tensor with one checksum."""
+        """Return whether all tensor-parallel ranks saved a tensor with the same checksum."""
         refs = self.refs.get(name, {})
         if len(refs) != self.shards.tp_degree:
             return False
@@ -110,7 +110,7 @@ def add_modules(native: Native, modules: Modules, *, complete: bool = True) -> N
     if modules.dtypes and modules.masters:
         dtypes = ", ".join(sorted(modules.dtypes))
         modules.items["module"] = Item(
-            "drop", f"trained parameters: their masters are kept, not the copies in {dtypes}"
+            "drop", f"trained parameters: kept as masters instead of copies in {dtypes}"
         )
 
 
@@ -141,16 +141,16 @@ def weights_of(native: Native, mp: int) -> dict[str, Any]:
             held |= {f"{layer}.{name}": ref for name, ref in native.files.trees[file].items()}
     for (_, _, expert_mp), file in native.experts.items():
         if expert_mp == mp:
-            # Mappings number the experts of each rank from 0 on, as the first rank's files do.
+            # Mappings number the experts of each rank from 0, as the first rank's files do.
             held |= native.files.trees[file]
     return held
 
 
 def tied_weight(native: Native, mp: int, name: str, num_elements: int) -> TensorRef | None:
-    """Return the weight of a pipeline's tied module: the one of its size in layer files.
+    """Return the weight of a pipeline's tied module, found in layer files by its size.
 
-    No file names the layers of a tied module. None: no weight has this size, or several shapes have
-    it.
+    No file names the layers of a tied module. None means that no weight has this size, or that
+    weights of several shapes have it.
     """
     module, _, local = name.removeprefix(_TIED).partition(".")
     if not name.startswith(_TIED) or not module:
@@ -181,9 +181,10 @@ def _add_module(
         is_empty = ref.shape == (0,) and name in stand_ins
         owner = _owner(modules, name, ref, shared, seen)
         if owner is not None and _is_excluded(modules, tree, module, owner):
-            # ``named_parameters`` lists a tied one once, so its other name was saved.
+            # ``named_parameters`` lists a tied parameter once, so DeepSpeed saved it under its
+            # other name.
             if not ref.num_elements:
-                why = f"not saved (exclude_frozen_parameters), like {owner}, with which it is tied"
+                why = f"not saved (exclude_frozen_parameters), like {owner}, to which it is tied"
                 modules.items[f"module.{name}"] = Item("drop", why)
                 continue
             _add_weight(modules, rank, owner, ref, is_buffer=False)
@@ -200,9 +201,9 @@ def _add_module(
 def _is_excluded(
     modules: Modules, tree: Mapping[str, Any], module: Mapping[str, Any], owner: str
 ) -> bool:
-    """Return whether a frozen parameter was not saved, as LoRA's base model can be.
+    """Return whether DeepSpeed left a frozen parameter out, as it can do with LoRA's base model.
 
-    From stage 2 on DeepSpeed saves the shapes of frozen parameters unless it excludes them.
+    From stage 2 on, DeepSpeed saves the shapes of frozen parameters unless it leaves them out.
     """
     named = owner in module or owner in modules.trained or owner in modules.ties
     return modules.masters and not named and tree.get("frozen_param_shapes") is None
@@ -215,14 +216,14 @@ def _tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[tupl
             yield str(name), value
         else:
             budget.draw(_ITEM_BYTES, f"a file of the model: module: {str(name)[:80]}")
-            items[f"module.{name}"] = Item("drop", "a module's own state, not a tensor of weights")
+            items[f"module.{name}"] = Item("drop", "a module's own state, which is not a weight")
 
 
 def _beside_tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[str]:
     """Yield the tensors that modules add to the state dict, as bitsandbytes does.
 
     DeepSpeed does not list them. ``fc.weight.absmax`` is below ``fc.weight``, which is a tensor and
-    no module. So it is neither a parameter nor a registered buffer.
+    not a module. So it is neither a parameter nor a registered buffer.
     """
     for name, value in module.items():
         parts = str(name).split(".")
@@ -251,7 +252,7 @@ def _owner(
     if owner != name:
         return owner
     if not ref.num_bytes:
-        # It has no bytes to share, but another rank may have shown the tie.
+        # An empty tensor has no bytes to share, but another rank may have shown the tie.
         return modules.ties.get(name)
     first = seen.setdefault((ref.offset_bytes, ref.shape, ref.strides), name)
     return None if first == name else first
@@ -273,7 +274,7 @@ def _add_weight(
 
 
 def _add_frozen_fragments(native: Native, modules: Modules) -> None:
-    """Add the frozen parameters of stage 3; each rank has a part."""
+    """Add the frozen parameters of stage 3, which every rank holds a part of."""
     if native.stage != _ZERO3:
         return
     for (dp_rank, mp), file in sorted(native.model.items()):
@@ -287,8 +288,8 @@ def _add_frozen_fragments(native: Native, modules: Modules) -> None:
             piece = -(-total // native.dp)
             if not isinstance(ref, TensorRef) or ref.num_elements not in (piece, total):
                 raise CheckpointCorruptError(
-                    f"{native.files.path(file)}: of the frozen parameter {name}, {list(shape)}, "
-                    f"each of {native.dp} ranks should hold {piece} elements",
+                    f"{native.files.path(file)}: each of {native.dp} ranks should hold {piece} "
+                    f"elements of the frozen parameter {name}, {list(shape)}",
                     path=native.files.path(file),
                     fqn=name,
                 )
@@ -302,7 +303,7 @@ def _add_frozen_fragments(native: Native, modules: Modules) -> None:
 
 
 def _add_layers(native: Native, modules: Modules) -> None:
-    """Add the tensors of a pipeline's layer files that are not trained."""
+    """Add the tensors of a pipeline's layer files that no optimizer trains."""
     if native.first.get("module", ()) is not None:
         for file in native.layers.values():
             modules.items[file] = Item("drop", "left from another run: this one has no pipeline")
@@ -312,8 +313,8 @@ def _add_layers(native: Native, modules: Modules) -> None:
     if needed - layers:
         number = min(needed - layers)
         raise CheckpointCorruptError(
-            f"{native.files.directory} lacks the file(s) of layer {number}, whose parameters were "
-            "trained: the checkpoint was not copied or saved completely; use another one",
+            f"{native.files.directory} lacks the file(s) of layer {number}, which has trained "
+            "parameters: the checkpoint was not copied or saved completely; use another one",
             path=native.files.directory,
             missing=tuple(f"layer_{n:02d}" for n in sorted(needed - layers)),
         )
@@ -332,10 +333,10 @@ def _add_layers(native: Native, modules: Modules) -> None:
 
 
 def _tied_name(modules: Modules, name: str, ref: TensorRef) -> str | None:
-    """Return the trained tied parameter whose copy a layer file's tensor is.
+    """Return the trained tied parameter that a layer file's tensor is a copy of.
 
-    Layer files do not name it. It is the tied module with the same name and shape, if nothing else
-    of the layer was trained.
+    Layer files do not name it. It belongs to the tied module with the same name and shape, if
+    nothing else in the layer was trained.
     """
     found = [fqn for fqn in modules.trained if fqn.startswith(_TIED) and fqn.endswith(f".{name}")]
     fitting = [fqn for fqn in found if modules.shards.shape_of(TensorKey(fqn, WEIGHT)) == ref.shape]
@@ -391,8 +392,8 @@ def _add_experts(native: Native, modules: Modules) -> None:
     lost = sorted(n for n in modules.trained if EXPERT.fullmatch(n) and n not in held)
     if lost:
         raise CheckpointCorruptError(
-            f"{native.files.directory}: ZeRO's files hold {lost[0]}, the files of experts do not: "
-            "the folder mixes two saves, or its layers have experts of which only some are trained",
+            f"{native.files.directory}: ZeRO's files hold {lost[0]}, but the files of experts "
+            "do not: the folder mixes two saves, or only some experts of a layer are trained",
             path=native.files.directory,
             fqn=lost[0],
         )

@@ -1,8 +1,9 @@
 """Reads the optimizer of a DeepSpeed checkpoint without ZeRO, which numbers its parameters.
 
-The file names them: in ``param_shapes``, or in ``param_names``, which torch's optimizers keep from
-2.6 on if they were made of ``named_parameters()``. Otherwise they have the model's order, and the
-shapes of each group must fit it in one way only. Float32 masters must then round to the weights.
+The file names them in ``param_shapes``, or in ``param_names``, which torch's optimizers keep since
+2.6 if they were made of ``named_parameters()``. Otherwise the numbers follow the model's order, and
+the shapes of each group must fit it in one way only. Float32 masters must then round to the
+weights.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _TIED_NAME = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 
 
 def read_layer_files(native: Native) -> LayerFiles:
-    """Return which tensors of the layers' files each stage's optimizer numbers.
+    """Return the tensors of the layer files that each stage's optimizer numbers.
 
-    Files of layers do not name their stage. ``param_shapes`` name the parameters of a stage; they
-    also tell which layer's tensor is that of a tied module.
+    Layer files do not name their stage. ``param_shapes`` name the parameters of a stage, and also
+    show which layer's tensor belongs to a tied module.
     """
     found = LayerFiles()
     files = (native.model[0, mp] for mp in range(native.tp * native.pp))
@@ -84,7 +85,7 @@ def add_without_zero(native: Native, modules: Modules) -> None:
     Raises:
         PatternError: The files do not say which state belongs to which parameter.
         CheckpointCorruptError: Shapes of model and optimizer contradict each other.
-        UnsupportedVersionError: The optimizer's state cannot be laid out again.
+        UnsupportedVersionError: The optimizer's state cannot be resharded.
     """
     met: set[tuple[str, int]] = set()
     for number, source in enumerate(_sources(native, modules)):
@@ -94,8 +95,9 @@ def add_without_zero(native: Native, modules: Modules) -> None:
         if optimizer.is_unnamed:
             modules.items["optimizer.param_groups"] = Item(
                 "drop",
-                "no parameter has a state, so nothing tells which is in which of the groups of "
-                f"{', '.join(str(len(g['params'])) for g in optimizer.groups)} parameters",
+                "no parameter has a state, so nothing shows how the parameters belong to the "
+                f"groups of {', '.join(str(len(g['params'])) for g in optimizer.groups)} "
+                "parameters",
             )
             continue
         optimizer.add(source.rank, modules, met)
@@ -110,9 +112,10 @@ class _Source(NamedTuple):
 
     file: str
     tree: Mapping[str, Any]
-    rank: Rank  #: Owner of its shards; the weights of all stages of a pipeline belong to the first.
+    #: Owner of its shards. The weights of all stages of a pipeline belong to the first stage.
+    rank: Rank
     params: Params  #: Parameters that it can number, in the model's order.
-    #: By group, if the file has names. Those of frozen parameters can be among them.
+    #: Names by group, if the file has names; frozen parameters can be among them.
     names: list[list[str]] | None
     remedy: str = DISTRIBUTE_IT  #: Advice if the parameters cannot be identified.
 
@@ -132,10 +135,11 @@ def _sources(native: Native, modules: Modules) -> Iterator[_Source]:
         names = None if shapes is None else [list(group) for group in shapes]
         rank = Rank(0, native.rank(mp).tp)
         if modules.pipeline is not None:
-            # The optimizer of a stage has names of its own: they are not the model's.
+            # The optimizer of a stage has its own names, which are not the model's.
             if names is None and _has_state(tree):
                 raise unclear(
-                    file, "a stage of a pipeline numbers its own, and no param_shapes name them"
+                    file,
+                    "a pipeline stage numbers its own parameters, and no param_shapes name them",
                 )
             yield _Source(file, tree, rank, modules.pipeline.params.get(mp, []), names)
             continue
@@ -145,12 +149,12 @@ def _sources(native: Native, modules: Modules) -> Iterator[_Source]:
 
 def _checked(tree: Any, file: str) -> Mapping[str, Any]:
     if not isinstance(tree, dict):
-        raise CheckpointCorruptError(f"{file}: optimizer is no dict", file=file)
+        raise CheckpointCorruptError(f"{file}: optimizer is not a dict", file=file)
     return tree
 
 
 def _has_state(tree: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer holds anything by parameter: plain SGD does not."""
+    """Return whether an optimizer holds state for any parameter: plain SGD does not."""
     inner = tree.get(INNER, tree)
     state = inner.get("state") or {} if isinstance(inner, dict) else {}
     return FLAT in tree or LISTS in tree or any(state.values())
@@ -200,7 +204,7 @@ def _of_experts(native: Native, modules: Modules, mp: int) -> Iterator[_Source]:
 
 
 def _named_degree(tree: Mapping[str, Any], file: str) -> int:
-    """Return how many expert-parallel ranks the names of groups tell; 1 if they tell none."""
+    """Return the number of expert-parallel ranks in the names of groups, 1 without one."""
     inner = tree.get(INNER, tree)
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     names = {str(g.get("name", "")) for g in groups or () if isinstance(g, dict) and g.get("moe")}
@@ -208,7 +212,7 @@ def _named_degree(tree: Mapping[str, Any], file: str) -> int:
     if len(degrees) > 1:
         raise UnsupportedVersionError(
             f"{file}: layers of experts with {sorted(degrees)} expert-parallel ranks, without "
-            "ZeRO: no file says which rank has which experts; save with ZeRO stage 1",
+            "ZeRO: no file says which experts each rank has; save with ZeRO stage 1",
             file=file,
         )
     return max(degrees, default=1)
@@ -217,9 +221,9 @@ def _named_degree(tree: Mapping[str, Any], file: str) -> int:
 def _with_experts(
     native: Native, modules: Modules, mp: int, ep: tuple[int, int], file: str
 ) -> Params:
-    """Return the parameters of one of several expert-parallel ranks, experts in their places.
+    """Return the parameters of one expert-parallel rank, with its experts in their places.
 
-    A layer registers its gate, then its experts, which are in files of their own.
+    A layer registers its gate, then its experts, which have their own files.
     """
     rank, degree = ep
     held: dict[str, list[tuple[int, str, TensorRef]]] = {}
@@ -239,7 +243,7 @@ def _with_experts(
             raise unclear(
                 file,
                 f"{layer} has {total} experts over {degree} expert-parallel ranks"
-                + ("" if gates else " and no gate, behind which they would be"),
+                + ("" if gates else " and no gate before them"),
             )
         local = total // degree
         mine = [(n, ref) for number, n, ref in experts if number // local == rank]
@@ -252,8 +256,8 @@ class _Optimizer:
 
     Attributes:
         names: The parameters of each group, in the group's order.
-        is_unnamed: The files do not say the names, but no parameter has a state that could be
-            given to another one.
+        is_unnamed: Whether the files lack names, but no parameter has state that could go to a
+            wrong one.
     """
 
     def __init__(self, native: Native, source: _Source) -> None:
@@ -267,7 +271,7 @@ class _Optimizer:
             raise CheckpointCorruptError(f"{file}: optimizer has no param_groups", file=file)
         self.groups: list[Mapping[str, Any]] = inner["param_groups"]
         self._state: Mapping[Any, Any] = inner.get("state") or {}
-        # A group of flat masters has one parameter: the flat one.
+        # A group of flat masters has one parameter, the flat tensor.
         flats, lists = tree.get(FLAT), tree.get(LISTS)
         masters = lists if flats is None else [[flat] for flat in flats]
         check_numbers(self.groups, masters, file)
@@ -292,7 +296,7 @@ class _Optimizer:
     def _named(
         self, names: Sequence[Sequence[str]], wanted: Sequence[Sequence[tuple[int, ...] | None]]
     ) -> list[list[str]]:
-        """Return the names that the file has, after checks against the optimizer's state.
+        """Return the names in the file, after checks against the optimizer's state.
 
         Half-precision optimizers drop the masters of frozen parameters, but not their names.
         """
@@ -320,7 +324,7 @@ class _Optimizer:
     def _by_order_if_any(
         self, wanted: Sequence[Sequence[tuple[int, ...] | None]]
     ) -> list[list[str]]:
-        """Return the names by order; none if no state could be given to a wrong parameter."""
+        """Return the names by the model's order; none if it is unclear and there is no state."""
         try:
             return self._by_order(wanted)
         except PatternError:
@@ -332,8 +336,8 @@ class _Optimizer:
     def _by_order(self, wanted: Sequence[Sequence[tuple[int, ...] | None]]) -> list[list[str]]:
         """Return the names of each group's parameters, by the model's order.
 
-        Groups of experts are matched by themselves: DeepSpeed marks them, and cuts a group of
-        experts that gets too large into several, one behind the other.
+        Groups of experts are matched separately: DeepSpeed marks them, and cuts a group of experts
+        that gets too large into several consecutive ones.
         """
         kinds: dict[str, list[int]] = {}
         for index, group in enumerate(self.groups):
@@ -369,8 +373,8 @@ class _Optimizer:
         ]:
             raise unclear(
                 self._file,
-                f"its masters are flat, in groups of {', '.join(map(str, sizes))} elements, and "
-                "no names say which parameters are in which",
+                f"its masters are flat, in groups of {', '.join(map(str, sizes))} elements, "
+                "and no names say which parameters each group has",
                 self._remedy,
             )
         return found
@@ -392,21 +396,21 @@ class _Optimizer:
         if not is_master_of(self._store, self._directory, masters, start, weight):
             raise unclear(
                 self._file,
-                f"by names and shapes a master of group {index} is that of {name}, but it does not "
-                "round to its weights: the group has an order of its own, or the file mixes two "
-                "saves",
+                f"by names and shapes a master of group {index} belongs to {name}, but it does "
+                "not round to its weights: the group has an order of its own, or the file "
+                "mixes two saves",
                 self._remedy,
             )
 
     def rest(self) -> dict[str, Any]:
-        """Return what is no tensor of a parameter."""
+        """Return the optimizer's values that are not tensors of a parameter."""
         known = {INNER, FLAT, LISTS, "state", "param_groups"}
         return {key: value for key, value in self._tree.items() if key not in known}
 
     def add(self, rank: Rank, modules: Modules, met: set[tuple[str, int]]) -> None:
         """Add masters and slots of all parameters that are not in ``met``.
 
-        Ranks of experts repeat the others' parameters, and stages those of tied modules.
+        Expert-parallel ranks repeat the parameters outside experts, and stages repeat tied modules.
         """
         for index, group in enumerate(self.groups):
             if FLAT in self._tree:

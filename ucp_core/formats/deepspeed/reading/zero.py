@@ -1,4 +1,4 @@
-"""Finds which elements of which shard each of ZeRO's files holds, for stages 1 to 3.
+"""Finds the shards and elements that each of ZeRO's files holds, for stages 1 to 3.
 
 Pure. Stages 1 and 2 concatenate the shards of a group, pad, and cut the buffer over the ranks;
 stage 3 cuts each shard into parts of ``ceil(size / ranks)`` elements and concatenates the parts.
@@ -35,7 +35,7 @@ class Stage:
     states: Sequence[RankState]  #: Content of the files by data-parallel rank.
     #: Shapes of the parameters by group, in the order of flattening.
     shapes: Sequence[Mapping[str, tuple[int, ...]]]
-    where: str  #: The file with the shapes, for errors.
+    where: str  #: The file with the shapes, for messages.
     data_before_expert: bool = False  #: Whether expert-parallel ranks are not neighbours.
     names: list[list[str]] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ def add_zero12(stage: Stage, found: Assembly) -> None:
 def _check_total(
     stage: Stage, index: int, parts: Sequence[Partition], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise if there are masters without a named parameter."""
+    """Raise an error if there are masters without a named parameter."""
     held = [part.num_held for part in parts]
     if any(number is None for number in held):
         return
@@ -117,7 +117,8 @@ def _families(
             file=parts[0].file,
         )
     ep_degree = dp // num_ranks
-    # Layers may have different numbers of experts, and a large group is cut within a layer.
+    # Layers may have different numbers of experts, and DeepSpeed may cut a large group within a
+    # layer.
     local: dict[str, int] = defaultdict(int)
     for match in filter(None, map(EXPERT.fullmatch, chain.from_iterable(stage.shapes))):
         local[match[1]] = max(local[match[1]], 1 + int(match[2]))
@@ -177,8 +178,8 @@ def _add_group(
     for name, shape in shapes.items():
         if done[name] != prod(shape):
             raise CheckpointCorruptError(
-                f"{stage.where} gives {name} the shape {list(shape)} of {prod(shape)} elements, "
-                f"the files of ZeRO hold {done[name]} of them",
+                f"{stage.where} gives {name} the shape {list(shape)} of {prod(shape)} "
+                f"elements, ZeRO's files hold {done[name]} of them",
                 file=stage.where,
                 fqn=name,
             )
@@ -189,7 +190,10 @@ def _momentum_starts(
     mapping: Mapping[str, tuple[int, int]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, int] | None:
-    """Return where each parameter begins in Muon's momentum; None if as in the masters."""
+    """Return where each parameter begins in Muon's momentum.
+
+    None if it begins where its masters do.
+    """
     if part.momentum is None:
         return None
     ref, is_flat = part.momentum
@@ -216,7 +220,7 @@ def _momentum_starts(
 def _computed(
     shapes: Mapping[str, tuple[int, ...]], low: int, high: int
 ) -> dict[str, tuple[int, int]]:
-    """Return the mapping of a partition ``[low, high)``, which old versions did not save."""
+    """Return the mapping of a partition ``[low, high)`` that an old version did not save."""
     found = {}
     begin = 0
     for name, shape in shapes.items():
@@ -243,7 +247,7 @@ def _add(
     begin: int,
     end: int,
 ) -> None:
-    """Add elements ``[begin, end)`` of a shard, from ``start`` on in a partition, and numbers."""
+    """Add elements ``[begin, end)`` of a shard, from ``start`` in a partition, and numbers."""
     for slot, ref in _flat(part):
         if start + end - begin > ref.shape[0]:
             raise CheckpointCorruptError(
@@ -281,9 +285,9 @@ def add_zero3(stage: Stage, found: Assembly) -> None:
 def _subgroups(
     stage: Stage, state: RankState
 ) -> Iterator[tuple[Partition, Iterator[tuple[str, tuple[int, ...]]], bool]]:
-    """Yield a rank's sub-groups, the parameters left for each, and if these are its last.
+    """Yield a rank's sub-groups, the parameters left for each, and whether these are its last ones.
 
-    DeepSpeed names the parameters by sub-group. Nothing else tells the sub-group of parameters
+    DeepSpeed names the parameters by sub-group. Only these names show the sub-group of parameters
     without elements.
     """
     if len(stage.shapes) == len(state.partitions):
@@ -293,7 +297,7 @@ def _subgroups(
     named = [item for shapes in stage.shapes for item in shapes.items()]
     if not state.partitions and named:
         raise CheckpointCorruptError(
-            f"{stage.where} names {named[0][0]}, but a file of ZeRO has no sub-group at all",
+            f"{stage.where} names {named[0][0]}, but one of ZeRO's files has no sub-group",
             file=stage.where,
             fqn=named[0][0],
         )
@@ -333,8 +337,8 @@ def _add_subgroup(
         name, shape = next(left, ("", ()))
         if not name:
             raise CheckpointCorruptError(
-                f"{part.file} holds {size - start} elements more than {stage.where} names "
-                "parameters for",
+                f"{part.file} holds {size - start} elements more than the parameters in "
+                f"{stage.where}",
                 file=part.file,
             )
         total = prod(shape)
@@ -342,8 +346,8 @@ def _add_subgroup(
         begin, end = min(total, dp_rank * piece), min(total, (dp_rank + 1) * piece)
         if start + piece > size:
             raise CheckpointCorruptError(
-                f"{part.file}: the sub-group ends inside {name}, of which each of {dp} ranks "
-                f"holds {piece} elements by {stage.where}",
+                f"{part.file}: the sub-group ends inside {name}, but by {stage.where} each of "
+                f"{dp} ranks holds {piece} elements of it",
                 file=part.file,
                 fqn=name,
             )
@@ -356,7 +360,7 @@ def param_shapes(tree: Mapping[str, Any], where: str) -> list[dict[str, tuple[in
     """Return shapes by group and name; None if the file has none.
 
     Raises:
-        CheckpointCorruptError: DeepSpeed does not write them so, or a name is there twice.
+        CheckpointCorruptError: The shapes are not in DeepSpeed's form, or a name is there twice.
     """
     value = tree.get("param_shapes")
     if value is None:

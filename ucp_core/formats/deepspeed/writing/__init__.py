@@ -1,8 +1,8 @@
 """Parts of the writers of DeepSpeed's checkpoints.
 
-The state to write (``model``, ``fused_experts``), its spread over ranks and files (``partitions``,
-``pipeline``, ``experts``, ``universal_info``), what each file holds (``trees``), its bytes as
-streams (``streams``), and how files come into a store (``output``).
+``model`` and ``fused_experts`` make the state to write. ``partitions``, ``pipeline``, ``experts``
+and ``universal_info`` spread it over ranks and files. ``trees`` makes the content of each file,
+``streams`` its bytes, and ``output`` puts the files into a store.
 """
 
 from ucp_core.formats.deepspeed.writing.experts import Experts, is_expert

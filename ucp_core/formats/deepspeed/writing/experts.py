@@ -1,9 +1,9 @@
 """Spreads the experts of DeepSpeed's MoE layers over expert-parallel ranks. Pure.
 
-Every rank numbers its experts from 0 on, layer by layer; files of experts have their numbers in the
-whole layer. A group of the optimizer under ZeRO has only experts or none, and groups of experts are
-cut over the ranks that hold the same ones (DeepSpeed 0.19, ``moe/utils.py``, ``utils/groups.py``).
-Counterpart: ``ucp_core.formats.deepspeed.reading.zero``.
+Every rank numbers its experts from 0, layer by layer; the names of their files count through the
+whole layer. Under ZeRO a group of the optimizer has only experts or none, and groups of experts are
+cut over the ranks that hold the same experts (DeepSpeed 0.19, ``moe/utils.py``,
+``utils/groups.py``). ``ucp_core.formats.deepspeed.reading.zero`` reads the result.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from ucp_core.formats.deepspeed.writing.model import Group, Model
 
 _GROUP = re.compile(r"ep_size_(\d+)")
-#: DeepSpeed cuts a rank's group of experts into several, of at most so many elements.
+#: DeepSpeed cuts a rank's group of experts into groups of at most this many elements.
 _GROUP_ELEMENTS_MAX = 178956971
 
 
 def is_expert(name: str) -> bool:
-    """Return whether a tensor is an expert's."""
+    """Return whether a tensor belongs to an expert."""
     return EXPERT.fullmatch(name) is not None
 
 
 class Experts:
-    """The experts of a model, shared out over ``ep`` ranks.
+    """The experts of a model, spread over ``ep`` ranks.
 
     Args:
         apart: Whether groups of the optimizer must have only experts or none, as under ZeRO.
 
     Raises:
-        UcpError: The ranks cannot have as many experts each.
+        UcpError: The ranks cannot share the experts of a layer equally.
 
     Attributes:
         counts: Experts of each layer.
@@ -57,11 +57,13 @@ class Experts:
         self.counts = list(self._counts.values())
         if any(count % ep for count in self.counts) or (ep > 1 and not self.counts):
             has = f"{', '.join(map(str, sorted({*self.counts}))) or 'no'} experts in a layer"
-            raise UcpError(f"ep={ep}: the source has {has}, which ep ranks cannot share", ep=ep)
+            raise UcpError(
+                f"ep={ep}: the source has {has}, which ep ranks cannot share equally equally", ep=ep
+            )
         self._groups = self._joined(_apart(model.groups) if apart else model.groups)
 
     def rank(self, ep_rank: int) -> Model:
-        """Return what one rank has, under the names that it has there."""
+        """Return the model of one rank, with the names that tensors have there."""
 
         def local(name: str) -> str | None:
             match = EXPERT.fullmatch(name)
@@ -80,7 +82,7 @@ class Experts:
         return part_of(replace(self._model, groups=tuple(groups)), local)
 
     def files(self) -> dict[str, list[str]]:
-        """Return the tensors of every expert, by the layer and the expert of its file's name."""
+        """Return the tensors of every expert, by the layer and expert in its file's name."""
         layers = {layer: number for number, layer in enumerate(self._counts)}
         files: dict[str, list[str]] = {}
         for name in (*self._names, *self._model.ties):
@@ -94,7 +96,7 @@ class Experts:
         return prod(self._model.weight(name).shape)
 
     def _joined(self, groups: Iterable[Group]) -> list[Group]:
-        """Return the groups, those of experts as they were before the source cut them."""
+        """Return the groups; join groups of experts that the source cut by size."""
         found: list[Group] = []
         for group in groups:
             if not group.is_expert:
@@ -115,7 +117,7 @@ class Experts:
 
 
 def _apart(groups: Sequence[Group]) -> Iterator[Group]:
-    """Yield groups that have only experts or none; what is cut off comes behind the others."""
+    """Yield groups that have only experts or none; groups cut off come after the others."""
     cut_off: list[Group] = []
     for group in groups:
         experts = tuple(filter(is_expert, group.names))

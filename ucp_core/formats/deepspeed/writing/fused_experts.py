@@ -1,6 +1,7 @@
-"""Takes the experts of ``transformers`` apart, as DeepSpeed's MoE layers have them. Pure.
+"""Splits the experts of ``transformers`` as DeepSpeed's MoE layers have them. Pure.
 
-``transformers`` 5 has one tensor for all experts of a layer, and DeepSpeed a module for each.
+``transformers`` 5 has one tensor for all experts of a layer; DeepSpeed has a module for each
+expert.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _ROUTER = re.compile(r"(?P<layer>.+)\.gate\.(?P<rest>.+)")
 def with_single_experts(model: Model, ep: int) -> Model:
     """Return the model with a tensor for each matrix of each expert, in DeepSpeed's names.
 
-    Without expert-parallel ranks it stays as it is: ``transformers`` itself runs so on DeepSpeed.
+    Without expert-parallel ranks the model stays as it is, as ``transformers`` itself runs on
+    DeepSpeed.
     """
     if ep == 1:
         return model
@@ -39,7 +41,7 @@ def with_single_experts(model: Model, ep: int) -> Model:
         for name in names
         if (match := _ROUTER.fullmatch(name)) and match["layer"] in layers
     }
-    # A tensor is read by its own name in the source, whatever it is called here.
+    # The tensor keeps its name in the source for reading, whatever its name here.
     entries: dict[TensorKey, TensorEntry] = {}
     renamed: dict[str, dict[str, None]] = {}
     for key, entry in model.entries.items():
@@ -66,10 +68,10 @@ def with_single_experts(model: Model, ep: int) -> Model:
 def _parts(
     match: re.Match[str], entry: TensorEntry, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield name and entry of each matrix; a slot that is one number is that of all of them.
+    """Yield name and entry of each matrix; all matrices share a slot that is one number.
 
     Args:
-        shape: Of the weight.
+        shape: Shape of the weight.
     """
     matrices = _MATRICES[match["kind"]]
     num_experts, num_rows, width = shape

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ucp_core.native import Checkpoint
 
-#: The keys that DeepSpeed itself writes at the top of a model_states file.
+#: The keys that DeepSpeed itself writes at the top level of a model_states file.
 _RESERVED = {*keys.MODEL, *keys.COUNTERS, *keys.STATES, "ds_config"}
 _WEIGHT = "weight"
 
@@ -38,7 +38,7 @@ class Group:
 
     @property
     def is_expert(self) -> bool:
-        """Return whether DeepSpeed cuts it over the ranks that hold the same experts."""
+        """Return whether DeepSpeed cuts the group over the ranks that hold the same experts."""
         return bool(self.hyper.get("moe"))
 
 
@@ -77,9 +77,9 @@ class Model:
 
 
 def part_of(model: Model, name_of: Callable[[str], str | None]) -> Model:
-    """Return what has some of the tensors: ``name_of`` gives their names there, or None.
+    """Return a model with some of the tensors: ``name_of`` gives their names there, or None.
 
-    Groups of the optimizer that have no parameter there are missing.
+    It lacks groups of the optimizer that have no parameter there.
     """
 
     def named(names: Iterable[str]) -> tuple[str, ...]:
@@ -108,13 +108,12 @@ def part_of(model: Model, name_of: Callable[[str], str | None]) -> Model:
 def describe(checkpoint: Checkpoint) -> Model:
     """Return the state of ``checkpoint``, after checks that DeepSpeed can hold it.
 
-    Tensors of the role ``extra`` are no part of the model and are skipped. If a parameter lacks a
-    slot of its group, the slot is zeros, as DeepSpeed has it for a parameter that never had a
-    gradient.
+    Tensors with the role ``extra`` are not part of the model and are skipped. A slot that a
+    parameter lacks is zeros, as DeepSpeed has it for a parameter that never had a gradient.
 
     Raises:
-        UcpError: A parameter is in two groups or in none, or a slot is of a shape that flat
-            groups cannot hold; names it.
+        UcpError: A parameter is in two groups or in none, or flat groups cannot hold the shape of a
+            slot. The error names it.
         UncoveredRegionError: The source does not hold every element.
     """
     state_map, manifest = checkpoint.state_map, checkpoint.manifest
@@ -197,7 +196,7 @@ def _check_once(named: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, 
 def _scalar_slots(
     entries: Mapping[TensorKey, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
 ) -> frozenset[str]:
-    """Return the slots that are one number although some parameter has more elements."""
+    """Return the slots that are one number although a parameter of the group has more elements."""
     shaped: dict[str, bool] = {"step": False}
     wide: set[str] = set()
     for key, entry in entries.items():
@@ -236,8 +235,8 @@ def _one_value(checkpoint: Checkpoint, held: Sequence[TensorEntry]) -> tuple[str
     for entry, value in zip(held, values, strict=True):
         if (entry.dtype, value) != (held[0].dtype, values[0]):
             raise UcpError(
-                f"{entry.key} differs from {held[0].key}: DeepSpeed keeps one for the whole group "
-                "of the optimizer; put the parameters into groups of their own",
+                f"{entry.key} differs from {held[0].key}: DeepSpeed keeps one number for the "
+                "whole group of the optimizer; put the parameters into groups of their own",
                 fqn=entry.key.fqn,
                 slot=entry.key.slot,
             )

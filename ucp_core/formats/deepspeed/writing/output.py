@@ -1,6 +1,6 @@
 """Puts the files of a DeepSpeed checkpoint into a store: all of them and then ``latest``, or none.
 
-Nothing is overwritten, and a failure leaves nothing behind.
+It overwrites nothing, and a failure leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Output:
         """Write every file that ``files`` gives, and ``latest`` last.
 
         Args:
-            files: Yields names below the tag with their trees; called a second time if progress
-                needs the sizes.
-            latest: Name of the file that commits.
+            files: Yields names below the tag with their trees. Called twice if progress needs the
+                sizes.
+            latest: Name of the file that commits the checkpoint.
 
         Raises:
-            UcpError: The destination is in use, or reading or writing failed. Nothing of this
-                checkpoint is left then.
+            UcpError: The destination is in use, or reading or writing failed. No part of this
+                checkpoint is left.
         """
         refuse_taken(self._directory, self._store.list(self._directory))
         if self._progress is not None:
@@ -76,7 +76,7 @@ class Output:
             self._store.write_atomic(written[-1], self._tag.encode(), fsync=True)
 
     def _counted(self, tree: Any, known: dict[int, TensorData]) -> Any:
-        """Return the tree with tensors that report their progress."""
+        """Return the tree with tensors that report progress."""
         if isinstance(tree, TensorData):
             if id(tree) not in known:
                 known[id(tree)] = TensorData(tree.dtype, tree.shape, lambda: self._chunks(tree))

@@ -1,7 +1,7 @@
 """How DeepSpeed's ZeRO stages cut flattened parameters among data-parallel ranks.
 
-Pure arithmetic on numbers of elements, as of DeepSpeed 0.19 (``runtime/zero/stage_1_and_2.py``
-and ``stage3.py``) without ``parameter_alignment`` and ``round_robin_gradients``.
+Pure arithmetic on numbers of elements, as in DeepSpeed 0.19 (``runtime/zero/stage_1_and_2.py`` and
+``stage3.py``) without ``parameter_alignment`` and ``round_robin_gradients``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 def group_spans(numels: Sequence[int], dp: int, rank: int) -> tuple[Span, ...]:
-    """Return what ``rank`` holds of a group in stages 1 and 2, side by side.
+    """Return the spans of a group that ``rank`` holds in stages 1 and 2, side by side.
 
     The tensors are flattened one after the other, padded at the end, and cut into ``dp`` equal
     ranges; a range may begin and end anywhere in a tensor.
@@ -55,19 +55,19 @@ def group_spans(numels: Sequence[int], dp: int, rank: int) -> tuple[Span, ...]:
 
 
 def padding_of(spans: Sequence[Span]) -> int:
-    """Return how many zeros there are in spans."""
+    """Return the number of zeros in spans."""
     return sum(span.num_elements for span in spans if span.tensor == PADDING)
 
 
 def sub_group_spans(numels: Sequence[int], dp: int, rank: int) -> tuple[Span, ...]:
-    """Return what ``rank`` holds of a sub-group in stage 3, which cuts each tensor."""
+    """Return the spans of a sub-group that ``rank`` holds in stage 3, which cuts each tensor."""
     return tuple(s for i, numel in enumerate(numels) for s in tensor_spans(numel, dp, rank, i))
 
 
 def tensor_spans(numel: int, dp: int, rank: int, index: int = 0) -> tuple[Span, ...]:
-    """Return what ``rank`` holds of one tensor in stage 3, and the padding behind it.
+    """Return the spans of one tensor that ``rank`` holds in stage 3, with the padding after them.
 
-    A tensor of n elements gives every rank ``ceil(n / dp)``.
+    A tensor of n elements gives every rank ``ceil(n / dp)`` elements.
     """
     extent = -(-numel // dp)
     start, stop = min(rank * extent, numel), min((rank + 1) * extent, numel)

@@ -27,7 +27,7 @@ class Pipeline:
 
     Args:
         starts: First layer of every stage, ascending, the first one 0.
-        tied_layers: By key of a tied module, its layers, ascending.
+        tied_layers: The layers of each tied module by its key, ascending.
     """
 
     def __init__(self, starts: Sequence[int], tied_layers: Mapping[str, Sequence[int]]) -> None:
@@ -38,10 +38,10 @@ class Pipeline:
         self._tied = {key: tuple(layers) for key, layers in tied_layers.items()}
 
     def place(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return the layers that have a tensor, and its name in the file of the first of them.
+        """Return the layers that have a tensor, and its name in the file of the first such layer.
 
         Raises:
-            UcpError: It is no name of a ``PipelineModule``, or of an unknown tied module.
+            UcpError: The name is not one of a ``PipelineModule``, or names an unknown tied module.
         """
         match = _NAME.fullmatch(name)
         if match is None:
@@ -58,7 +58,7 @@ class Pipeline:
         return layers, match[3]
 
     def models(self, model: Model) -> list[Model]:
-        """Return what every stage holds of the model; a tied tensor is on several stages."""
+        """Return the model of every stage; several stages hold a tied tensor."""
         by_stage: list[set[str]] = [set() for _ in self._starts]
         for name in (*model.parameters, *model.frozen, *model.buffers):
             for layer in self.place(name)[0]:

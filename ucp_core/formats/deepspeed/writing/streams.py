@@ -1,6 +1,6 @@
 """Streams of a checkpoint's elements in any order: whole tensors, flat ranges, one rank's shards.
 
-A stream needs two buffers of ``SLAB_BYTES_MAX``, whatever its ranges are.
+A stream needs two buffers of ``SLAB_BYTES_MAX``, independent of its ranges.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ucp_core.language import ShardPiece
     from ucp_core.native import Checkpoint
 
-#: Reads and writes of this size are as fast as larger ones; casts of more only cost memory.
+#: Reads and writes of this size are as fast as larger ones; casting more at once only costs memory.
 SLAB_BYTES_MAX = 8 << 20
 #: A slab, its scratch buffer, the gathered elements and the result of casting.
 _BUFFERS = 8
@@ -33,7 +33,7 @@ class Part(TensorEntry):
     """Rows of one matrix of a stack, as a tensor of its own."""
 
     whole: TensorEntry  #: The stack.
-    corner: tuple[int, int, int]  #: Where the part begins in it.
+    corner: tuple[int, int, int]  #: Where the matrix part begins in the stack.
 
 
 class RankShard(NamedTuple):
@@ -41,7 +41,7 @@ class RankShard(NamedTuple):
 
     entry: TensorEntry
     shape: tuple[int, ...]
-    #: Which box of the shard is where in the whole; the rest is zero.
+    #: Boxes of the shard and their places in the whole tensor; all other elements are zero.
     pieces: tuple[ShardPiece, ...] | None = None
 
     @property
@@ -82,10 +82,10 @@ class FlatReader:
         self._reader = SlabReader(checkpoint, self._slab_bytes)
 
     def stream(self, ranges: Iterable[Range], dtype: str) -> Iterator[memoryview]:
-        """Yield the elements of all ranges, cast to ``dtype``; a chunk lives until the next.
+        """Yield the elements of all ranges, cast to ``dtype``; a chunk is valid until the next one.
 
         Raises:
-            UcpError: A dtype that cannot be cast.
+            UcpError: The dtype cannot be cast.
         """
         runs = _runs(ranges, dtype, self._slab_bytes)
         for group in grouped(runs, lambda run: run.num_bytes, self._slab_bytes):
@@ -126,7 +126,7 @@ def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Box
 
 
 def _pieces(shard: RankShard, box: Box) -> tuple[tuple[TensorBox, Box], ...]:
-    """Return the boxes of the whole tensor in ``box`` of the shard, with their places."""
+    """Return the boxes of the whole tensor that lie in ``box`` of the shard, with their places."""
     if isinstance(shard.entry, Part):
         matrix, row, column = shard.entry.corner
         (top, left), (bottom, right) = box

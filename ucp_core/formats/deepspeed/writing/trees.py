@@ -1,6 +1,6 @@
 """Makes the content of each file of a DeepSpeed checkpoint, as trees for ``torch_writer``.
 
-One ``Trees`` for one model-parallel rank. Keys and shapes are those of DeepSpeed 0.19.8
+Each model-parallel rank has one ``Trees``. Keys and shapes follow DeepSpeed 0.19.8
 (``engine._common_checkpoint_state``, ``stage_1_and_2.state_dict``, ``stage3._rigid_state_dict``).
 """
 
@@ -116,7 +116,7 @@ class Trees:
         return TensorData(dtype, shape, lambda: self._reader.stream(ranges, dtype))
 
     def model_dtype(self, entry: TensorEntry) -> str:
-        """Return a frozen parameter's dtype in the target: floats get the model's dtype."""
+        """Return the dtype of a frozen parameter in the target: floats have the model's dtype."""
         return self._dtype if entry.dtype in FLOATS else entry.dtype
 
     def groups_of_shapes(self, groups: Iterable[Sequence[str]]) -> list[Any]:
@@ -160,7 +160,7 @@ class Trees:
         return tensors
 
     def frozen_fragments(self, dp_rank: int) -> OrderedDict[str, TensorData]:
-        """Return what a rank of stage 3 holds of every frozen parameter."""
+        """Return the part of every frozen parameter that a rank of stage 3 holds."""
         fragments: OrderedDict[str, TensorData] = OrderedDict()
         for name in self.model.frozen:
             entry = self.model.weight(name)
@@ -172,7 +172,7 @@ class Trees:
         """Return the ``optimizer_state_dict`` of one rank of stage 1 or 2.
 
         Args:
-            expert_rank: Its number among the ranks that hold the same experts.
+            expert_rank: The rank's number among those that hold the same experts.
         """
         groups, mappings, masters, paddings = self.model.groups, [], [], []
         counts = [self._dp // self._ep if group.is_expert else self._dp for group in groups]
@@ -261,7 +261,7 @@ class Trees:
     def _flat(
         self, names: Sequence[str], spans: Sequence[Span], slot: str | None, dtype: str
     ) -> TensorData:
-        """Return one flat tensor; a parameter that lacks the slot has zeros in it."""
+        """Return one flat tensor, with zeros for a parameter that lacks the slot."""
         ranges: list[Range] = []
         for span in spans:
             entry = None
@@ -273,7 +273,7 @@ class Trees:
         return self.stream((sum(span.num_elements for span in spans),), dtype, ranges)
 
     def scaling(self) -> dict[str, Any]:
-        """Return the loss scaler and what goes with it."""
+        """Return the loss scaler and its settings."""
         state = scaler_state(self.model, self._dtype)
         name = "DynamicLossScaler" if state["dynamic"] else "LossScaler"
         return {
@@ -299,7 +299,7 @@ def scaler_state(model: Model, dtype: str) -> dict[str, Any]:
 
 
 def hyper_parameters(group: Group, params: list[int]) -> dict[str, Any]:
-    """Return a group of the optimizer with betas as a tuple, which JSON lacks."""
+    """Return a group of the optimizer with betas as a tuple, because JSON has only lists."""
     hyper = {
         key: tuple(value) if key == "betas" and isinstance(value, list) else value
         for key, value in group.hyper.items()
@@ -312,7 +312,10 @@ def _scalars(group: Group) -> dict[str, Any]:
 
 
 def number(dtype: str, data: bytes) -> TensorData | int:
-    """Return a 0-d value; an integer stays one, as optimizers without tensors count."""
+    """Return a 0-d value.
+
+    An integer stays an integer, which optimizers without tensor steps expect.
+    """
     if dtype in _ONE_DTYPES and dtype.startswith("I"):
         return int(struct.unpack(_ONE_DTYPES[dtype], data)[0])
     return TensorData.of_bytes(dtype, (), data)

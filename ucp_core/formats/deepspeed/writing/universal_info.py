@@ -1,7 +1,7 @@
 """Makes ``universal_checkpoint_info``: how a written checkpoint's tensors are sharded.
 
-Without it DeepSpeed's own converter can silently combine shards in a wrong way.
-Counterpart: ``ucp_core.formats.deepspeed.reading.tensor_parallel``.
+Without it DeepSpeed's own converter can silently combine shards wrongly.
+``ucp_core.formats.deepspeed.reading.tensor_parallel`` reads it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def universal_info(
 
     Args:
         names: Parameters and buffers.
-        placements: How each is sharded over tensor-parallel ranks; None: there is one rank.
+        placements: How each is sharded over tensor-parallel ranks; None with one rank.
         tied: Names that several pipeline stages hold.
     """
     replicated: list[str] = []
@@ -82,7 +82,9 @@ def _vocabulary(padded: Mapping[str, Placement]) -> dict[str, Any]:
         if (placement.shape[0], _rows(placement)) == (first.shape[0], _rows(first))
     ]
     others = {
-        _regex(name): "padded otherwise than the vocabulary" for name in padded if name not in alike
+        _regex(name): "padded differently from the vocabulary"
+        for name in padded
+        if name not in alike
     }
     return {
         "vocabulary_parameter_patterns": [_regex(name) for name in alike],

@@ -72,7 +72,7 @@ class History:
 
 
 def test_the_machine_is_left_and_nothing_behind_the_last_check_counts() -> None:
-    """What it computed since is in every version since, also in one that is committed late."""
+    """Its later results are in every later version, also in one that is committed late."""
     history = History(4, 8)
     history.raised(1, sound_step=5)
 
@@ -99,7 +99,7 @@ def test_a_controller_that_dies_before_the_next_attempt_goes_back_all_the_same()
 
 
 def test_if_it_is_not_known_which_erred_all_stay_and_the_run_goes_back() -> None:
-    """Of two that differ one is healthy."""
+    """One of two that differ is healthy."""
     history = History(4, 8)
     history.raised(0, 1, 2, sound_step=5)
     history.read(4)

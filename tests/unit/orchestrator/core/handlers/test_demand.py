@@ -1,4 +1,4 @@
-"""What capacity is asked for: alternatives in order, and what becomes of the requests."""
+"""Requests for capacity: alternatives in order, and the fate of the requests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_is_not_granted_in_time_is_asked_for_elsewhere_as_well() -> None:
 
 
 def test_a_refusal_is_believed_at_once_and_a_grant_takes_it_back() -> None:
-    """Whoever gives one machine may give more: what comes second is given up again."""
+    """A provider that gives one machine may give more: the second choice is given up again."""
     state, _ = _fold(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1))
     refused = ev.CapacityRefused(at_s=1.0, alternative=0, why="sold out")
     state, actions = _fold(state, refused)
@@ -98,7 +98,7 @@ def test_a_refusal_is_believed_at_once_and_a_grant_takes_it_back() -> None:
 
 
 def test_workers_move_back_in_numbers_that_a_layout_can_use() -> None:
-    """One worker of the first choice replaces one of the second; nobody is left without a copy."""
+    """One worker of the first choice replaces one of the second; no rank is left without a copy."""
     state = _on_second_choice()
     assert state.attempt.layout is not None
     assert state.attempt.layout.world_size == 2

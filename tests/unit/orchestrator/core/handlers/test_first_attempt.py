@@ -25,7 +25,7 @@ def _fold(state: RunState, *events: ev.Event) -> RunState:
 def test_the_first_attempt_does_not_wait_for_what_replaces_a_lost_one(lost: str) -> None:
     """It waited for the whole grace, though later the same loss costs a second.
 
-    What still starts for the first time is waited for.
+    The run waits for workers that start for the first time.
     """
     state = _fold(
         RunState(),

@@ -127,7 +127,7 @@ def test_a_node_whose_keeper_stays_away_is_given_up() -> None:
 
 
 def test_the_wait_for_a_keeper_begins_anew_with_a_controller() -> None:
-    """Nobody was there to hear that it is back."""
+    """There was no controller to hear that it is back."""
     state, _ = _fold(RunState(), *STARTED, ev.KeeperDied(at_s=20.0, node="a", detail=""))
     state, _ = _fold(
         state,

@@ -166,7 +166,7 @@ def test_what_the_node_behind_the_link_holds_is_not_loaded() -> None:
 
 
 def test_the_run_is_whole_again_soon_after_the_link_is() -> None:
-    """Nobody tells the run that it heals: keepers are asked again."""
+    """No event says that it heals: keepers are asked again."""
     run = _Run()
     run.cut_pair("b", "d")
     run.hang()
@@ -332,7 +332,7 @@ def test_a_lone_answer_that_never_comes_is_given_up_at_its_bound() -> None:
 
 
 def test_a_run_that_needs_a_link_uses_it_before_its_pause_is_over() -> None:
-    """L1: with less than the minimum nobody trains at all."""
+    """L1: with less than the minimum no worker trains at all."""
     rules = RunRules(run="test", min_workers=4, max_workers=4, total_steps=1000)
     run = _Run(rules)
     run.cut_pair("b", "d")
@@ -450,7 +450,7 @@ def test_members_change_places_once_when_no_rank_need_send_over_a_slow_link() ->
     assert "slow link (b to a)" in incident.evidence
     run.train()
     _timed(run, ("b", "a"))
-    assert run.state.attempt.number == 2, "it is not in the ring any more"
+    assert run.state.attempt.number == 2, "it is no longer in the ring"
 
     _timed(run)
     assert not run.state.network.slow
@@ -474,7 +474,7 @@ def test_copies_keep_off_a_slow_link_from_the_next_attempt_on(slow: tuple[str, s
 @pytest.mark.parametrize(
     ("slow", "ratio", "total_steps", "why"),
     [
-        (("d", "b"), 0.3, 100_000, "nobody sends over it"),
+        (("d", "b"), 0.3, 100_000, "no rank sends over it"),
         (("b", "a"), 0.3, 4, "the run is nearly over"),
         (("b", "a"), 1.0, 100_000, "a step would take as long"),
         (("b", "x"), 0.3, 100_000, "that node is not here"),

@@ -59,7 +59,7 @@ def test_what_is_chosen_is_told_once_with_the_reason() -> None:
 
 
 def test_nothing_is_chosen_for_who_asked_for_intervals_or_by_what_is_not_measured() -> None:
-    """What is not measured is not free."""
+    """An unmeasured cost is not zero."""
     state, _ = _fold(RunState(), *START)
     asked = replace(RULES, cadence=CadenceRules())
     assert _fold(state, _measured(), rules=asked) == (state, [])

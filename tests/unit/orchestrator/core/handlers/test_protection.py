@@ -97,7 +97,7 @@ def test_replicas_without_room_for_each_others_shares_keep_parities_once_that_is
 
 
 def test_the_next_attempt_is_planned_by_what_is_known() -> None:
-    """Its workers are told at its start; a lost node has no memory any more."""
+    """Its workers are told at its start; a lost node's memory is gone."""
     state, _ = _fold(_started(), _measured(30, 40))
     fault = ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail="")
     state, _ = _fold(state, ev.NodeLost(at_s=3.0, node="c", cause="gone"), fault)
@@ -114,7 +114,7 @@ def test_racks_that_nodes_share_are_told() -> None:
 
 
 def test_keepers_are_told_what_is_bad_while_the_attempt_trains() -> None:
-    """A rank that found a damaged copy loads another; nobody else is to be offered it."""
+    """A rank that found a damaged copy loads another; no other rank may be offered it."""
     bad = (PartRef(node="a", arena="w0.0", held=held(7, 0)).source,)
     formed = ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0001", damaged=bad)
     _, (order,) = _fold(_started(), formed)
@@ -124,7 +124,7 @@ def test_keepers_are_told_what_is_bad_while_the_attempt_trains() -> None:
 
 
 def test_a_restarted_controller_tells_keepers_again_what_its_journal_says() -> None:
-    """Nobody knows whether the order of the dead controller was sent."""
+    """It is unknown whether the order of the dead controller was sent."""
     state, _ = _fold(
         _started(),
         *(ev.WorkerFormed(at_s=1.5, attempt=1, worker=f"w{i:04d}") for i in (1, 2, 3)),

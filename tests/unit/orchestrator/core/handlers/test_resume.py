@@ -60,7 +60,7 @@ def _journal(
 
 
 def test_a_stopped_run_goes_on_behind_its_last_committed_step() -> None:
-    """Neither the steps nor the numbers of attempts, workers and reservations begin anew."""
+    """Steps and numbers of attempts, workers and reservations do not restart."""
     stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
     assert stopped.phase is Phase.FINISHED
     event = resume_event(stopped, at_s=2.7, incarnation=2)
@@ -142,7 +142,7 @@ def test_a_failed_run_has_its_budgets_back() -> None:
 def test_a_run_whose_committed_steps_are_all_lost_fails_until_a_person_has_chosen() -> None:
     """From step 0 it would train over what may be brought back, for days, unasked.
 
-    What is brought back has the name of what was bad, so after that nothing is left out.
+    A restored version has the name of the bad one, so after that nothing is left out.
     """
     stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
     event = replace(resume_event(stopped, at_s=2.7, incarnation=2), bad=(stored_source(20, 1),))
@@ -172,7 +172,7 @@ def test_a_run_whose_committed_steps_are_all_lost_fails_until_a_person_has_chose
 def test_a_run_does_not_fall_behind_what_it_committed(
     stored: int, damaged: tuple[int, ...], phase: Phase
 ) -> None:
-    """Seen: what was chosen had been deleted meanwhile, and 4,070 steps began anew from step 0."""
+    """Seen: what was chosen had been deleted meanwhile, and 4,070 steps were redone from step 0."""
     stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
     event = replace(resume_event(stopped, at_s=2.7, incarnation=2), stored=4)
     read = ev.CommittedRead(
@@ -250,7 +250,7 @@ def test_the_numbers_go_on_and_nothing_stays_open() -> None:
 def test_a_start_that_trained_nothing_makes_no_newer_version_count_less() -> None:
     """The version it should have loaded was unreadable that day; it is the newest again.
 
-    What the start left in storage shows that it trained, though no step was heard of.
+    The start's versions in storage show that it trained, though no step was reported.
     """
     stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
     event = resume_event(stopped, at_s=2.7, incarnation=2)
@@ -271,7 +271,7 @@ def test_a_start_that_trained_nothing_makes_no_newer_version_count_less() -> Non
 
 
 def test_a_run_goes_back_to_the_version_that_the_user_names() -> None:
-    """Newer ones are not finite: they do not count any more, in storage or wherever they are."""
+    """Newer ones are not finite: they no longer count, in storage or elsewhere."""
     stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
     event = go_back(resume_event(stopped, at_s=2.7, incarnation=2), 1)
     read = ev.CommittedRead(

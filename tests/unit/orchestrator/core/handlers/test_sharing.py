@@ -161,7 +161,7 @@ def test_what_is_asked_for_or_unused_is_given_first() -> None:
 
 
 def test_of_alternatives_the_worst_is_given_back_and_all_are_asked_for_again() -> None:
-    """What was refused stays asked for otherwise, and would take what the other run waits for."""
+    """Otherwise a refused request stays open, and would take nodes that the other run waits for."""
     run = Fold(CHOICE)
     run(ev.ReservationGranted(at_s=1.0, reservation=1, node="cheap"))
     run(ev.CapacityRefused(at_s=1.5, alternative=0, why="sold out"))
@@ -195,7 +195,7 @@ def test_a_restarted_controller_goes_on_sharing() -> None:
     run.make_step(102.0)
 
     run(ev.ControllerStarted(at_s=103.0, incarnation=2))
-    assert run.see(103.5) == [], "nobody knows what the run has until the survey is there"
+    assert run.see(103.5) == [], "the run's capacity is unknown until the survey is there"
     alive = tuple((worker, "a", 2) for worker in run.members())
     found = ev.WorkersSurveyed(
         at_s=104.0, alive=alive, reservations=((1, "a"), (2, "a")), pending_reservations=()

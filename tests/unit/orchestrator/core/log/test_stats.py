@@ -96,7 +96,7 @@ def test_an_incident_has_every_phase_on_the_clock() -> None:
 
 
 def test_a_hang_is_put_on_record_with_its_rule() -> None:
-    """Without it nobody can count what finds hangs, nor what finds too many."""
+    """Without it the rules that find hangs, or too many of them, cannot be counted."""
     hang = ev.HangFound(
         at_s=8.4, attempt=1, guilty=("w0002",), evidence="it is", rule="missing", verdict="absent"
     )
@@ -156,7 +156,7 @@ def test_redone_steps_are_lost_and_do_not_count_as_good() -> None:
 
 
 def test_time_beside_the_steps_is_not_in_goodput_though_one_step_was_slow() -> None:
-    """One step of a second is told of in three: it may be the slow one, and was taken for all."""
+    """One step of a second is reported in three: it may be the slow one, and was taken for all."""
     sampled = (
         ev.StepCompleted(at_s=8.0 + n, attempt=1, step=6 + 3 * n, step_s=1.0) for n in (1, 2)
     )
@@ -280,7 +280,7 @@ def test_a_second_fault_before_the_first_step_is_an_incident_of_its_own() -> Non
 
 
 def test_steps_that_were_done_while_the_controller_was_away_are_counted() -> None:
-    """Nobody heard that the members left: what they have committed tells how far they came."""
+    """The members' leaving was not reported: their commits show how far they came."""
     ended = (
         ev.ControllerStarted(at_s=20.0, incarnation=2),
         ev.WorkersSurveyed(
@@ -390,7 +390,7 @@ def test_what_could_not_be_loaded_is_told_with_the_recovery_that_met_it() -> Non
 
 
 def test_a_damaged_version_in_storage_is_told_with_the_recovery_that_passed_it_over() -> None:
-    """Nobody tries to load it, so no worker can say that it is damaged."""
+    """No worker tries to load it, so none can say that it is damaged."""
     line = "step-00000004: manifest.json is cut short"
     read = ev.CommittedRead(
         at_s=8.8, attempt=1, step=3, committed_by=1, skipped=(line,), source="storage"
@@ -422,7 +422,7 @@ RAISED = ev.WorkerRaised(
         # The other one was in the middle of step 9 when the first had completed it.
         ((_left("w0001", 9), _left("w0002", 8)), 5),
         ((_left("w0002", 9), _left("w0001", 8)), 4),
-        # Nobody knows what the first rank had completed.
+        # The first rank's completed steps are unknown.
         ((_left("w0002", 8),), 4),
         ((_left("w0001", 9, attempt=0),), 2),
         ((RAISED,), 4),

@@ -237,7 +237,7 @@ capacity:
 
 
 def test_a_worker_that_fits_nowhere_is_found_without_alternatives() -> None:
-    """A slip in its processors is waited for as long as an alternative that does not exist."""
+    """With a typing error in its processors a run waits as long as for a missing alternative."""
     small = NodeKind(name="small", resources={"CPU": 1.0}, labels={})
 
     assert unserved(CONFIG, there=[replace(small, resources={"CPU": 2.0})], types=[]) == []

@@ -62,7 +62,7 @@ def test_of_four_nodes_memory_decides_the_mechanism(
 
 
 def test_the_line_names_what_did_not_fit() -> None:
-    """Whoever wonders why a run survives one node and not two reads this and adds memory."""
+    """A user who wonders why a run survives one node and not two reads this and adds memory."""
     rules = replace(RULES, tolerance=2)
     assert plan_redundancy(_facts(4, 1100), rules).reason == (
         "snapshots: ring parity, for the loss of 1 of 4 nodes, 800 B a node and version, "
@@ -74,7 +74,7 @@ def test_the_line_names_what_did_not_fit() -> None:
 
 
 def test_a_size_that_is_not_known_is_not_said_to_be_nothing() -> None:
-    """Before the first snapshot nobody knows it, and 0 B would be good news."""
+    """Before the first snapshot it is unknown, and 0 B would be good news."""
     rules = replace(RULES, preference=Preference.COPY)
     assert plan_redundancy(_facts(4, 1100, rank_bytes=0), rules).reason == (
         "snapshots: partner copy, for the loss of 1 of 4 nodes"
@@ -126,7 +126,7 @@ def test_the_only_node_of_another_rack_keeps_what_both_others_have() -> None:
 def test_random_losses_are_survived_as_often_as_combinatorics_say(
     group_max: int, tolerance: int, headroom_bytes: int, num_lost: int, share: float
 ) -> None:
-    """Of 16 nodes: pairs, one parity of 4 and of 8, two of 8, as computed without this code."""
+    """For 16 nodes: pairs, one parity of 4 and of 8, two of 8, as computed without this code."""
     rules = replace(RULES, tolerance=tolerance, group_max=group_max)
     facts = _facts(16, headroom_bytes)
     plan = plan_redundancy(facts, rules)

@@ -21,7 +21,7 @@ def test_time_at_reduced_redundancy_ends_at_the_look_that_finds_it_whole() -> No
 
 
 def test_nobody_is_told_before_redundancy_is_reduced_for_long() -> None:
-    """Every recovery reduces it for a moment; an alert for each would not be read any more."""
+    """Every recovery reduces it for a moment; users would ignore an alert for each."""
     begun = [(0.0, True), (ALERT_S - 1, True)]
 
     assert alert(_after(begun), survived=0, tolerance=1) == ()

@@ -37,7 +37,7 @@ def _plan(
 
 @pytest.mark.parametrize("tolerance", [1, 2])
 def test_copies_are_kept_on_as_many_other_nodes_as_may_be_lost(tolerance: int) -> None:
-    """A node that holds nobody's copies leaves somebody without."""
+    """A node that holds no copies leaves another one without."""
     plan = _plan(FIVE, tolerance=tolerance)
 
     assert (plan.mechanism, plan.tolerance, plan.is_final) == (
@@ -195,7 +195,7 @@ def test_ranks_of_a_lane_hold_the_same_state_in_a_group_of_nodes_that_do() -> No
 
 
 def test_a_group_that_loses_nodes_keeps_parities_until_they_would_be_copies() -> None:
-    """Of four nodes two are lost, one after the other; what was asked for stays asked for."""
+    """Two of four nodes are lost, one after the other; the request stays."""
     found = [
         _replicated("abcd"[:size], Preference.PARITY, layout=ParallelLayout(dp_replicate=size))
         for size in (4, 3, 2)
@@ -229,7 +229,7 @@ def test_a_guard_in_another_rack_comes_first_and_a_shared_one_is_named() -> None
 
 
 def test_keepers_copy_into_another_rack_too() -> None:
-    """What the run knows of racks has to reach the groups."""
+    """The run's facts about racks must reach the groups."""
     racks = {"a": "r", "b": "r", "c": "s"}
     plan = _replicated("abc", layout=None, racks=racks)
     assert (plan.copies_of("c"), plan.shared_racks) == (("a", "b"), ())

@@ -1,4 +1,4 @@
-"""What a run's capacity costs while nothing of it is asked for, and how it is given back."""
+"""The costs of a run's capacity without requests, and its release."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_nothing_wakes_while_all_reservations_are_placed() -> None:
 def test_reservations_are_given_back_while_ray_does_not_place_them_those_that_wait_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What Ray has put aside for one that it is placing would be lost."""
+    """Resources that Ray has put aside for a placement would be lost."""
     names = RunNames("r")
     done, waits = ("CREATED", "FINISHED"), ("PENDING", "NO_RESOURCES")
     moments = [

@@ -35,7 +35,7 @@ def _node_with(**calls: Call) -> Nodes:
 def test_a_worker_that_cannot_be_reached_after_a_restart_is_killed(
     monkeypatch: pytest.MonkeyPatch, error: RayError, num_killed: int
 ) -> None:
-    """It is replaced, and trained or waited on unseen: nobody knew it when the run ended."""
+    """It is replaced, and trained or waited on unseen: it was unknown when the run ended."""
     posted: asyncio.Queue[Event] = asyncio.Queue()
     killed: list[Any] = []
 
@@ -164,7 +164,7 @@ def test_ray_that_does_not_answer_holds_up_nobody_and_what_it_starts_late_is_end
     assert [type(event) for event in posted] == ([WorkerExited] if why == "killed" else [])
 
 
-#: What Ray 2.60 says of an actor's process.
+#: Ray 2.60's record of an actor's process.
 DIED = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: Worker\n\tpid: 77\n"
     "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"

@@ -71,7 +71,7 @@ def test_who_did_not_answer_is_said_and_asked_again_once_it_is_back(
 
 
 def test_nodes_outlive_their_keepers_while_their_raylets_take_connections() -> None:
-    """What a keeper holds is waited for, and of a lost node nothing comes back."""
+    """The controller waits for keepers' answers, and a lost node gives none."""
 
     async def act(_: Snapshots, handles: Handles) -> Any:
         views = handles.nodes.views
@@ -140,7 +140,7 @@ def test_a_keeper_that_is_late_is_asked_again_if_it_holds_what_nobody_else_does(
 
 
 def test_a_late_keeper_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have died with its machine, of which nobody has heard yet."""
+    """It may have died with its machine, and this is not known yet."""
     monkeypatch.setattr(module, "ASK_S", 0.05)
     monkeypatch.setattr(module, "LATE_S", 0.05)
 

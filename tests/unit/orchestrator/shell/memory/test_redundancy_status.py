@@ -37,7 +37,7 @@ def _reduced_for_s(states: list[RunState]) -> float | None:
 
 @pytest.mark.parametrize("phase", [Phase.FENCING, Phase.READING, Phase.WAITING])
 def test_a_recovery_does_not_make_redundancy_whole(phase: Phase) -> None:
-    """With a fault every 50 s nobody was ever told, nor while the run waited for a machine."""
+    """With a fault every 50 s, or while the run waited for a machine, it was never reported."""
     num_looks = round(ALERT_S / LOOK_S) + 1
     states = [_at(Phase.TRAINING, 5)] * num_looks
     states[num_looks // 2] = _at(phase, 5)

@@ -1,4 +1,4 @@
-"""What saves cost, as the status tells it."""
+"""The costs of saves in the status."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_a_store_that_refuses_is_passed_over_only_for_memory() -> None:
 
 
 def test_what_is_damaged_in_storage_is_named_also_if_nothing_is_left() -> None:
-    """To begin anew without a word would look as if nothing had ever been trained."""
+    """A silent restart would look as if nothing had ever been trained."""
     store = MemoryStore()
     for step in (5, 6):
         _commit(store, step)
@@ -209,7 +209,7 @@ def test_what_is_bad_is_passed_over_in_either_tier() -> None:
 
 
 def test_a_keeper_is_told_what_it_is_to_hold_no_longer() -> None:
-    """Whoever asks it must not be offered it again, be it a rank or another keeper."""
+    """Neither a rank nor another keeper may be offered it again."""
     bad = (PartRef(node="aa", arena="w0.0", held=held(7, 0)).source, stored_source(7, 1))
 
     async def act(_: Snapshots, handles: Handles) -> Any:
@@ -238,7 +238,7 @@ def test_parts_are_told_only_of_the_version_that_is_resumed() -> None:
 
 
 def test_an_order_names_the_neighbour_and_no_keeper_that_is_not_met() -> None:
-    """One that is only starting has no address yet; it is told of when it has."""
+    """One that is only starting has no address yet; it is announced when it has."""
 
     async def act(_: Snapshots, handles: Handles) -> Any:
         orders = Orders(handles.nodes, 0)
@@ -276,7 +276,7 @@ def test_an_order_names_a_few_other_machines_of_the_attempt() -> None:
 
 
 def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
-    """A group that waits for one that is not there would protect nobody."""
+    """A group that waits for a missing one would protect no rank."""
 
     async def act(_: Snapshots, handles: Handles) -> Any:
         orders = Orders(handles.nodes, 0)
@@ -296,7 +296,7 @@ def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
 
 
 def test_racks_that_nodes_share_are_told_as_trouble() -> None:
-    """Two machines behind one switch are one loss, and nobody would find that out in time."""
+    """Two machines behind one switch are one loss, which would be noticed too late."""
 
     async def act(made: Snapshots, _: Handles) -> Any:
         return [made.problems(RedundancyPlan(shared_racks=racks)) for racks in ((), ("r",))]

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a run, from its status document and the numbers of its journal."""
+"""Prometheus's series of a run, from its status document and the numbers of its journal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STATUS: dict[str, Any] = {
             "device_bytes": 30.0,
             "device_bytes_max": 80.0,
         },
-        # Of one that only starts nothing was heard yet.
+        # One that only starts has not reported yet.
         {
             "rank": 1,
             "node": "e" * 56,
@@ -222,7 +222,7 @@ _SUSPECTED_LINK = {"kind": "slow_link", "rank": "1 to 2", "worker": "", "node": 
 def test_a_value_is_told_with_its_labels(
     name: str, labels: dict[str, str], expected: float | None
 ) -> None:
-    """What is not known yet has no series: a zero would be drawn."""
+    """An unknown value has no series: a zero would be drawn."""
     of_run = {"run": "small", "run_id": "small-1"}
     found = _registry().get_sample_value(f"everstep_{name}", {**of_run, **labels})
 

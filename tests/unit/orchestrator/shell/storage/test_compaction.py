@@ -209,7 +209,7 @@ def test_a_compacted_journal_that_cannot_be_written_costs_nothing(
 
 
 def test_it_is_written_when_the_journal_has_grown_and_nothing_is_going_on(tmp_path: Path) -> None:
-    """Each one costs milliseconds, in which nobody would see to a fault."""
+    """Each one costs milliseconds, in which faults would wait."""
     run = Journaled(config_at(tmp_path))
     run.is_compacting = False
     run.grow(30)

@@ -111,7 +111,7 @@ def test_a_resumed_run_numbers_its_attempts_behind_those_of_a_script_alone(tmp_p
 
 
 def test_a_bug_report_is_the_journal_and_the_settings_of_each_resume(tmp_path: Path) -> None:
-    """As CONTRIBUTING says: the rest of a run directory may be large, or nobody else's business."""
+    """As CONTRIBUTING says: the rest of a run directory may be large or private."""
     run = Journaled(config_at(tmp_path / "run"))
     run.grow(60)
     Journaled(config_at(tmp_path / "run", "workers.max=3"), claim=2).grow(120)
@@ -125,7 +125,7 @@ def test_a_bug_report_is_the_journal_and_the_settings_of_each_resume(tmp_path: P
 
 
 def test_a_claim_that_was_superseded_begins_no_incarnation(tmp_path: Path) -> None:
-    """Ray restarts the controller of a cluster that nobody could reach: the run is elsewhere."""
+    """Ray restarts the controller of an unreachable cluster: the run is elsewhere."""
     older = Journaled(config_at(tmp_path))
     older.grow(60)
     newer = Journaled(config_at(tmp_path), claim=2)
@@ -165,7 +165,7 @@ def test_what_a_superseded_controller_journals_counts_for_nobody(
 
 
 def test_a_resume_goes_back_to_the_newest_finite_version_if_it_is_told_to(tmp_path: Path) -> None:
-    """Newer ones do not count any more: as if an attempt had resumed there."""
+    """Newer ones no longer count, as if an attempt had resumed there."""
     run = Journaled(config_at(tmp_path))
     run.grow(60)
     store, root = LocalStore(), f"{run.path}/checkpoints"

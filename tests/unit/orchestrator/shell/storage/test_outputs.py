@@ -1,4 +1,4 @@
-"""What a run that is over leaves beside its journal."""
+"""The files that a finished run leaves beside its journal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ucp_core.storage import open_store
 def test_the_summary_tells_what_tokens_cost_where_a_price_is_known(
     usd: float, per_million: float | None, tmp_path: Path
 ) -> None:
-    """Status and dashboards told it while the run lived, and nobody when it was over."""
+    """Status and dashboards showed it while the run lived, but nothing did when it was over."""
     store, path = open_store(str(tmp_path))
     outputs = RunOutputs(
         store,

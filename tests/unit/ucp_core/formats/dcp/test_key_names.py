@@ -53,7 +53,7 @@ def test_a_second_copy_of_the_weights_is_not_the_model() -> None:
 
 
 def test_two_models_in_one_are_the_model() -> None:
-    """Whose optimizer has no usual form; the larger one alone would lose its place."""
+    """Its optimizer has no usual form; the larger one alone would lose its place."""
     parts = [("model", "maker", "w"), ("model", "judge", "w"), ("model", "judge", "b")]
     paths = {".".join(path): path for path in parts}
 
@@ -75,7 +75,7 @@ def test_without_an_optimizer_the_model_is_where_it_usually_is() -> None:
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_items_of_one_size_are_told_apart_by_their_pickles(*, checksums: bool) -> None:
-    """What is alike is parsed once; shapes and dtypes of the same size are not alike."""
+    """Equal items are parsed once; shapes and dtypes of the same size are not equal."""
     store = MemoryStore()
     save = Save()
     tensors = {

@@ -193,7 +193,7 @@ def test_steps_of_the_run_count_before_those_of_the_optimizer() -> None:
 
 
 def test_everything_else_is_kept_and_has_a_policy(tmp_path: Path) -> None:
-    """What nobody classified is what a resumed run misses first."""
+    """A resumed run first misses an unclassified value."""
     model, made = _trained(torch.optim.AdamW)
     weights, states = get_state_dict(model, made)
     checkpoint = _saved(

@@ -206,7 +206,7 @@ def test_more_model_files_of_the_same_save_than_ranks_are_refused(tmp_path: Path
     folder = native(MODEL, dp=1)
     folder.trees["mp_rank_01_model_states.pt"] = folder.trees[MODEL_FILE]
 
-    assert "files for more" in _error(folder, tmp_path)
+    assert "files of more ranks" in _error(folder, tmp_path)
 
 
 def test_tensor_parallel_tensors_without_a_word_are_refused(tmp_path: Path) -> None:

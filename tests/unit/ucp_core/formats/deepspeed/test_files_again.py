@@ -15,7 +15,7 @@ from ucp_core.language import Cut, Replicated, Rules
 from ucp_core.language.rules import Rule
 from ucp_core.storage import LocalStore, MemoryStore
 
-#: What no reader of the files needs, or is tested by itself.
+#: Keys that no reader of the files needs, or that have their own tests.
 LEFT_OUT = {"param_alignment_paddings", "universal_checkpoint_info", "tensor_parallel"}
 AUTO_TP = Rules(
     (

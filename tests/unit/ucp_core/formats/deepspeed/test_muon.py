@@ -44,7 +44,7 @@ def _muon(model: list[Param], dp: int, *, is_offloaded: bool = False) -> Folder:
 def test_momentum_of_whole_parameters_is_read(
     tmp_path: Path, dp: int, *, is_offloaded: bool
 ) -> None:
-    """Of parameters that the border of two ranks cuts, both have all of it."""
+    """Both ranks have all momentum of parameters that their border cuts."""
     folder = _muon(MODEL, dp, is_offloaded=is_offloaded)
 
     assert_equal(loaded(read(folder.write(tmp_path))), folder.expected)
@@ -59,7 +59,7 @@ def test_momentum_that_fits_in_two_ways_is_not_guessed(tmp_path: Path) -> None:
 
 
 def test_momentum_of_another_size_is_refused(tmp_path: Path) -> None:
-    """It is of parameters that nobody knows."""
+    """It belongs to unknown parameters."""
     folder = _muon(MODEL, dp=2)
     folder.optim(1)["base_optimizer_state"]["state"][0]["momentum_buffer"] = tensor(
         np.zeros(9, np.float32)

@@ -161,7 +161,7 @@ def test_names_that_are_not_the_models_tell_nothing(
     for group, names in zip(_hyper(tree), GROUPS, strict=True):
         group["param_names"] = change(names)
 
-    with pytest.raises(PatternError, match="cannot be told"):
+    with pytest.raises(PatternError, match="cannot be found"):
         read(_write(tmp_path, tree))
 
 

@@ -111,7 +111,7 @@ def test_roles_groups_and_small_values_are_kept(tmp_path: Path) -> None:
 
 
 def test_every_key_of_the_files_has_a_policy(tmp_path: Path) -> None:
-    """What nobody classified would be lost without a word."""
+    """An unclassified value would be silently lost."""
     folder = native(MODEL, dp=2, more={"surprise": {"x": 1}, "huge": tensor(np.zeros(1 << 16))})
     folder.optim()["clip_grad"] = 1.0
 

@@ -111,7 +111,7 @@ def test_leftover_fragments_of_an_interrupted_conversion_are_not_taken_in(tmp_pa
 
 
 def test_a_conversion_that_did_not_end_is_refused(tmp_path: Path) -> None:
-    """What it wrote first is whole by itself, so only what it writes last tells."""
+    """The first files are whole by themselves, so only the last ones show an interruption."""
     folder = universal(beside=False)
     del folder.trees["zero/optimizer_state.pt"]
     folder.trees = {k: v for k, v in folder.trees.items() if "up.weight" not in k}
@@ -122,7 +122,7 @@ def test_a_conversion_that_did_not_end_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "step.pt"])
 def test_a_missing_file_of_a_parameter_is_named(tmp_path: Path, file: str) -> None:
-    """Without its moments it would begin anew among parameters that do not."""
+    """Without its moments it would restart among parameters that do not."""
     folder = universal()
     del folder.trees[f"zero/up.weight/{file}"]
 

@@ -136,7 +136,7 @@ def test_a_shape_in_two_groups_or_frozen_is_not_guessed(
     groups = [[model[1], model[2]], *([[model[0]]] if role == "trained" else [])]
     folder = _with_masters(groups, model, flat=flat)
 
-    with pytest.raises(PatternError, match=r"cannot be told: .*named_parameters\(\)"):
+    with pytest.raises(PatternError, match=r"cannot be found: .*named_parameters\(\)"):
         read(folder.write(tmp_path))
 
 
@@ -284,7 +284,7 @@ def test_experts_without_named_groups_are_counted(tmp_path: Path) -> None:
     folder = _experts("")
     del folder.trees["expp_rank_1_mp_rank_00_optim_states.pt"]
 
-    with pytest.raises(PatternError, match="cannot be told"):
+    with pytest.raises(PatternError, match="cannot be found"):
         read(folder.write(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""What is written for DeepSpeed, read by torch and by the rules of its format.
+"""Checkpoints written for DeepSpeed, read by torch and by the rules of its format.
 
 That DeepSpeed itself goes on training from it: ``tests/interop``.
 """
@@ -208,7 +208,7 @@ def test_the_model_gets_its_dtype_and_the_masters_stay_exact(
 
 
 def test_small_values_come_where_deepspeed_looks_for_them(tmp_path: Path) -> None:
-    """What is not found there is handed to the user as client state."""
+    """A key not listed there is handed to the user as client state."""
     state = adam_state({"a": (3,)})
     state.extra = {
         "lr_scheduler": {"last_epoch": 3},
@@ -383,7 +383,7 @@ def _other_step(state: TrainingState) -> None:
         (_two_groups, "b is in the groups 0 and 1"),
         (_unknown, "names c, which the checkpoint does not have"),
         (_other_shape, "DeepSpeed flattens a slot like its parameter"),
-        (_other_step, "DeepSpeed keeps one for the whole group"),
+        (_other_step, "DeepSpeed keeps one number for the whole group"),
     ],
 )
 def test_a_state_that_deepspeed_cannot_hold_is_refused(
@@ -422,7 +422,7 @@ def test_a_target_that_cannot_be_is_refused(
 
 
 def test_a_destination_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
-    """What is there may be the only copy of something."""
+    """The existing files may be the only copy of something."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("kept")
 

@@ -131,7 +131,7 @@ def test_momentum_of_muon_is_written_only_where_it_is_cut_like_the_masters(stage
     state.slots = {"momentum_buffer": state.slots["exp_avg"]}
     state.groups[0]["use_muon"] = True
 
-    with pytest.raises(UcpError, match="Muon's momentum of whole parameters"):
+    with pytest.raises(UcpError, match="Muon's momentum as whole parameters"):
         _files(state, stage=stage)
     assert _files(state, stage=3)
 

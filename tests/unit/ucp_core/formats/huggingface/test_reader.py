@@ -122,7 +122,7 @@ def test_small_documents_are_kept_and_every_other_file_has_a_policy() -> None:
         "trainer_state.json": "drop",
         "log.json": "drop",
     }
-    assert "training state is not read" in opened.manifest.items["optimizer.pt"].note
+    assert "training state in it is not read" in opened.manifest.items["optimizer.pt"].note
     assert "NaN" in opened.manifest.items["trainer_state.json"].note
     assert opened.manifest.source == {"format": "huggingface", "version": "5.0"}
     assert opened.manifest.ties == {"lm_head.weight": "model.embed_tokens.weight"}
@@ -176,7 +176,7 @@ def test_a_missing_shard_is_named(indexed: bool) -> None:  # noqa: FBT001 - a ca
     ],
 )
 def test_a_folder_that_is_not_one_model_is_refused(files: dict[str, str], message: str) -> None:
-    """Merging what does not belong together gives a model that nobody trained."""
+    """Merging unrelated files gives a model that was never trained."""
     store = _folder({f"{k}.safetensors": _file({n: TENSOR}, bytes(8)) for k, n in files.items()})
 
     with pytest.raises((CheckpointCorruptError, CheckpointNotFoundError), match=message):
@@ -195,7 +195,9 @@ def test_a_folder_that_is_not_one_model_is_refused(files: dict[str, str], messag
         pytest.param(b'{"weight_map": {"x": ".."}}', "'x'.*not the name", id="parent"),
         pytest.param(b'{"weight_map": {"x": 3}}', "'x'.*not the name", id="number"),
         pytest.param(
-            b'{"weight_map": {"y": "model.safetensors"}}', "'y' is not in it", id="another save"
+            b'{"weight_map": {"y": "model.safetensors"}}',
+            "says that it holds tensor 'y', but it does not",
+            id="another save",
         ),
     ],
 )
@@ -240,8 +242,8 @@ def _with(**changes: Any) -> dict[str, Any]:
         pytest.param(
             {"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "'x'.*gap", id="gap"
         ),
-        pytest.param({}, "has 8 bytes of data, its tensors are 0", id="left over"),
-        pytest.param({"__metadata__": {"a": 1}}, "not an object of texts", id="metadata"),
+        pytest.param({}, "has 8 bytes of data, but its tensors have 0", id="left over"),
+        pytest.param({"__metadata__": {"a": 1}}, "not an object of strings", id="metadata"),
         pytest.param(b'{"x": {}, "x": {}}', "'x' is there twice", id="duplicate"),
         pytest.param(b'{"x\\ud800": {}}', "name that is not text", id="half a character"),
         pytest.param(b'{"x": ' + b"9" * 5000 + b"}", "not JSON", id="gigantic number"),

@@ -104,7 +104,7 @@ def test_what_is_no_state_dict_is_refused(tree: Any) -> None:
     """A rank's file of a checkpoint would be read as nothing, or as the model of one rank."""
     store = _store(**{"mp_rank_00_model_states.pt": tree})
 
-    with pytest.raises(CheckpointCorruptError, match="give the folder"):
+    with pytest.raises(CheckpointCorruptError, match="give the checkpoint's folder"):
         open_source(store, "m/mp_rank_00_model_states.pt")
 
 

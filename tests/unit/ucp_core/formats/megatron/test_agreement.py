@@ -57,7 +57,7 @@ def test_buffers_that_no_rank_has_any_more_are_asked_for(tmp_path: Path) -> None
     for name in [name for name in made.trees if name.endswith("distrib_optim.pt")]:
         del made.trees[name]
 
-    with pytest.raises(CheckpointCorruptError, match=r"\(distrib_optim\.pt\), which no folder"):
+    with pytest.raises(CheckpointCorruptError, match=r"\(distrib_optim\.pt\), but no rank"):
         read(made.write(tmp_path))
 
 

@@ -126,8 +126,8 @@ def _without(name: str) -> Callable[[Megatron], None]:
         pytest.param(_without("hidden_size"), "hidden_size None", id="no-width"),
         pytest.param(_without("moe_ffn_hidden_size"), "hidden_size None", id="no-inner-width"),
         pytest.param(_with(moe_grouped_gemm=False), "moe_grouped_gemm False", id="no-grouping"),
-        pytest.param(_with(num_experts=2), "of all 2 experts", id="too-few"),
-        pytest.param(_with(num_experts=8), "of all 8 experts", id="too-many"),
+        pytest.param(_with(num_experts=2), "with all 2 experts", id="too-few"),
+        pytest.param(_with(num_experts=8), "with all 8 experts", id="too-many"),
         pytest.param(_with(hidden_size=12), "hidden_size 12", id="width"),
         pytest.param(_with(moe_ffn_hidden_size=5), "moe_ffn_hidden_size 5", id="inner-width"),
         pytest.param(_with(swiglu=False), "not gated", id="gate"),
@@ -207,7 +207,7 @@ def test_a_rank_with_masters_of_other_experts_only_is_refused(tmp_path: Path) ->
 
 
 def test_a_slot_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """Of a factored moment nothing tells which expert has which part."""
+    """Nothing shows which expert has which part of a factored moment."""
     made = _made(ep=2)
     tree = made.trees["mp_rank_00_001/model_optim_rng.pt"]["optimizer"][1]
     for state in tree["optimizer"]["state"].values():

@@ -24,7 +24,7 @@ from ucp_core.storage import LocalStore
 def test_every_layout_is_whole_again(
     tmp_path: Path, tp: int, pp: int, *, distributed: bool
 ) -> None:
-    """Layers are numbered anew in each stage, and no file says where flat masters begin."""
+    """Each stage numbers its layers from 0, and no file says where flat masters begin."""
     made = Megatron(tp=tp, pp=pp, distributed=distributed)
 
     checkpoint = read(made.write(tmp_path))
@@ -227,7 +227,7 @@ def test_a_stage_without_experts_has_one_optimizer(
 
 @pytest.mark.parametrize("place", ["000_000", "001_000", "001_001"])
 def test_its_buffers_are_missed_where_they_should_be(tmp_path: Path, place: str) -> None:
-    """Of the first of the ranks that repeat it, and of all that have experts."""
+    """From the first of the ranks that repeat it, and from all that have experts."""
     made = Megatron(pp=2, ep=2, dense=1, distributed=True)
     del made.trees[f"mp_rank_00_{place}/distrib_optim.pt"]
 

@@ -85,7 +85,7 @@ def test_a_module_s_own_state_that_is_too_large_to_keep_is_left_out_by_name() ->
 
 
 def test_newer_megatron_keeps_the_common_state_among_the_items() -> None:
-    """Version 0.19 has no ``common.pt`` any more."""
+    """Version 0.19 no longer has ``common.pt``."""
     values = state()
     checkpoint = _opened(values, common_file=False)
     assert unequal(checkpoint, expected(values, local=True)) == []
@@ -300,7 +300,7 @@ def test_ranges_of_flattened_parameters_are_refused() -> None:
 
 
 def test_state_that_one_rank_gathered_is_refused() -> None:
-    """It is a pickle of buffers: weights alone would look whole, and training begin anew."""
+    """It is a pickle of buffers: weights alone would look whole, and lose the moments."""
     key = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
     with pytest.raises(UnsupportedVersionError, match="fully-reshardable"):
         _opened(state(), objects={key: [{"buckets_coalesced": True}]})
@@ -318,7 +318,7 @@ def test_the_latest_iteration_is_found_and_others_by_name() -> None:
     assert unequal(older, expected(state(0), local=True)) == []
     store.write_atomic("c/latest_checkpointed_iteration.txt", b"../../etc", fsync=False)
     assert not recognise(store, "c")
-    with pytest.raises(CheckpointCorruptError, match="no iteration"):
+    with pytest.raises(CheckpointCorruptError, match="not an iteration"):
         megatron_core.read(store, "c")
 
 

@@ -186,7 +186,7 @@ def test_parts_of_hugging_face_are_one_parameter(
     ("leave_out", "query_groups", "told"),
     [
         ("model.layers.0.mlp.up_proj.weight", 2, "linear_fc1.weight has no up beside"),
-        ("", None, "how many heads model.layers.0.self_attn.k_proj.weight has: give query_groups"),
+        ("", None, "number of heads of model.layers.0.self_attn.k_proj.weight: give query_groups"),
         ("", 3, "query_groups=3 does not divide the 4 rows of model.layers.0.self_attn.k_proj"),
     ],
 )
@@ -247,8 +247,14 @@ def test_experts_of_several_ranks_have_an_optimizer_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("shapes", "steps", "changed", "options", "told"),
     [
-        ({"head.weight": (4,)}, {}, {}, {}, "head.weight is no name of Megatron-core"),
-        (SHAPES, {"decoder.2.weight": 3.0}, {}, {}, "decoder.2.weight 3.0: Megatron counts one"),
+        ({"head.weight": (4,)}, {}, {}, {}, "head.weight is not a name of Megatron-core"),
+        (
+            SHAPES,
+            {"decoder.2.weight": 3.0},
+            {},
+            {},
+            "decoder.2.weight 3.0, but Megatron counts one",
+        ),
         (SHAPES, {}, {"lr": 0.1}, {}, "differ in lr of the optimizer: Megatron has one group"),
         (SHAPES, {}, {}, {"ep": 2}, "ep=2: the source has no experts"),
         (SHAPES, {}, {}, {"ep": 0}, "ep=0: "),

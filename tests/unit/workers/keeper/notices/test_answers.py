@@ -1,4 +1,4 @@
-"""What providers say, as their documents have it."""
+"""Answers of providers, as their documents show them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_event_of_another_machine_of_the_group_is_none() -> None:
 
 
 def test_the_first_of_several_events_counts_and_one_that_has_begun_is_over() -> None:
-    """It names no time any more; one of each look would be news at each look."""
+    """It no longer names a time; a time from each look would be news at each look."""
     begun = {**AZURE, "EventId": "F1", "EventType": "Reboot", "NotBefore": ""}
     assert _azure(AZURE, begun) == Notice(what="azure: Reboot, event F1", deadline_s=0.0)
 
@@ -103,7 +103,7 @@ def test_an_empty_file_is_no_notice_yet() -> None:
 )  # fmt: skip
 def test_a_text_of_ones_own_that_names_no_moment_is_refused_by_name(text: str) -> None:
     """A day alone was read as its midnight, and the node was left at once."""
-    with pytest.raises(ValueError, match="neither with seconds nor like 2026-") as refused:
+    with pytest.raises(ValueError, match="seconds or with a time like 2026-") as refused:
         answers.own(text, told_s=0.0)
     assert repr(text[:40]) in str(refused.value)
 

@@ -109,7 +109,7 @@ def test_azure_is_asked_for_this_machine(server: Metadata) -> None:
 
 
 def test_a_file_and_a_command_of_ones_own_are_heeded(tmp_path: Path) -> None:
-    """Of several notices the one that ends first counts."""
+    """The one of several notices that ends first counts."""
     file, printed = tmp_path / "notice", tmp_path / "printed"
     printed.write_text("")
     show = f"import sys; sys.stdout.write(open({str(printed)!r}).read())"
@@ -135,7 +135,7 @@ def test_a_file_and_a_command_of_ones_own_are_heeded(tmp_path: Path) -> None:
     ids=["nested", "year", "long"],
 )
 def test_no_answer_ends_the_watch(server: Metadata, answer: str) -> None:
-    """Its thread was gone, nobody was told, and the next notice was not heard."""
+    """Its thread was gone without a report, and the next notice was not heard."""
     server.say(AWS_ACTION, answer)
     with _watching(cloud="aws", endpoint=server.endpoint) as watch:
         _wait(lambda: bool(watch.problems()))
@@ -156,7 +156,7 @@ def test_a_server_that_drips_is_given_up(begin: bytes, monkeypatch: pytest.Monke
     """Each byte is in time; a hundred of them are not."""
     monkeypatch.setattr(providers, "_ANSWER_S", 0.3)
     (source,) = sources_of(cloud="azure", endpoint=_dripping(begin))
-    with pytest.raises(TimeoutError, match=r"no whole answer to .* in 0\.3 s"):
+    with pytest.raises(TimeoutError, match=r"no complete answer to .* in 0\.3 s"):
         source.look()
 
 

@@ -1,4 +1,4 @@
-"""What a keeper lists for those who copy from it, and what its ranks are told of them."""
+"""A keeper's listing for nodes that copy from it, and its ranks' view of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_a_listing_waits_for_news(table: ArenaTable, arena: Arena, client: WireClient) -> None:
-    """Whoever asks again and again instead is late, or takes the node's processors."""
+    """A peer that polls instead is late, or takes the node's processors."""
     before = client.list_arenas(after=-1, timeout_s=0.0)
     begun_s = time.monotonic()
     assert client.list_arenas(after=before.news, timeout_s=0.4).news == before.news
@@ -147,7 +147,7 @@ def test_ranks_wait_only_for_whoever_is_there(
 def test_ranks_do_not_wait_for_whoever_has_no_memory_for_them(
     arena: Arena, client: WireClient
 ) -> None:
-    """It would never come to have their versions: they would take no snapshot any more."""
+    """It would never have their versions: they would stop taking snapshots."""
     client.list_arenas(after=-1, timeout_s=0.0)
     assert arena.is_followed()
     client.list_arenas(after=-1, timeout_s=0.0, without=["w0001"])
@@ -155,7 +155,7 @@ def test_ranks_do_not_wait_for_whoever_has_no_memory_for_them(
 
 
 def test_what_was_copied_is_noted_and_never_taken_back(arena: Arena, client: WireClient) -> None:
-    """Of two that copy, the slower one still speaks of the version before."""
+    """The slower one of two copying nodes still reports the version before."""
     (old,) = arena.versions()
     client.list_arenas(after=-1, timeout_s=0.0)
     assert arena.copy_behind()
@@ -228,7 +228,7 @@ def test_nothing_is_waited_for_once_it_is_broken_off(arena: Arena, client: WireC
     failing = partial(client.list_arenas, after=news, timeout_s=LONG_S)
     with pytest.raises(StorageError, match=r"the keeper at 127\.0\.0\.1:\d+ does not answer"):
         failing()
-    with pytest.raises(StorageError, match="nothing is asked for any more"):
+    with pytest.raises(StorageError, match="reading was stopped"):
         failing()
     assert eventually(lambda: not arena.is_followed(), within_s=LONG_S / 2)
     assert time.monotonic() - begun_s < LONG_S

@@ -1,4 +1,4 @@
-"""Copies of another node's snapshots: the newest, whole, and in nobody's way."""
+"""Copies of another node's snapshots: the newest, whole, and without delaying training."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _wait_for_copy(ours: ArenaTable, step: int) -> None:
 def test_a_copy_is_the_original_but_for_its_place(
     theirs: ArenaTable, ours: ArenaTable, server: WireServer, mirrors: Mirrors
 ) -> None:
-    """Whoever loads from it must find the rank's own record behind the rank's own bytes."""
+    """A loader must find the rank's own record behind the rank's own bytes."""
     for step in (4, 5):
         original = _write(theirs, step)
     mirrors.follow([_peer(server)])
@@ -291,7 +291,7 @@ def test_a_broken_connection_is_made_again(
     server: WireServer,
     mirrors: Mirrors,
 ) -> None:
-    """Networks do that; nobody need be told."""
+    """Networks do that; it needs no report."""
     mirrors.follow([_peer(server)])
     for step in range(1, 6):
         _write(theirs, step)
@@ -350,7 +350,7 @@ def test_nothing_half_is_ever_a_copy(
     mirrors: Mirrors,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A writer that waits for nobody overtakes the copying; its buffers change under the reads."""
+    """A writer that does not wait overtakes the copying; its buffers change under the reads."""
     monkeypatch.setattr(wire, "CHUNK_BYTES", 1 << 14)
     slow = WireServer(theirs, host="127.0.0.1", secret=SECRET, bytes_per_s=20 * SIZE)
     mirrors.follow([_peer(slow)])
@@ -471,7 +471,7 @@ def test_copying_takes_what_trainers_leave(
     theirs: ArenaTable, ours: ArenaTable, server: WireServer
 ) -> None:
     """The keeper itself is above them, and no thread of it but those that copy may be below."""
-    # What tests before this one had may end meanwhile.
+    # Threads of earlier tests may end meanwhile.
     before, usual = set(threading.enumerate()), os.getpriority(os.PRIO_PROCESS, 0)
     mirrors = Mirrors(ours, usual + 2)
     mirrors.follow([_peer(server)])

@@ -193,7 +193,7 @@ def test_a_group_of_the_next_attempt_keeps_what_the_last_one_made(nodes: list[_N
         assert eventually(lambda: _all_have_parities(nodes, 1))
     _write(nodes, 2)
     with _protecting(nodes, 1, attempt=2):
-        assert eventually(lambda: _is_protected(nodes)), "what comes too late is waited for"
+        assert eventually(lambda: _is_protected(nodes)), "the ranks wait for late parities"
         _check_survives(nodes, {1}, 1)
         _write(nodes, 3, attempt=2)
         assert eventually(lambda: _all_have_parities(nodes, 3))
@@ -236,7 +236,7 @@ def test_parts_that_outgrow_their_parities_are_protected_all_the_same(nodes: lis
 
 
 def test_a_broken_connection_is_made_anew(nodes: list[_Node]) -> None:
-    """Networks do that; nobody need be told."""
+    """Networks do that; it needs no report."""
     with _protecting(nodes, 2):
         for step in range(1, 5):
             _write(nodes, step)

@@ -99,14 +99,14 @@ def test_bursts_of_training_are_hardly_disturbed(seed: int, period_s: float, sha
     network.run(120.0)
 
     mean = sum(network.training_rates) / len(network.training_rates)
-    assert share * (FULL / mean - 1) < 0.05  # Of the step.
+    assert share * (FULL / mean - 1) < 0.05  # Share of the step.
     assert sum(network.rates) / len(network.rates) > 0.95 * FULL
 
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("slowed", [0, 1])
 def test_a_path_that_becomes_slow_is_used_as_it_is(seed: int, slowed: int) -> None:
-    """It is looked at without a stream: it is idle, so nobody else fills it."""
+    """It is looked at without a stream: it is idle, so no other traffic fills it."""
     network = Network(2, lambda _: False, seed=seed)
     network.run(20.0)
     network.speeds[slowed] = FULL / 10

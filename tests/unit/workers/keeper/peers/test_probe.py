@@ -21,7 +21,7 @@ def test_a_peer_that_takes_or_refuses_connections_is_reached() -> None:
 
 
 def test_a_peer_that_is_too_busy_to_answer_is_reached() -> None:
-    """Nobody accepts here: the kernel does, and a stopped keeper is no lost link."""
+    """No process accepts here: the kernel does, and a stopped keeper is no lost link."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as server:
         peers = {f"n{number}": server.getsockname()[:2] for number in range(500)}
 
@@ -29,7 +29,7 @@ def test_a_peer_that_is_too_busy_to_answer_is_reached() -> None:
 
 
 def test_a_peer_that_drops_packets_is_not_reached_and_the_others_are() -> None:
-    """That is how a lost link looks. The kernel drops them too where nobody accepts any more."""
+    """That is how a lost link looks. The kernel also drops them if no process accepts."""
     with (
         socket.create_server(("127.0.0.1", 0), backlog=0) as full,
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -55,7 +55,7 @@ def test_a_peer_that_takes_a_part_of_what_is_sent_is_not_reached() -> None:
 
 
 def test_a_keeper_is_reached_though_it_hangs_up(server: WireServer) -> None:
-    """What is sent to it proves no secret."""
+    """The bytes sent to it prove no secret."""
     began_s = time.monotonic()
 
     assert unreached({"n1": server.address}) == []
@@ -79,8 +79,8 @@ def test_a_link_that_swallows_large_packets_alone_is_lost() -> None:
 #: and asks again. Some kernels lack the action "drop".
 _SWALLOW = """
 ip link set lo mtu 1500 up
-ip link add void up type veth peer name nobody
-ip link set nobody up
+ip link add void up type veth peer name nowhere
+ip link set nowhere up
 "$@"
 tc qdisc add dev lo clsact
 for bit in 0x8000 0x4000 0x2000 0x1000 0x0800 0x0400; do

@@ -163,7 +163,7 @@ def test_what_is_asked_for_ahead_is_sent_without_being_asked_again(held_back: _H
 def test_who_asks_for_one_thing_and_reads_another_gets_what_he_reads(
     server: WireServer, arena: Arena, calls: list[tuple[bool, list[tuple[int, int]]]]
 ) -> None:
-    """A load that ends early leaves on the connection what nobody wants any more."""
+    """A load that ends early leaves unwanted bytes on the connection."""
     (held,) = arena.versions()
     client = WireClient(server.address, secret=SECRET)
     for is_ahead, ranges in calls:

@@ -86,7 +86,7 @@ def test_what_is_overwritten_meanwhile_is_refused(streams: Streams, arena: Arena
 
 
 def test_a_read_is_interrupted_at_once(streams: Streams, client: WireClient, arena: Arena) -> None:
-    """A keeper that is told of another peer does not wait for the old one."""
+    """A keeper that gets another peer does not wait for the old one."""
     (held,) = arena.versions()
     failed = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What a rank does between two steps, beside a device that works collectives off later."""
+"""A rank's work between two steps, beside a device that runs collectives later."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_what_is_due_for_storage_stays_due_until_it_can_be_done() -> None:
 
 
 def test_a_rank_that_is_behind_makes_all_skip() -> None:
-    """One that skipped alone would leave the others with a version that nobody can load."""
+    """One that skipped alone would leave the others with a version that cannot be loaded."""
     assert cadence().due(1, Signals(behind=True)) == Due(skipped=True)
     assert cadence().due(1, Signals()) == Due(snapshot=True)
 
@@ -129,7 +129,7 @@ def test_the_last_step_does_not_wait_for_memory() -> None:
 def test_whatever_peers_say_only_so_many_snapshots_in_a_row_are_skipped(
     runs: list[tuple[bool, int]], snapshot_every: int
 ) -> None:
-    """A peer that hangs on would leave the run with a state from long ago, and nobody told."""
+    """A peer that hangs on would silently leave the run with a state from long ago."""
     plan = cadence(snapshot_every=snapshot_every, storage_every=7, last_step=10**9)
     behind = [is_behind for is_behind, number in runs for _ in range(number)]
     skipped = 0

@@ -1,4 +1,4 @@
-"""What a script does by itself, and a step would drop or take for something else."""
+"""Changes that a script makes by itself, and a step would drop or mistake."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from workers.train.executor.recheck import odd_ones
         # It erred once: the second time it has the result of the others.
         ([[7, 7], [7, 7], [8, 7]], (2,)),
         ([[8, 7], [7, 7]], (0,)),
-        # Of two each has its own, or four are two pairs.
+        # Each of two has its own, or four are two pairs.
         ([[7, 7], [8, 8]], (0, 1)),
         ([[7, 7], [8, 9]], (0, 1)),
         ([[7, 7], [7, 7], [8, 8], [8, 8]], (0, 1, 2, 3)),

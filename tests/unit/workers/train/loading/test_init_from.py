@@ -344,7 +344,7 @@ def test_moments_without_their_step_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_buffer_has_the_value_of_the_checkpoint(tmp_path: Path) -> None:
-    """Also after a resume, when nobody looks there any more."""
+    """Also after a resume, when it is no longer checked."""
     path = huggingface(
         tmp_path / "hub",
         first__weight=SHARED,

@@ -35,7 +35,7 @@ ASSIGNMENT = Assignment(
         # The next attempt may find it, or reach it.
         (CheckpointNotFoundError("no manifest"), (), (RESUMED,)),
         (StorageError("the password has expired"), (), (RESUMED,)),
-        # Whose share it was says what it is.
+        # The share's owner says what it is.
         (CheckpointCorruptError("rank 1 could not read its share", peer=1), (), ()),
     ],
     ids=lambda value: str(value) if isinstance(value, UcpError) else "",
