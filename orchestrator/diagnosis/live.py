@@ -70,8 +70,6 @@ _SILENT_S: Final = 1.0
 _STOPPED: Final = frozenset("Tt")
 _RUNS: Final = frozenset("RD")
 
-SLOW: Final = frozenset({FaultKind.SLOW_COMPUTE, FaultKind.SLOW_DATA})
-
 
 @dataclass(slots=True)
 class _Step:

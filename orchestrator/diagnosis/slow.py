@@ -49,7 +49,7 @@ POWER_MAX: Final = 2.0
 _ACROSS_MIN: Final = 1e-12
 _COMPUTE: Final = ("forward", "backward")
 
-ALONE: Final = " It is alone on its stage, whose work may have grown."
+ALONE: Final = " It has no peer: its work may have grown, or its machine may be busy."
 
 K = TypeVar("K", bound=Hashable)
 #: Cost of each key in each step.
@@ -278,9 +278,12 @@ def _windows(
 
 
 def is_whole_stage(rank: int, roles: Mapping[int, Hashable]) -> bool:
-    """Return whether a rank is alone on its stage, whose work may have grown."""
+    """Return whether a rank is alone on its stage, or in the run.
+
+    Then nothing tells a slow machine from more work or from other programs on a healthy one.
+    """
     stage = stage_of(roles[rank])
-    return sum(stage_of(one) == stage for one in roles.values()) == 1 < len(roles)
+    return sum(stage_of(one) == stage for one in roles.values()) == 1
 
 
 def slow_ranks(rows: Mapping[int, list[Operation]]) -> list[Verdict]:

@@ -67,7 +67,8 @@ class Suspicion(Verdict):
     #: Whether it was about equally slow in each of the last steps, unlike a pause, a recompile or
     #: another program on its machine.
     is_steady: bool = False
-    #: Whether its work may have grown instead of its machine being slow; it is not convicted then.
+    #: Whether its work may have grown, or its machine may be busy, instead of the machine being
+    #: slow; it is not convicted then.
     may_be_work: bool = False
 
 

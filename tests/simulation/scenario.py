@@ -14,6 +14,8 @@ from typing import Any, get_args
 
 from orchestrator.core import Action, RunRules, RunState, step
 from orchestrator.core import events as ev
+from orchestrator.diagnosis import Guilty, Suspicion
+from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import CapacityRules, LayoutRules, RedundancyPlan, RedundancyRules
 from tests.simulation.checkers import check
 
@@ -107,5 +109,13 @@ def _event(line: str) -> ev.Event:
     kind, values = _arguments(call)
     if "how" in values:
         values["how"] = ev.Leaving(values["how"])
+    if "suspects" in values:
+        values["suspects"] = tuple(
+            Suspicion(
+                kind=FaultKind.SLOW_COMPUTE, guilty=Guilty.of([rank]), confidence=0.9, since_s=since_s,
+                worker=worker, times=times, evidence=f"rank {rank} is slow.",
+            )
+            for rank, worker, times, since_s in values["suspects"]
+        )  # fmt: skip
     event: ev.Event = _EVENTS[kind](at_s=float(at_s), **values)
     return event

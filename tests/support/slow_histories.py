@@ -26,6 +26,7 @@ Works: TypeAlias = Callable[[int, int], Work]
 USUAL: Work = (1.0, 0.0, 0.001, 0)
 
 LAYOUTS = (
+    ParallelLayout(),
     ParallelLayout(dp_shard=2),
     ParallelLayout(dp_shard=4),
     ParallelLayout(dp_shard=8),

@@ -56,7 +56,8 @@ def _settle(transition: Transition, *, trains: bool) -> bool:
     elif run.fleet.num_reservations < transition.max_workers:
         _request(transition)
     elif transition.is_limited:
-        _give_back(transition)
+        # Other runs need it.
+        _give_back(transition, run.fleet.num_reservations - transition.max_workers)
     return True
 
 
@@ -228,14 +229,13 @@ def _settle_alternatives(transition: Transition, *, trains: bool) -> None:
         _release_worst(transition, num_had - max_workers)
 
 
-def _give_back(transition: Transition) -> None:
-    """Release what other runs need, except what members use: ``planned`` moves those first."""
+def _give_back(transition: Transition, num_surplus: int, *, placed: bool = True) -> None:
+    """Release so many reservations, except what members use: ``planned`` moves those first."""
     reservations = transition.run.fleet.reservations
     pending = sorted(number for number, _ in reservations.where(is_pending))
-    num_surplus = transition.run.fleet.num_reservations - transition.max_workers
     for number in pending[::-1][:num_surplus]:
         release_reservation(transition, number)
-    if num_surplus > len(pending):
+    if placed and num_surplus > len(pending):
         _release_worst(transition, num_surplus - len(pending))
 
 
@@ -332,13 +332,15 @@ def replace_unreached(transition: Transition) -> None:
 
 
 def release_surplus(transition: Transition) -> None:
-    """Release surplus pending reservations, for example after a drain was called off."""
-    if transition.rules.capacity.has_choice:
-        return  # refused requests stay open; ``settle`` handles each alternative
-    pending = [number for number, _ in transition.run.fleet.reservations.where(is_pending)]
-    num_surplus = max(transition.run.fleet.num_reservations - transition.max_workers, 0)
-    for number in sorted(pending, reverse=True)[:num_surplus]:
-        release_reservation(transition, number)
+    """Release surplus reservations, for example after a drain was called off.
+
+    Unless members train, only pending ones: the next attempt may need workers on any other.
+    """
+    run = transition.run
+    num_surplus = run.fleet.num_reservations - transition.max_workers
+    # Refused requests stay open; ``settle`` handles each alternative.
+    if num_surplus > 0 and not transition.rules.capacity.has_choice:
+        _give_back(transition, num_surplus, placed=run.phase is Phase.TRAINING)
 
 
 def give_up_starting(transition: Transition) -> None:

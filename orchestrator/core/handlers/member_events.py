@@ -19,7 +19,7 @@ from orchestrator.core.events import (
     WorkerLeft,
     WorkerRaised,
 )
-from orchestrator.core.handlers import fleet, planned, recovery
+from orchestrator.core.handlers import fleet, planned, recovery, slow
 from orchestrator.core.network import search
 from orchestrator.core.state import MutableRunState, Phase, Worker, worker_number
 from orchestrator.core.transition import Transition
@@ -397,7 +397,10 @@ def suspected(transition: Transition, event: Suspected) -> None:
     """Note the suspicions. ``planned`` decides whether to continue without a slow worker."""
     attempt = transition.run.attempt
     if event.attempt == attempt.number:
-        attempt.suspects, attempt.usual_step_s = event.suspects, event.usual_step_s
+        before, attempt.suspects = attempt.suspects, event.suspects
+        attempt.usual_step_s = event.usual_step_s
+        if transition.run.phase is Phase.TRAINING:
+            slow.keep_well(transition, before)
 
 
 def attempt_stalled(transition: Transition, event: AttemptStalled) -> None:

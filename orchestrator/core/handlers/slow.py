@@ -1,11 +1,13 @@
 """Slow workers: the run leaves a node with a convicted worker as if the provider took it.
 
 It requests a replacement elsewhere while it trains. The members leave once that is ready, or
-without it if fewer workers are faster. Nothing is lost, and the node is used again later.
+without it if fewer workers are faster. Nothing is lost, and the node is used again later. The run
+keeps the node if its workers recover before that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -40,6 +42,25 @@ def consider(transition: Transition) -> Found | None:
     return _leave(transition, left) if left else None
 
 
+def keep_well(transition: Transition, before: Iterable[Suspicion]) -> None:
+    """Keep a convicted node whose workers were suspected ``before`` and are well again.
+
+    Once within the window: one that is slow again and again costs as much as one that stays so.
+    """
+    run = transition.run
+    well = _suspected(transition, before) - _suspected(transition, run.attempt.suspects)
+    for number in sorted(well):
+        name = run.fleet.nodes[number].name
+        convicted = [left for _, left, _, _ in _recent(transition)]
+        if run.fleet.nodes[number].is_slow and convicted.count(name) == 1:
+            _acquit(transition, number)
+            # Without ranks: this one does not count, and says nothing of their work.
+            run.convicted = tuple(
+                (at_s, left, () if left == name else ranks, layout)
+                for at_s, left, ranks, layout in run.convicted
+            )
+
+
 def is_awaited(transition: Transition) -> bool:
     """Return whether the run is about to leave a slow node."""
     return bool(_nodes(transition))
@@ -71,6 +92,18 @@ def _is_slow(node: Node) -> bool:
     return node.is_slow
 
 
+def _suspected(transition: Transition, suspects: Iterable[Suspicion]) -> set[int]:
+    """Return the nodes with workers that seem slow."""
+    found = (fleet.find_worker(transition, one.worker) for one in suspects if one.times)
+    return {each[1].node for each in found if each is not None}
+
+
+def _recent(transition: Transition) -> list[tuple[float, str, tuple[int, ...], str]]:
+    """Return the convictions within the window, those that were withdrawn, too."""
+    oldest_s = transition.now_s - transition.rules.slow.window_s
+    return [each for each in transition.run.convicted if each[0] > oldest_s]
+
+
 def _judge(transition: Transition, one: Suspicion) -> None:
     run, rules = transition.run, transition.rules
     found = fleet.find_worker(transition, one.worker)
@@ -80,10 +113,9 @@ def _judge(transition: Transition, one: Suspicion) -> None:
     node = run.fleet.nodes[number]
     if node.draining:
         return
-    oldest_s = transition.now_s - rules.slow.window_s
-    for at_s, left, ranks, then in run.convicted:
+    for _, left, ranks, then in _recent(transition):
         is_same = (ranks, then) == (one.guilty.ranks, str(run.attempt.layout))
-        if is_same and left != node.name and at_s > oldest_s:
+        if is_same and left != node.name:
             _withdraw(transition, one, left)
             return
     facts = _facts(transition, one, node, run.attempt.nodes.count(number))
@@ -94,7 +126,7 @@ def _judge(transition: Transition, one: Suspicion) -> None:
     avoid_s = min(2 * node.avoided_s or rules.avoid.avoid_s, rules.avoid.avoid_s_max)
     until_s = transition.now_s + avoid_s
     run.convicted = (
-        *run.convicted[-rules.slow.convictions_max :],
+        *_recent(transition),
         (transition.now_s, node.name, one.guilty.ranks, str(run.attempt.layout)),
     )
     evidence = f"{one.evidence} To do without it {decision.reason}."
@@ -125,10 +157,17 @@ def _withdraw(transition: Transition, one: Suspicion, left: str) -> None:
     run.attempt.suspects = tuple(told if each == one else each for each in run.attempt.suspects)
     for number, node in run.fleet.nodes.items():
         if node.name == left and node.is_slow:
-            well = node._replace(leave_by_s=inf, avoided_s=0.0, slow=Slow())
-            fleet.put_node(transition, number, well._replace(strikes=node.strikes[:-1]))
-            demand.renew_pending(transition)
-            transition.follow(CapacityChanged())
+            _acquit(transition, number)
+
+
+def _acquit(transition: Transition, number: int) -> None:
+    """Use a node again that was convicted, as if it had not been, and ask for none in its place."""
+    node = transition.run.fleet.nodes[number]
+    well = node._replace(leave_by_s=inf, avoided_s=0.0, slow=Slow(), strikes=node.strikes[:-1])
+    fleet.put_node(transition, number, well)
+    demand.release_surplus(transition)
+    demand.renew_pending(transition)
+    transition.follow(CapacityChanged())
 
 
 def _facts(transition: Transition, one: Suspicion, node: Node, num_ranks: int) -> slow.SlowFacts:
@@ -147,7 +186,7 @@ def _facts(transition: Transition, one: Suspicion, node: Node, num_ranks: int) -
         next_fault_s=growth.next_fault_s(
             run.faults_seen, transition.now_s, len(set(run.attempt.nodes)), rules.growth
         ),
-        convicted=tuple(each[:2] for each in run.convicted),
+        convicted=tuple((at_s, left) for at_s, left, ranks, _ in run.convicted if ranks),
         is_agreed=is_agreed(one, run.attempt.suspects, num_ranks),
     )
 

@@ -151,7 +151,8 @@ class MutableRunState(Part):
     short: tuple[tuple[int, ParallelLayout], ...] = ()
     #: Layouts that trained, each with the seconds of a step, accurate to a few percent.
     steps: tuple[tuple[ParallelLayout, float], ...] = ()
-    #: ``(when, node, ranks, layout)`` of each decision to leave the node of a slow worker.
+    #: ``(when, node, ranks, layout)`` of each decision to leave the node of a slow worker; without
+    #: ranks if the worker recovered first.
     convicted: tuple[tuple[float, str, tuple[int, ...], str], ...] = ()
     faults: tuple[Fault, ...] = ()  #: Charged to the budgets, within the window.
     num_stuck: int = 0  #: Failed attempts in a row without a new committed step.

@@ -145,6 +145,27 @@ def test_work_that_grows_on_a_whole_stage_convicts_no_rank(
         assert is_alone or not any(each for _, each in told), seed
 
 
+@pytest.mark.parametrize("lasts", [10, 1000])
+def test_one_that_trains_alone_is_suspected_and_not_convicted(lasts: int) -> None:
+    """The others of its machine begin, or its work grows: its own past is all that there is."""
+
+    def times(_: int, step: int) -> float:
+        return 4.0 if 20 <= step < 20 + lasts else 1.0
+
+    told = suspects_of(ParallelLayout(), times, 0)
+    found = [one for _, each in told for one in each]
+    assert found
+    assert all(one.may_be_work for one in found)
+    assert found[0].evidence.startswith("Rank 0 (w0 on node node0) computes ")
+    assert found[0].evidence.endswith(
+        " times as long as it did before, from step 20 on. It has no peer: its work may have "
+        "grown, or its machine may be busy."
+    )
+    assert bool(told[-1][1]) == (lasts == 1000)
+    lone = History(ParallelLayout(), 1, 0.25, lambda rank, step: (times(rank, step), 0, 0.001, 0))
+    assert convicted(lone, 0) is None
+
+
 @pytest.mark.parametrize(
     "layout",
     [ParallelLayout(dp_shard=2), ParallelLayout(tp=2), ParallelLayout(pp=2, dp_shard=2)],

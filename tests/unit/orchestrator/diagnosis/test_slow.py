@@ -124,7 +124,9 @@ def test_one_that_is_alone_on_its_stage_is_told_with_doubt() -> None:
     (verdict,) = told(iter(rows))
 
     assert (verdict.guilty.ranks, verdict.confidence) == ((1,), 0.5)
-    assert verdict.evidence.endswith("It is alone on its stage, whose work may have grown.")
+    assert verdict.evidence.endswith(
+        "It has no peer: its work may have grown, or its machine may be busy."
+    )
 
 
 @pytest.mark.parametrize("pauses", [{3}, {3, 9, 15}, {7, 8}])

@@ -11,7 +11,7 @@ from orchestrator.core import events as ev
 from orchestrator.core.log.journal_lines import parse, transition_records
 from orchestrator.diagnosis import Guilty, Suspicion
 from orchestrator.fault_kinds import FaultKind
-from orchestrator.policies import LayoutRules
+from orchestrator.policies import LayoutRules, SlowRules
 from tests.support.obedient_cluster import Cluster
 from ucp_core.layout import ParallelLayout
 
@@ -218,6 +218,66 @@ def test_a_suspicion_that_ends_in_time_convicts_nobody() -> None:
     run.suspect(0.0)
     run.train(50)
     assert len(run.started) == 1
+
+
+@pytest.mark.parametrize("is_granted", [False, True])
+def test_a_conviction_is_withdrawn_if_the_worker_is_well_before_it_is_replaced(
+    *, is_granted: bool
+) -> None:
+    run = cluster()
+    run.begin()
+    run.train(8)
+    fleet = run.state.fleet
+    assert fleet.nodes[1].is_slow
+    asked = [n for n, one in fleet.reservations.items() if one.node < 0]
+    if is_granted:
+        for number in asked:
+            run.send(ev.ReservationGranted(at_s=run.at_s, reservation=number, node="n9"))
+    run.slow_times = 1.0
+    run.suspect(0.0)
+
+    node = run.state.fleet.nodes[1]
+    assert (node.draining, node.strikes) == (False, ())
+    assert set(run.state.fleet.reservations) == {1, 2, 3, 4}, "nothing is asked for any longer"
+    run.train(40)
+    assert run.layouts == ["dp_shard=4"]
+    assert run.incidents == []
+    assert run.state.step_s == pytest.approx(STEP_S, rel=0.05)
+
+
+def test_one_that_is_slow_again_is_left_although_it_is_well_once_more() -> None:
+    """A replacement that takes minutes would never come. One that was withdrawn does not count."""
+    run = cluster(replace(RULES, slow=SlowRules(convictions_max=1)))
+    run.begin()
+    run.train(8)
+    run.suspect(0.0)
+    run.train(20)
+    run.suspect(3.0)
+    run.train(8)
+    assert run.state.fleet.nodes[1].is_slow
+    run.suspect(0.0)
+    assert run.state.fleet.nodes[1].is_slow
+
+
+def test_a_conviction_is_not_withdrawn_while_another_worker_of_the_node_is_slow() -> None:
+    run = cluster()
+    run.begin(mates=("w0003",))
+    run.train(8)
+    run.suspect(3.0, worker="w0003", rank=2)
+    assert run.state.fleet.nodes[1].is_slow
+    run.suspect(0.0)
+    assert not run.state.fleet.nodes[1].is_slow
+
+
+def test_a_conviction_outlives_the_attempt_whose_suspicions_end_with_it() -> None:
+    """Nothing was seen of a worker that was well."""
+    run = cluster()
+    run.begin()
+    run.train(8)
+    run.send(ev.WorkerExited(at_s=run.at_s, worker="w0001", cause="crash", detail=""))
+    assert len(run.started) == 2
+    assert run.state.attempt.suspects == ()
+    assert run.state.fleet.nodes[1].is_slow
 
 
 def test_what_a_slow_worker_costs_is_known_within_a_few_steps() -> None:
