@@ -24,10 +24,10 @@ from orchestrator.errors import CapacityError, TokenError
 from orchestrator.run_directory import TOKEN
 from orchestrator.shell import (
     CONTROLLER,
-    NAMESPACE_PREFIX,
     RunNames,
     connect_ray,
     kill_local_cluster,
+    run_id,
     why_silent,
     withdraw,
 )
@@ -128,11 +128,11 @@ def kill_run(url: str, *, token: str = "") -> None:
     run.note_killed()
     if kill_local_cluster(directory):
         return
-    # Placement groups are only visible in the run's own namespace.
+    # Placement groups are only visible in the namespace of the job that started the run.
     join_cluster(
         contact["ray_address"], namespace=contact["namespace"], advice=". Nothing is training there"
     )
-    names = RunNames(contact["namespace"].removeprefix(NAMESPACE_PREFIX))
+    names = RunNames(run_id(directory))
     actors = [
         actor["name"]
         for actor in ray.util.list_named_actors(all_namespaces=True)

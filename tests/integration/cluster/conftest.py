@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from orchestrator.config import RunConfig
 from orchestrator.driver.faults import wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.errors import CapacityError
+from tests.integration.cluster.left_runs import runs_ended
 
-#: Lines of a run whose test has failed.
-STOP_S_MAX = 240.0
+#: A run that takes longer to stop is ended by force.
+STOP_S_MAX = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -38,11 +40,12 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
-def nodes(cluster: Any) -> Iterator[Any]:
-    """The cluster with its two nodes, whatever the test before did to them."""
+def nodes(cluster: Any, tmp_path: Path) -> Iterator[Any]:
+    """The cluster with its two nodes and no run, whatever the test before did to them."""
     while len(cluster.nodes()) < 2:
         cluster.add_node()
-    yield cluster
+    with runs_ended(tmp_path):
+        yield cluster
     while len(cluster.nodes()) > 2:
         cluster.kill_node(cluster.nodes()[-1])
 
@@ -61,7 +64,6 @@ def begin_endless(
 
     yield begin
     for run in begun:
-        # If the test has failed, it would keep the next ones from their nodes.
         run.stop("the test is over")
         with contextlib.suppress(CapacityError):
             wait_for(run, lambda _: False, timeout_s=STOP_S_MAX)

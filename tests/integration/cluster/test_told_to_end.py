@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from orchestrator.config import RunConfig
 from orchestrator.driver.faults import member, wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.run_directory import read_run
@@ -46,29 +43,16 @@ everstep.run(train)
 """
 
 
-@pytest.fixture
-def begin(nodes: Any, make_config: Callable[..., RunConfig]) -> Iterator[Callable[..., Launched]]:
-    begun: list[Launched] = []
-
-    def made(**overrides: object) -> Launched:
-        few = {"workers__max": 2, "workers__standby_per_node": 0}
-        begun.append(Launched(make_config(train__steps=100_000, **few, **overrides), nodes))
-        return begun[-1]
-
-    yield made
-    for run in begun:
-        run.stop("the test is over")
-        with contextlib.suppress(Exception):
-            wait_for(run, lambda _: False, timeout_s=RUN_S_MAX)
+FEW = {"workers__max": 2, "workers__standby_per_node": 0}
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_worker_that_gets_sigterm_or_sigint_leaves_with_its_step_saved(
-    begin: Callable[..., Launched], number: signal.Signals
+    begin_endless: Callable[..., Launched], number: signal.Signals
 ) -> None:
     """Ray's handler ends it in the middle of a step, at the next call; SIGINT a raylet blocks."""
-    run = begin()
+    run = begin_endless(**FEW)
     before = wait_for(
         run,
         lambda s: s["phase"] == "training" and s["step"] > 3 and len(s["workers"]) == 2,
@@ -94,12 +78,17 @@ def test_a_worker_that_gets_sigterm_or_sigint_leaves_with_its_step_saved(
 
 
 def test_a_run_that_is_told_to_stop_stores_at_once_what_memory_holds(
-    begin: Callable[..., Launched], tmp_path: Path
+    begin_endless: Callable[..., Launched], tmp_path: Path
 ) -> None:
     """A supervisor that asked it to end waits for 30 s, and a step may take longer."""
     script, goes_on = tmp_path / "train.py", tmp_path / "go"
     script.write_text(SLOW)
-    run = begin(run__script=script, run__arguments=[str(goes_on)], checkpoint__every_steps=1000)
+    run = begin_endless(
+        run__script=script,
+        run__arguments=[str(goes_on)],
+        checkpoint__every_steps=1000,
+        **FEW,
+    )
     wait_for(run, lambda s: s["redundancy"]["step"] == 3, timeout_s=RUN_S_MAX)
 
     run.stop("SIGTERM ended the command that runs it")
