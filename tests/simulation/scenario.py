@@ -112,10 +112,15 @@ def _event(line: str) -> ev.Event:
     if "suspects" in values:
         values["suspects"] = tuple(
             Suspicion(
-                kind=FaultKind.SLOW_COMPUTE, guilty=Guilty.of([rank]), confidence=0.9, since_s=since_s,
-                worker=worker, times=times, evidence=f"rank {rank} is slow.",
+                kind=FaultKind.SLOW_COMPUTE,
+                guilty=Guilty.of([rank]),
+                confidence=0.9,
+                since_s=since_s,
+                worker=worker,
+                times=times,
+                evidence=f"rank {rank} is slow.",
             )
             for rank, worker, times, since_s in values["suspects"]
-        )  # fmt: skip
+        )
     event: ev.Event = _EVENTS[kind](at_s=float(at_s), **values)
     return event
