@@ -2,7 +2,7 @@
 
 python -m tests.benchmarks                          # all of them
 python -m tests.benchmarks --quick                  # all, with their smallest settings
-python -m tests.benchmarks recovery restart         # those of these names, or parts of names
+python -m tests.benchmarks recovery fleet           # those of these names, or parts of names
 python -m tests.benchmarks fleet --nodes 1000       # one of them, with options of its own
 
 Above what each prints stand commit, date, machine and command. ``RESULTS.md`` has the figures.
@@ -28,23 +28,16 @@ QUICK: Final = {
     "bench_convert": "--gibibytes 0.1 --rounds 1",
     "bench_diagnosis": "--planted 12 --clean 7 --repeats 0",
     "bench_fleet": "--nodes 20 --hours 2 --seconds 2 --histories 20",
-    "bench_growth": "--recoveries 5",
-    "bench_init_from": "--megabytes 600 --rounds 1",
     "bench_interpreter": "--preset tiny --rounds 4",
     "bench_links": "--only faults --trials 1",
     "bench_load": "--megabytes 64 --rounds 1",
     "bench_loader": "--rounds 1 --batches 20",
     "bench_network": "--only join",
     "bench_overhead": "--models tiny --rounds 2 --seconds 2",
-    "bench_parity": "--mib 1 --repeat 1",
     "bench_planner": "",
-    "bench_planning": "--ranks 1",
     "bench_recheck": "--injected 3 --clean 10 --rounds 1",
     "bench_recorder": "--blocks 2",
     "bench_recovery": "--kills 1 --shrinks 1 --nodes 1",
-    "bench_relayout": "--layers 2 --rounds 1",
-    "bench_replicas": "--megabytes 1 --rounds 1",
-    "bench_restart": "--records 1000",
     "bench_snapshot": "--megabytes 3 --writers 1 --rounds 1",
     "bench_snapshot_gpu": "--rounds 1 --block 2 --gigabytes 1",
     "bench_snapshot_load": "--megabytes 3 --rounds 1",

@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.run_directory import read_run
-from tests.benchmarks.bench_growth import look
 from tests.benchmarks.common import load_average
 from tests.benchmarks.soak_faults import KINDS, Order, draw
 from tests.benchmarks.soak_ledger import LOST, blamed, next_index, summed, table, time_parts
@@ -65,6 +64,18 @@ _RECOVERS_S = 20.0
 _WHOLE = NUM_NODES - 1
 #: Steps of a run after its last fault.
 _LAST_STEPS = 20
+_MIB = 1 << 20
+
+
+def _look(pid: int) -> dict[str, float]:
+    """Return what a process has now."""
+    process = Path(f"/proc/{pid}")
+    pages = int((process / "statm").read_text(encoding="ascii").split()[1])
+    return {
+        "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") / _MIB,
+        "fds": len(list((process / "fd").iterdir())),
+        "threads": len(list((process / "task").iterdir())),
+    }
 
 
 class Sitting:
@@ -188,7 +199,7 @@ class Sitting:
         found: dict[str, Any] = {
             name: {
                 what: round(max(each[what] for each in looks), 1)
-                for looks in [[look(pid) for pid in of_kind]]
+                for looks in [[_look(pid) for pid in of_kind]]
                 for what in looks[0]
             }
             for name, of_kind in pids.items()
