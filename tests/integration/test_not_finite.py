@@ -21,7 +21,7 @@ from workers.settings import (
     TrainSettings,
 )
 
-SCRIPT = str(Path(__file__).parents[1] / "support/train_spoiled.py")
+SCRIPT = str(Path(__file__).parents[1] / "support/train_told.py")
 
 
 def spoiled(*arguments: str, deterministic: bool = True, **chosen: Any) -> Settings:
@@ -118,7 +118,7 @@ def test_a_flipped_bit_of_a_copy_is_named_before_it_is_saved(run: Run) -> None:
         (ParallelLayout(dp_replicate=3), (1,), "those of rank 1"),
         (COPIES, (1, 3), "rank 1, 3, of which one is wrong"),
     ):
-        chosen = spoiled("3:flip", deterministic=False)
+        chosen = spoiled("3:flip:1", deterministic=False)
 
         for left in run.train(chosen, num_workers=layout.world_size, layout=layout):
             assert isinstance(left.outcome, Raised)

@@ -20,23 +20,24 @@ from workers.parallel import fsdp
 from workers.protocol import Completed, Outcome, Raised
 from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
-SUPPORT = Path(__file__).parents[1] / "support"
-ALONE = SUPPORT / "train_alone_on_rank.py"
+SCRIPT = Path(__file__).parents[1] / "support/train_told.py"
+#: Of the model; and each rank looks at all samples behind each step, as nanoGPT does.
+ODD = ("width=5", "evaluate")
 
 
-def script(*arguments: str, path: Path = ALONE, **train: Any) -> Settings:
+def script(*arguments: str, odd: tuple[str, ...] = ODD, **train: Any) -> Settings:
     chosen: dict[str, Any] = {"steps": 8, "global_batch": 8, "micro_batch": 2, **train}
     return Settings(
-        run=RunSettings(directory="run", script=str(path), arguments=arguments),
+        run=RunSettings(directory="run", script=str(SCRIPT), arguments=(*odd, *arguments)),
         train=TrainSettings(**chosen, warmup_steps=2),
         checkpoint=CheckpointSettings(every_steps=3, keep=0),
     )
 
 
-def line_of(text: str, path: Path = ALONE) -> str:
+def line_of(text: str) -> str:
     """Return the line of the script that holds ``text``, as errors name it."""
-    rows = path.read_text().splitlines()
-    return f"{path.name}:{next(n for n, row in enumerate(rows, 1) if text in row)}"
+    rows = SCRIPT.read_text().splitlines()
+    return f"{SCRIPT.name}:{next(n for n, row in enumerate(rows, 1) if text in row)}"
 
 
 def fenced(run: Run, chosen: Settings, raises: int, num_workers: int) -> Outcome:
@@ -163,7 +164,7 @@ def test_the_file_of_whole_weights_is_the_version_of_its_step(
     run: Run, layout: ParallelLayout
 ) -> None:
     """Element by element, also where a rank has neither a layer nor its name."""
-    chosen = script("2:save", "8:save", path=SUPPORT / "train_spoiled.py")
+    chosen = script("2:save", "8:save", odd=())
     run.train(chosen, num_workers=layout.world_size, layout=layout)
 
     saved = load_file(run.directory / "saved/best/model.safetensors")

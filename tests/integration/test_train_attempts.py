@@ -214,7 +214,9 @@ def test_an_attempt_that_resumes_from_the_last_step_still_ends_the_run(
 def test_an_exception_of_the_script_is_told_from_its_frames_on(run: Run) -> None:
     """The user must see the script's own line first, not the loop around it."""
     chosen = Settings(
-        run=RunSettings(directory="run", script=str(SUPPORT / "train_failing.py")),
+        run=RunSettings(
+            directory="run", script=str(SUPPORT / "train_told.py"), arguments=("2:divide:1",)
+        ),
         train=TrainSettings(steps=5, global_batch=4, micro_batch=2, warmup_steps=0),
     )
     members = run.begin(chosen, num_workers=2)
@@ -226,7 +228,7 @@ def test_an_exception_of_the_script_is_told_from_its_frames_on(run: Run) -> None
     assert raised.step == 3
     assert raised.error == "ZeroDivisionError: float division by zero"
     frames = [line for line in raised.traceback.splitlines() if line.startswith("  File")]
-    assert [frame.rsplit(" ", 1)[1] for frame in frames] == ["train", "faulty"]
+    assert [frame.rsplit(" ", 1)[1] for frame in frames] == ["train", "do"]
     assert isinstance(other, Fenced | PeerLost)
 
 
