@@ -8,15 +8,17 @@ from typing import Any
 
 from orchestrator.driver.faults import wait_for
 from orchestrator.driver.launch import Launched
-from tests.support import train_paced
+from tests.support import train_paced, train_slowly
 
-__all__ = ["ACT_S_MAX", "PACED", "kill_keeper_of", "num_training", "reach"]
+__all__ = ["ACT_S_MAX", "PACED", "SLOW", "kill_keeper_of", "num_training", "reach"]
 
 #: Generous: the machine of a test run is shared. Tight bounds are the benchmark's business.
 ACT_S_MAX = 240.0
 #: Settings of a run whose steps take time and hardly any processor: what is started beside it, and
 #: what the test asks, has that.
 PACED = {"run__script": train_paced.__file__, "run__arguments": "['0.2']"}
+#: The same of the built-in training.
+SLOW = {"run__script": train_slowly.__file__, "run__arguments": "['0.1']"}
 
 
 def num_training(status: dict[str, Any]) -> int:

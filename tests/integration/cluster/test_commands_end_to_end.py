@@ -246,10 +246,11 @@ def test_what_a_script_prints_reaches_the_terminal_and_the_logs(
     path.write_text(config.to_yaml())
 
     done = everstep("run", str(path), "--address", nodes.address)
-    logs = everstep("logs", config.run.directory)
+    logs, told = everstep_each(
+        ("logs", config.run.directory), ("logs", config.run.directory, "--json")
+    )
 
     assert done.returncode == 0, done.stderr
     assert logs.stdout.startswith("loss 0.")
     assert logs.stdout in done.stdout
-    machine = json.loads(everstep("logs", config.run.directory, "--json").stdout)
-    assert machine == {"attempt": 1, "rank": 0, "text": logs.stdout.strip()}
+    assert json.loads(told.stdout) == {"attempt": 1, "rank": 0, "text": logs.stdout.strip()}

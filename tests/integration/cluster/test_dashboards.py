@@ -20,6 +20,7 @@ import yaml
 from orchestrator.driver.faults import signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.shell.serve import targets_path
+from tests.support.reach import SLOW
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -91,6 +92,8 @@ def endless_run(begin_endless: Callable[..., Launched]) -> Launched:
         workers__standby_per_node=0,
         train__validation_every=4,
         data__validation_samples=2,
+        model__preset="tiny",
+        **SLOW,
     )
 
 

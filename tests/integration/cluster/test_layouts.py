@@ -16,7 +16,7 @@ from orchestrator.driver.launch import Launched
 from tests.support.attempts import finish, lines
 from tests.support.experts import with_experts
 from tests.support.history import read_history
-from tests.support.reach import ACT_S_MAX, reach
+from tests.support.reach import ACT_S_MAX, SLOW, reach
 from tests.support.trainers import Run
 from workers.settings import Settings
 
@@ -58,6 +58,7 @@ def test_a_lost_node_and_a_lost_worker_leave_the_layout_that_fits(
         **{f"parallel__{key}": value for key, value in degrees.items()},
         workers__standby_per_node=0,
         checkpoint__every_steps=50_000,
+        **SLOW,
     )
     run = Launched(config, nodes)
     whole = reach(run, 4, workers=4)

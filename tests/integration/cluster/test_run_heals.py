@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from orchestrator.driver import diff_runs, export_run, plan_losses
 from orchestrator.driver.faults import kill_node_of, member, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.errors import RunNotFoundError
+from tests.support import train_told
 from tests.support.attempts import finish
 from tests.support.history import check_lost_steps, read_history
 from tests.support.logged import in_tensorboard, in_wandb
@@ -131,22 +133,31 @@ def _check_as_undisturbed(config: RunConfig, undisturbed: Callable[[RunConfig], 
 
 
 def test_killed_worker_is_replaced_and_the_weights_end_equal(
-    nodes: Any, make_config: Callable[..., RunConfig], undisturbed: Any
+    nodes: Any, make_config: Callable[..., RunConfig], undisturbed: Any, tmp_path: Path
 ) -> None:
     """A standby takes the dead worker's place; in deterministic mode nothing shows afterwards."""
-    # One on each node: every other process takes processor time from the standbys that start.
-    config = make_config(train__steps=60, workers__max=2)
+    # Behind steps 20 and 40 it waits until all is seen; meanwhile the standbys have the processors.
+    waits = {step: tmp_path / str(step) for step in (20, 40)}
+    told = [f"{step + 1}:wait={path}" for step, path in waits.items()]
+    config = make_config(
+        run__script=train_told.__file__,
+        run__arguments=json.dumps(told),
+        train__steps=60,
+        workers__max=2,
+    )
     run = Launched(config, nodes)
     node = member(reach(run, 5), 1)["node"]
     before = wait_for(run, lambda s: _has_standby(s, node), timeout_s=ACT_S_MAX)
     assert before is not None, "the run ended before its standbys were ready"
-    before = _protected(run, before["step"])
+    before = _protected(run, 20)
     with pytest.raises(RunNotFoundError, match="still trains, at step"):
         diff_runs(config.run.directory, config.run.directory)
     survivor = member(before, 0)["pid"]
 
     signal_rank(run, 1, signal.SIGKILL)
+    waits[20].touch()
     after = reach(run, before["step"], workers=2, attempt=before["attempt"] + 1)
+    waits[40].touch()
     summary = _finish(run)
 
     assert member(after, 0)["pid"] == survivor, "a healthy process was restarted"
