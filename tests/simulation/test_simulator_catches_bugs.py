@@ -224,10 +224,10 @@ BUGS = {
         recovery, "_known_is_final", _trust_reports, ("S3", "S6", "L1", "S2")
     ),
     "takes an early read for final": Bug(
-        recovery, "_known_is_final", _take_an_early_read_for_final, ("S3", "L3"), first_seed=850
+        recovery, "_known_is_final", _take_an_early_read_for_final, ("S3", "L3"), first_seed=1000
     ),
     "expects no last snapshots between the regular ones": Bug(
-        Tiers, "commit_every", property(_regular_interval), ("S3", "L3"), first_seed=200
+        Tiers, "commit_every", property(_regular_interval), ("S3", "L3"), first_seed=550
     ),
     "resumes where the attempt began": Bug(
         recovery, "wait", _resume_where_the_attempt_began, ("S3", "S6")
@@ -249,25 +249,27 @@ BUGS = {
     ),
     "has no bound for fencing": Bug(TABLE[BoundReached], Phase.FENCING, _wait_on, ("L1",)),
     "has no bound for forming": Bug(
-        TABLE[BoundReached], Phase.FORMING, _wait_on, ("L1",), first_seed=300
+        TABLE[BoundReached], Phase.FORMING, _wait_on, ("L1",), first_seed=750
     ),
     "has no bound for reading": Bug(TABLE[BoundReached], Phase.READING, _wait_on, ("L1",)),
     "has no bound for starting": Bug(on_time, "_look_at_workers", _never_look, ("L1",)),
     "ignores a hang": Bug(TABLE, ev.HangFound, row(_never_look), ("L1",)),
     "kills who is at work": Bug(TABLE, ev.MembersAtWork, row(_never_look), ("S5",)),
     "kills who is about to get ready": Bug(TABLE, ev.StartsAdvanced, row(_never_look), ("S5",)),
-    "ignores a lost node": Bug(on_fleet, "lose_node", _never_look, ("L1", "S1", "S5")),
+    "ignores a lost node": Bug(
+        on_fleet, "lose_node", _never_look, ("L1", "S1", "S5"), first_seed=100
+    ),
     "adopts blindly after a restart": Bug(survey, "_fences", _adopt_blindly, ("L1", "invariant")),
     "takes parts for versions": Bug(
         versions, "_is_whole", _take_parts_for_versions, ("S2", "S3", "L1", "L3")
     ),
     # A keeper has to be away while the run goes on without what it holds: 1 of 1500 histories.
     "takes fenced snapshots for history": Bug(
-        versions, "counts", _forget_the_lineage, ("S3",), first_seed=3000
+        versions, "counts", _forget_the_lineage, ("S3",), first_seed=3100
     ),
     "loads what is bad again": Bug(recovery, "leave_out", _never_look, ("S6",)),
     "loads what was read before it was known to be bad": Bug(
-        recovery, "leave_out", _take_what_was_being_read, ("S6",), first_seed=250
+        recovery, "leave_out", _take_what_was_being_read, ("S6",), first_seed=450
     ),
     "forgets the history of a run that is resumed": Bug(
         TABLE, ev.RunResumed, row(_begin_anew, over=_begin_anew), ("S1", "S3", "L1")
@@ -295,9 +297,11 @@ BUGS = {
         budgets, "overspent", _count_lost_peers, ("L1",), first_seed=150
     ),
     "takes lost links for whole": Bug(links, "apart", _no_pairs, ("L1",)),
-    "does not look for lost links": Bug(search, "begin", _never_look, ("L1",), first_seed=350),
+    "does not look for lost links": Bug(search, "begin", _never_look, ("L1",), first_seed=400),
     "never probes a lost link again": Bug(search, "probe_due_links", _never_look, ("L1",)),
-    "does not replace who is not reached": Bug(demand, "replace_unreached", _never_look, ("L1",)),
+    "does not replace who is not reached": Bug(
+        demand, "replace_unreached", _never_look, ("L1",), first_seed=120
+    ),
     "begins where a node is about to be taken": Bug(reach, "due", _nobody, ("L3",)),
     "strikes the ends of lost links": Bug(TABLE, ev.LinksProbed, row(_strike_the_ends), ("S5",)),
     "takes a run directory for its own for ever": Bug(
