@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import venv
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Installed", "build_wheel"]
 
@@ -35,7 +37,7 @@ class Installed:
     """
 
     def __init__(self, wheel: Path, directory: Path, *, without: tuple[str, ...] = ()) -> None:
-        self._directory = directory
+        self.directory = directory
         self._python = directory / "venv/bin/python"
         venv.create(directory / "venv", with_pip=False)
         (packages,) = (directory / "venv").glob("lib/python*/site-packages")
@@ -50,15 +52,33 @@ class Installed:
         install = [*pip, "install", "--no-deps", "--no-index", "--quiet", str(wheel)]
         subprocess.run(install, check=True, capture_output=True)
 
-    def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run one of the environment's commands to its end, with the environment activated."""
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    def begin(
+        self,
+        command: str,
+        *arguments: str,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        **streams: Any,
+    ) -> subprocess.Popen[str]:
+        """Start one of the environment's commands, with the environment activated.
+
+        Args:
+            cwd: Where, if not in the environment's folder.
+            environment: What is added to the environment variables.
+        """
+        hidden = ("PYTHONPATH", "RAY_ADDRESS", "RAY_TMPDIR")
+        inherited = {name: value for name, value in os.environ.items() if name not in hidden}
         path = f"{self._python.parent}{os.pathsep}{os.environ['PATH']}"
-        return subprocess.run(
+        return subprocess.Popen(
             [self._python.with_name(command), *arguments],
-            cwd=self._directory,
-            env={**inherited, "PATH": path},
-            capture_output=True,
+            cwd=cwd or self.directory,
+            env={**inherited, **(environment or {}), "PATH": path},
             text=True,
-            check=False,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
         )
+
+    def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run one of the environment's commands to its end."""
+        with self.begin(command, *arguments) as process:
+            output, errors = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
