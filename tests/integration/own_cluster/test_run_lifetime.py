@@ -17,6 +17,7 @@ from tests.support.run_command import (
     Command,
     command_for,
     everstep,
+    everstep_each,
     last_step,
     wait,
 )
@@ -136,8 +137,8 @@ def test_a_detached_run_is_listed_and_stopped(command: Command) -> None:
     output, _ = process.communicate(timeout=ACT_S_MAX)
     (cluster,) = command.clusters()
 
-    listed = json.loads(everstep("list", "--json").stdout)["runs"]
-    there = json.loads(everstep("list", "--address", cluster.address, "--json").stdout)["runs"]
+    answers = everstep_each(("list", "--json"), ("list", "--address", cluster.address, "--json"))
+    listed, there = (json.loads(answer.stdout)["runs"] for answer in answers)
     stopped = everstep("stop", command.directory, "--wait", "--json")
 
     assert process.returncode == 0
