@@ -28,7 +28,7 @@ from workers.settings import (
 )
 
 SCRIPT = Path(__file__).parents[1] / "support/train_parts.py"
-STEPS = 8
+STEPS = 6
 NUM_MICRO_BATCHES = 8
 
 
@@ -41,7 +41,7 @@ def settings(*arguments: str, reshard: bool = False, **train: Any) -> Settings:
         run=RunSettings(directory="run", script=str(SCRIPT), arguments=arguments),
         train=TrainSettings(**chosen),
         parallel=ParallelSettings(reshard_after_forward=reshard),
-        checkpoint=CheckpointSettings(every_steps=1, keep=0),
+        checkpoint=CheckpointSettings(every_steps=STEPS, keep=0),
     )
 
 
