@@ -21,7 +21,7 @@ from workers.protocol import Completed, Outcome, Raised
 from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 SCRIPT = Path(__file__).parents[1] / "support/train_told.py"
-#: Of the model; and each rank looks at all samples behind each step, as nanoGPT does.
+#: The width of the model; and each rank looks at all samples behind each step, as nanoGPT does.
 ODD = ("width=5", "evaluate")
 
 

@@ -64,7 +64,7 @@ class Installed:
 
         Args:
             cwd: Where, if not in the environment's folder.
-            environment: What is added to the environment variables.
+            environment: Further environment variables.
         """
         hidden = ("PYTHONPATH", "RAY_ADDRESS", "RAY_TMPDIR")
         inherited = {name: value for name, value in os.environ.items() if name not in hidden}

@@ -1,7 +1,7 @@
 """The built-in training with a pause behind each step: a run that only has to be there.
 
-Its argument is the length of the pause with four workers, in seconds; fewer have more to do. What
-a test starts beside it has the processors.
+Its argument is the length of the pause with four workers, in seconds; fewer have more to do. The
+processors are left to processes that the test starts.
 """
 
 from __future__ import annotations

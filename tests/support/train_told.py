@@ -84,7 +84,7 @@ PLAN = ModelPlan(
 
 
 class Orders:
-    """What the arguments say to this rank."""
+    """Orders of the arguments to this rank."""
 
     def __init__(self, rank: int) -> None:
         self._of_step: dict[int, list[str]] = {}
