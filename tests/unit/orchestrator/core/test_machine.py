@@ -790,8 +790,7 @@ def test_a_restarted_controller_knows_the_members_by_rank() -> None:
 
 
 def test_a_member_that_does_not_answer_a_restarted_controller_is_still_watched() -> None:
-    """It may be stuck inside, or late: otherwise the controller would not learn that it hangs, or
-    how it left."""
+    """It may be stuck inside, or late: otherwise its hang or end would not be learned."""
     silent = [("w0001", "a", ev.UNKNOWN_ATTEMPT), ("w0002", "b", 1)]
     left = [("w0001", "a", 0), ("w0002", "b", 1)]
 
