@@ -413,9 +413,9 @@ def test_a_host_that_is_as_far_ahead_as_it_may_be_waits_until_an_abort(
 
     with ThreadPoolExecutor(1) as other:
         calling = other.submit(call)
-        until(lambda: num_called == 2, "two calls")
+        until(lambda: num_called >= 2, "two calls")
         starts[0].is_there = True
-        until(lambda: num_called == 3, "a third call")
+        until(lambda: num_called >= 3, "a third call")
         attempt.abort()
         with pytest.raises(AbortedError, match="all_reduce was not started"):
             calling.result(WAIT_S_MAX)

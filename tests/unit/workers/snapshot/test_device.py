@@ -192,7 +192,8 @@ def test_pieces_with_gaps_between_them_are_the_same_state(
             assert device.history.count("copy") == num_copies
             if in_pieces:
                 assert num_copies > 4
-                until(functools.partial(_has_gaps, device, num_copies), "the last gap")
+                has_all = functools.partial(_has_gaps, device, num_copies)
+                until(has_all, "the last gap", limit_s=WAIT_S_MAX)
                 assert ("copy", "copy") not in pairwise(device.history)
             else:
                 assert num_copies == 4
