@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import threading
@@ -72,6 +73,7 @@ class Controller:
             if ray.get_runtime_context().was_current_actor_reconstructed:
                 _give_way("the controller ends because it cannot start", error)
             raise
+        collect_seldom()
         threading.Thread(target=self._serve, name="run", daemon=True).start()
 
     # Even an empty answer would take a tenth of the call's time, and no caller waits for it.
@@ -111,6 +113,16 @@ class Controller:
             # a controller for ever, so end it: Ray then starts the next one.
             _give_way("the controller ends because its loop failed", error)
         ray.kill(self._self, no_restart=True)
+
+
+def collect_seldom() -> None:
+    """Make garbage collection rare, and let it leave out what is there by now.
+
+    Reports and decisions leave no cycles, so reference counts free them. With Python's thresholds,
+    collections took a third of the time that the reports of 80,000 ranks cost.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def _give_way(what: str, error: Exception) -> NoReturn:

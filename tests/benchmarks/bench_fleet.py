@@ -32,6 +32,7 @@ from orchestrator import core
 from orchestrator.config import RunConfig, load
 from orchestrator.report import RunDocument, Seen, tell
 from orchestrator.shell.capacity import NodeView, told_nodes
+from orchestrator.shell.controller import collect_seldom
 from orchestrator.shell.serve import NUM_NODES, NUM_TOLD, Live, RunCollector
 from orchestrator.shell.storage import JournalFile, read_segments
 from tests.benchmarks.common import percentile
@@ -354,6 +355,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of reports, of each kind")
     parser.add_argument("--histories", type=int, default=0, help="of small runs, simulated")
     options = parser.parse_args()
+    # As in the controller's process.
+    collect_seldom()
     report: dict[str, Any] = {"nodes": options.nodes, "ranks": options.nodes * NUM_RANKS}
     if "detection" in options.parts:
         report["detection"] = watch(options.nodes, options.seconds)
