@@ -70,7 +70,7 @@ def train(session: Session) -> None:
     model = session.model(
         lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Dropout(0.1))
     )
-    optimizer = session.optimizer(lambda named: torch.optim.AdamW(named.values()))
+    session.optimizer(lambda named: torch.optim.AdamW(named.values()))
     for layer in model:
         if isinstance(layer, nn.Linear):
             layer.register_forward_hook(machine.computes)
@@ -92,7 +92,8 @@ def train(session: Session) -> None:
     try:
         for _ in session.steps(len(INPUTS)):
             if machine.errs("weight"):
-                flip(optimizer.param_groups[0]["params"][0].data, *machine.where)
+                sharded: Any = next(model.parameters())
+                flip(sharded.to_local().data, *machine.where)
             session.train_step(loss_of)
     finally:
         reduction._OwnReduceScatter.__call__ = reduces  # type: ignore[method-assign]
