@@ -161,8 +161,9 @@ def train(session: Session) -> None:
         if session.rank == 0 and step.is_skipped:
             print(f"skipped {step.number}")
         evaluate(model)
-        if any(do(what, session, model, optimizer) for what in orders.of(step.number)):
-            return
+        for what in orders.of(step.number):
+            if do(what, session, model, optimizer):
+                return
 
 
 #: Things that look like whole weights and are not.
