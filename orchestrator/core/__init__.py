@@ -68,7 +68,7 @@ from orchestrator.core.log import (
     Compaction,
     Folded,
     Incident,
-    Place,
+    JournalPlace,
     RunStats,
     fold_on,
     incident_folder,

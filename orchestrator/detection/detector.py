@@ -30,26 +30,26 @@ _USUAL: Final = 10.0
 _MOVES: Final = frozenset({WorkerPhase.LOADING, WorkerPhase.SAVING, WorkerPhase.LEAVING})
 
 
-class Mark(NamedTuple):
+class ComputeMark(NamedTuple):
     """Watched time at which computing was last seen, and the processor time used until then."""
 
     since_s: float
     used_s: float
 
-    def after(self, used_s: float, now_s: float) -> Mark:
+    def after(self, used_s: float, now_s: float) -> ComputeMark:
         """Return the mark after ``used_s`` of processor time were used until ``now_s``."""
         if used_s < self.used_s:
             # The processor time is of other threads or children than before.
-            return Mark(self.since_s, used_s)
+            return ComputeMark(self.since_s, used_s)
         is_more = has_computed(used_s - self.used_s, now_s - self.since_s)
-        return Mark(now_s, used_s) if is_more else self
+        return ComputeMark(now_s, used_s) if is_more else self
 
 
 class Shown(NamedTuple):
     """Signs of a process beside its progress."""
 
-    idle: Mark  #: When it was last seen to progress or to compute.
-    asleep: Mark  #: When it was last seen to compute, in any thread.
+    idle: ComputeMark  #: When it was last seen to progress or to compute.
+    asleep: ComputeMark  #: When it was last seen to compute, in any thread.
     frozen_since_s: float  #: Watched time at which its beating thread was last seen to run.
 
 
@@ -183,7 +183,7 @@ def without_silent(state: Detector, members: Collection[str], silent_s: float) -
 def _shown(watched: Watched) -> Shown:
     """Return what a worker had shown when it progressed."""
     since_s, row = watched.still_since_s, watched.report
-    return Shown(Mark(since_s, work_s(row)), Mark(since_s, row.processor_s), since_s)
+    return Shown(ComputeMark(since_s, work_s(row)), ComputeMark(since_s, row.processor_s), since_s)
 
 
 def _still(known: Watched, row: WorkerReport, now_s: float) -> Watched:

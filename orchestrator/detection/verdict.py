@@ -100,7 +100,7 @@ Judgement: TypeAlias = Hang | NodeSilent | Stalled | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Attempt:
+class _JudgedAttempt:
     """The facts about the attempt to judge.
 
     Ranks are indices in ``members``. ``unseen_s`` is the age of the oldest of the last reports on
@@ -201,7 +201,7 @@ def judge(
         for rank, one in known.items()
         if one is not None
     }
-    case = _Attempt(
+    case = _JudgedAttempt(
         attempt=attempt,
         members=members,
         rows=rows,
@@ -265,7 +265,7 @@ def _silent_node(
     return None
 
 
-def _by_kernel(case: _Attempt) -> Hang | None:
+def _by_kernel(case: _JudgedAttempt) -> Hang | None:
     """Apply rule 1 to the kernel's state of the process."""
     rows = {rank: row for rank, row in case.rows.items() if row is not None}
     gone = [rank for rank, sign in case.signs.items() if sign is Sign.GONE]
@@ -285,7 +285,7 @@ def _by_kernel(case: _Attempt) -> Hang | None:
     return None
 
 
-def _by_beat(case: _Attempt) -> Hang | None:
+def _by_beat(case: _JudgedAttempt) -> Hang | None:
     """Apply rule 1 to a heartbeat that is silent while others are not."""
     silent = [rank for rank, sign in case.signs.items() if sign is Sign.FROZEN]
     rule = "silent"
@@ -300,14 +300,14 @@ def _by_beat(case: _Attempt) -> Hang | None:
     return None
 
 
-def _held(case: _Attempt) -> Iterator[int]:
+def _held(case: _JudgedAttempt) -> Iterator[int]:
     for rank, sign in case.signs.items():
         row = case.rows[rank]
         if sign is Sign.HELD and row is not None and row.beat_age_s >= case.limits.held_s:
             yield rank
 
 
-def _by_waits(case: _Attempt) -> Hang | None:
+def _by_waits(case: _JudgedAttempt) -> Hang | None:
     """Apply rules 2 and 3 to the wait graph of the record rings."""
     if _all_stopped(case):
         return None
@@ -338,7 +338,7 @@ def _by_waits(case: _Attempt) -> Hang | None:
     return None
 
 
-def _undecided(case: _Attempt) -> Hang | None:
+def _undecided(case: _JudgedAttempt) -> Hang | None:
     bound_s = max(case.limits.undecided_s, *(_bound_s(case, rank) for rank in case.rows))
     if case.still_s < bound_s or _all_stopped(case):
         return None
@@ -364,7 +364,7 @@ def _undecided(case: _Attempt) -> Hang | None:
     return case.verdict("undecided", [], nobody)
 
 
-def _where(case: _Attempt) -> str:
+def _where(case: _JudgedAttempt) -> str:
     """Return the lines of the script at which the members wait, if they differ."""
     by_place: dict[str, list[str]] = {}
     for rank, row in sorted(case.rows.items()):
@@ -376,7 +376,7 @@ def _where(case: _Attempt) -> str:
     return f" ({'; '.join(told)})"
 
 
-def _bound_s(case: _Attempt, rank: int) -> float:
+def _bound_s(case: _JudgedAttempt, rank: int) -> float:
     """Return how long a worker may stand still in its present state."""
     row, limits = case.rows[rank], case.limits
     if row is None or row.attempt != case.attempt:
@@ -394,17 +394,17 @@ def _bound_s(case: _Attempt, rank: int) -> float:
     return min(limits.pause_s if _pauses(case, rank) else inf, _until_failing_s(case))
 
 
-def _until_failing_s(case: _Attempt) -> float:
+def _until_failing_s(case: _JudgedAttempt) -> float:
     return _BEFORE_FAILING * case.collectives_fail_s
 
 
-def _pauses(case: _Attempt, rank: int) -> bool:
+def _pauses(case: _JudgedAttempt, rank: int) -> bool:
     """Return whether a worker has been idle for as long as a script may pause."""
     computes = case.signs.get(rank) is Sign.COMPUTING
     return not computes and case.idle_s.get(rank, 0.0) >= case.limits.pause_s
 
 
-def _is_in_own_code(case: _Attempt, rank: int) -> bool:
+def _is_in_own_code(case: _JudgedAttempt, rank: int) -> bool:
     row = case.rows[rank]
     return (
         row is not None
@@ -413,13 +413,13 @@ def _is_in_own_code(case: _Attempt, rank: int) -> bool:
     )
 
 
-def _all_stopped(case: _Attempt) -> bool:
+def _all_stopped(case: _JudgedAttempt) -> bool:
     # If a single worker is stopped but its keeper is not, the worker is named.
     stopped = all(case.signs.get(rank) in _STOPPED for rank in case.rows)
     return stopped and len(case.members) > 1
 
 
-def _who_waits_for(case: _Attempt, missing: list[int]) -> str:
+def _who_waits_for(case: _JudgedAttempt, missing: list[int]) -> str:
     for rank in sorted(case.graph.waits_for):
         row = case.rows[rank]
         if row is None or not case.graph.waits_for[rank] & set(missing):
@@ -435,7 +435,7 @@ def _who_waits_for(case: _Attempt, missing: list[int]) -> str:
     return f"{_names(case, missing)} has not come; {len(case.graph.waits_for)} others wait"
 
 
-def _shown(case: _Attempt, ranks: list[int]) -> str:
+def _shown(case: _JudgedAttempt, ranks: list[int]) -> str:
     """Describe the signs of the first of ``ranks``, and what to do if it is healthy."""
     row, sign = case.rows[ranks[0]], case.signs.get(ranks[0])
     if row is None or sign is None:
@@ -448,5 +448,5 @@ def _shown(case: _Attempt, ranks: list[int]) -> str:
     return describe(sign, row, case.idle_s[ranks[0]]) + (behind and f", and {behind}") + advice
 
 
-def _names(case: _Attempt, ranks: list[int]) -> str:
+def _names(case: _JudgedAttempt, ranks: list[int]) -> str:
     return ", ".join(f"{case.members[rank]} (rank {rank})" for rank in sorted(ranks))

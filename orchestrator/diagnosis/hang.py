@@ -36,7 +36,7 @@ _HANG_S = 3.0
 
 def hangs(records: Records) -> list[Verdict]:
     """Return the verdicts on operations in flight; none if no rank waits longer than usual."""
-    case = _Case(records)
+    case = _HangCase(records)
     waits = case.graph.waits_for
     if not waits or (records.now_s is not None and not case.is_overdue(records.now_s)):
         return []
@@ -50,7 +50,7 @@ def hangs(records: Records) -> list[Verdict]:
     return list(case.stuck(case.graph.ends - records.unknown.keys()))
 
 
-class _Case:
+class _HangCase:
     """Ranks, and what each waits in."""
 
     def __init__(self, records: Records) -> None:

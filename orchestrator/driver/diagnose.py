@@ -68,7 +68,7 @@ _OF_LINKS: Final = frozenset(
 _LONG_AGO: Final = -math.inf
 
 
-class _Cut(NamedTuple):
+class _Truncated(NamedTuple):
     """A truncated file, as a kill leaves it."""
 
     path: Path
@@ -172,7 +172,7 @@ def _seen(incident: Path, told: Sequence[Verdict]) -> Iterator[Verdict]:
         )
 
 
-def _left_out(cut: Sequence[_Cut]) -> Iterator[Verdict]:
+def _left_out(cut: Sequence[_Truncated]) -> Iterator[Verdict]:
     for path, _, error in cut:
         yield Verdict(
             kind=FaultKind.UNDECIDED,
@@ -217,11 +217,11 @@ def _who(guilty: Any) -> str:
     return ", ".join(parts) or "no rank is named"
 
 
-def _read(paths: Sequence[str], now_s: float | None) -> tuple[Records, list[_Cut]]:
+def _read(paths: Sequence[str], now_s: float | None) -> tuple[Records, list[_Truncated]]:
     operations: list[Operation] = []
     rings: list[tuple[Path, Ring]] = []
     unknown: dict[int, str] = {}
-    cut: list[_Cut] = []
+    cut: list[_Truncated] = []
     for path, is_named in _files(paths):
         if is_ring(path):
             rings.append((path, read_ring(path)))
@@ -255,7 +255,7 @@ def _files(paths: Iterable[str]) -> Iterator[tuple[Path, bool]]:
 
 
 def _read_file(
-    path: Path, unknown: dict[int, str], cut: list[_Cut], *, is_named: bool
+    path: Path, unknown: dict[int, str], cut: list[_Truncated], *, is_named: bool
 ) -> list[Operation] | None:
     if path.name in (_INCIDENT, _REPORTS):
         return []
@@ -264,7 +264,7 @@ def _read_file(
         try:
             return list(_of_dump(path, data))
         except CheckpointCorruptError as error:
-            cut.append(_Cut(path, _rank_of(path), str(error).partition(": ")[2]))
+            cut.append(_Truncated(path, _rank_of(path), str(error).partition(": ")[2]))
             return []
     # A run directory has other lines of JSON, such as its metrics.
     is_row = data[:1] == b"{" and b'"t_enter"' in data.partition(b"\n")[0]
@@ -272,7 +272,7 @@ def _read_file(
         whole, end, rest = data.rpartition(b"\n")
         if end and rest and not _is_json(rest):
             number = whole.count(b"\n") + 2
-            cut.append(_Cut(path, None, f"its last line, {number}, is not JSON"))
+            cut.append(_Truncated(path, None, f"its last line, {number}, is not JSON"))
             data = whole
         return list(_of_lines(path, data, unknown))
     return None

@@ -35,7 +35,7 @@ _CONFIGURATION: Final = "config.json"
 _ADAPTERS: Final = "adapter_config.json"
 
 
-class _Folder(NamedTuple):
+class _WeightsFolder(NamedTuple):
     """A folder with files of Hugging Face; its URL if it is not the run's own."""
 
     store: Store
@@ -130,14 +130,14 @@ def _require_a_run(run: Run, *, is_of_command: bool) -> None:
         )
 
 
-def _folders(run: Run, *, is_of_command: bool) -> list[_Folder]:
+def _folders(run: Run, *, is_of_command: bool) -> list[_WeightsFolder]:
     """Return the folders where the run's workers, and earlier runs, put files beside weights."""
-    folders = [_Folder(run.store, join(run.path, BESIDE))]
+    folders = [_WeightsFolder(run.store, join(run.path, BESIDE))]
     if is_of_command:
         config = run.settings()
         beside = ("" if config.run.script else config.model.folder) or config.run.init_from
         with suppress(UcpError):
-            folders += [_Folder(*open_store(beside), beside)] if beside else []
+            folders += [_WeightsFolder(*open_store(beside), beside)] if beside else []
     return folders
 
 
@@ -199,7 +199,7 @@ def _averaged(checkpoint: Checkpoint, run_url: str) -> Checkpoint:
     return replace(checkpoint, manifest=manifest)
 
 
-def _with_configuration(checkpoint: Checkpoint, folders: Sequence[_Folder]) -> Checkpoint:
+def _with_configuration(checkpoint: Checkpoint, folders: Sequence[_WeightsFolder]) -> Checkpoint:
     """Return the checkpoint with the configuration of its model, from the first folder that has it.
 
     The writer sets the dtype of the weights in it, to which transformers casts when it loads.
@@ -222,7 +222,7 @@ def _with_configuration(checkpoint: Checkpoint, folders: Sequence[_Folder]) -> C
     return replace(checkpoint, manifest=replace(checkpoint.manifest, extra=extra))
 
 
-def _copy_beside(folder: _Folder, store: Store, directory: str) -> list[str]:
+def _copy_beside(folder: _WeightsFolder, store: Store, directory: str) -> list[str]:
     """Copy the other files, such as the tokenizer, unless they are there already.
 
     Return the names of all files from ``folder``.

@@ -53,7 +53,7 @@ def watch_run(
         Interrupt: A signal ended a pause.
     """
     run, tries = Run(config.run.directory), _Tries()
-    first = before = _seen(run, _Seen())
+    first = before = _seen(run, _Contents())
     num_failed, saved_s = 0, time.monotonic()
     with interrupts(tries.on_signal):
         for num_before, command in enumerate(cycle(commands)):
@@ -85,14 +85,14 @@ def pause_s(num_failed: int) -> float:
     return min(2.0**num_failed, 60.0)
 
 
-class _Seen(NamedTuple):
+class _Contents(NamedTuple):
     """The contents of a run directory: see the methods of ``Run``."""
 
     summary: dict[str, Any] | None = None
     killed_at: float | None = None
     saves: tuple[str, ...] = ()
 
-    def is_over_since(self, first: _Seen) -> bool:
+    def is_over_since(self, first: _Contents) -> bool:
         """Return whether the run has ended since ``first``.
 
         Raises ``CapacityError`` if it was ended by force: it must not restart.
@@ -102,10 +102,10 @@ class _Seen(NamedTuple):
         return self.summary is not None and self.summary != first.summary
 
 
-def _seen(run: Run, before: _Seen) -> _Seen:
+def _seen(run: Run, before: _Contents) -> _Contents:
     """Return the current content, or ``before`` if storage does not answer."""
     with contextlib.suppress(UcpError):
-        return _Seen(run.summary(), run.killed_at(), run.saves())
+        return _Contents(run.summary(), run.killed_at(), run.saves())
     return before
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from orchestrator.core import (
     Compaction,
     Folded,
-    Place,
+    JournalPlace,
     RunState,
 )
 from orchestrator.core.log.codec import decoder
@@ -26,7 +26,7 @@ from ucp_core.layout import ParallelLayout
 
 BASIS = "digest of program and rules"
 LINE = b'{"v":1,"seq":7}\n'
-PLACE = Place(segment=1, before_bytes=0, end_bytes=len(LINE), line=LINE.decode())
+PLACE = JournalPlace(segment=1, before_bytes=0, end_bytes=len(LINE), line=LINE.decode())
 #: Values of types that have no parts, and of those whose parts go together.
 _WHOLE: dict[Any, Callable[[Random], Any]] = {
     NoneType: lambda _: None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp_core.conversion.streams import unclaimed_name
-from ucp_core.conversion.work_items import Job, Result, Worker, WorkItem
+from ucp_core.conversion.work_items import ItemWorker, Job, Result, WorkItem
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.formats import (
     INDEX_NAME,
@@ -366,7 +366,7 @@ def differing_replicas(
     files = tuple(sorted(_file_ends(state_map)))
     source = replace(checkpoint, manifest=manifest)
     job = _job(source, files, checkpoint.store, 4 * GENERAL_BYTES_MAX, workers=1)
-    with closing(Worker(job)) as worker:
+    with closing(ItemWorker(job)) as worker:
         for number, target in enumerate(job.targets):
             for entry, low in target.tensors:
                 try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.conversion import resume_journal
-from ucp_core.conversion.work_items import Result, Worker, WorkItem
+from ucp_core.conversion.work_items import ItemWorker, Result, WorkItem
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.formats import TargetFile
 from ucp_core.numerics import BLOCK_BYTES, crc32
@@ -56,7 +56,7 @@ class Placed(NamedTuple):
     items: tuple[WorkItem, ...]
     paths: tuple[str, ...]
 
-    def do(self, worker: Worker) -> list[Result]:
+    def do(self, worker: ItemWorker) -> list[Result]:
         """Do the items; raise ``StorageError`` if a target cannot be written."""
         results: list[Result] = []
         for item in self.items:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.conversion import resume_journal
 from ucp_core.conversion.outputs import blocks_of
-from ucp_core.conversion.work_items import Result, Worker, WorkItem
+from ucp_core.conversion.work_items import ItemWorker, Result, WorkItem
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.formats import TargetFile
 from ucp_core.native import CLAIM_NAME, MANIFEST_NAME, UNFINISHED_NAME, in_use, is_of_export
@@ -66,7 +66,7 @@ class Streamed(NamedTuple):
     target: TargetFile | None
     items: tuple[WorkItem, ...]
 
-    def do(self, worker: Worker) -> list[Result]:
+    def do(self, worker: ItemWorker) -> list[Result]:
         """Write the file, then a marker that it is complete."""
         results: list[Result] = []
 

@@ -27,7 +27,16 @@ from ucp_core.geometry import (
     packed_strides,
 )
 from ucp_core.numerics import BLOCK_BYTES, combine, crc32
-from ucp_core.reading import Check, ExtentPlan, Holders, Note, Notes, Run, is_plain, scattered
+from ucp_core.reading import (
+    Check,
+    ElementRun,
+    ExtentPlan,
+    Holders,
+    Note,
+    Notes,
+    is_plain,
+    scattered,
+)
 from ucp_core.storage import Store, is_local, join, open_file
 
 if TYPE_CHECKING:
@@ -111,7 +120,7 @@ class Files:
             os.close(self._open.popitem()[1])
 
 
-class Worker:
+class ItemWorker:
     """Does items one at a time; every thread or process has its own."""
 
     def __init__(self, job: Job) -> None:
@@ -187,7 +196,7 @@ class Worker:
         for low in range(0, len(chunk), BLOCK_BYTES):
             self._blocks.append(crc32(chunk[low : low + BLOCK_BYTES]))
 
-    def _take(self, entry: TensorEntry, run: Run, chunk: memoryview, start: int) -> int:
+    def _take(self, entry: TensorEntry, run: ElementRun, chunk: memoryview, start: int) -> int:
         """Read a run to its place in ``chunk``; return the crc32 of its bytes.
 
         ``start`` is the chunk's first byte in the tensor.
@@ -325,7 +334,9 @@ def _differs(entry: TensorEntry, replica: Fragment) -> CheckpointCorruptError:
     )
 
 
-def _scatter(entry: TensorEntry, run: Run, data: memoryview, chunk: memoryview, start: int) -> None:
+def _scatter(
+    entry: TensorEntry, run: ElementRun, data: memoryview, chunk: memoryview, start: int
+) -> None:
     """Put the elements of an interleaved run in their places."""
     # Tensors that are cut along their first dim do not need numpy, which takes 60 ms to import.
     import numpy as np

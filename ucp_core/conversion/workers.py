@@ -1,6 +1,6 @@
 """Run the batches of a conversion: in this thread, in threads, or in processes.
 
-Each way gives batches to ``Worker`` objects and passes every result to ``take`` in the caller's
+Each way gives batches to ``ItemWorker`` objects and passes every result to ``take`` in the caller's
 thread. ``orchestrator.driver.convert`` does the same on a Ray cluster.
 """
 
@@ -14,7 +14,7 @@ from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from ucp_core.conversion.work_items import Job, Result, Worker
+from ucp_core.conversion.work_items import ItemWorker, Job, Result
 from ucp_core.errors import UcpError
 
 if TYPE_CHECKING:
@@ -28,19 +28,19 @@ _BATCHES_EACH = 2
 class Batch(Protocol):
     """Items that one worker does together, on any machine; a batch can be pickled."""
 
-    def do(self, worker: Worker) -> list[Result]:
+    def do(self, worker: ItemWorker) -> list[Result]:
         """Do the items."""
 
 
 def do_batch(job: Job, batch: Batch) -> list[Result]:
     """Do one batch, as a task on any machine does."""
-    with closing(Worker(job)) as worker:
+    with closing(ItemWorker(job)) as worker:
         return batch.do(worker)
 
 
 def run_here(job: Job, batches: Sequence[Batch], take: Callable[[Result], None]) -> None:
     """Do all batches in this thread."""
-    with closing(Worker(job)) as worker:
+    with closing(ItemWorker(job)) as worker:
         for batch in batches:
             for result in batch.do(worker):
                 take(result)
@@ -51,10 +51,10 @@ def run_threads(
 ) -> None:
     """Do all batches in threads."""
     local = threading.local()
-    workers: list[Worker] = []
+    workers: list[ItemWorker] = []
 
     def begin() -> None:
-        local.worker = Worker(job)
+        local.worker = ItemWorker(job)
         workers.append(local.worker)
 
     def do(number: int) -> list[Result]:
@@ -122,7 +122,7 @@ def run_processes(
 class _Child:
     """The state that a forked process keeps between batches."""
 
-    worker: ClassVar[Worker]
+    worker: ClassVar[ItemWorker]
     batches: ClassVar[Sequence[Batch]]
 
     @classmethod
@@ -131,7 +131,7 @@ class _Child:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         in_child()
         threading.Thread(target=_exit_with_parent, daemon=True).start()
-        cls.worker, cls.batches = Worker(job), batches
+        cls.worker, cls.batches = ItemWorker(job), batches
 
     @classmethod
     def do(cls, number: int) -> list[Result]:

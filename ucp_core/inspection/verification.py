@@ -23,7 +23,7 @@ _Held: TypeAlias = "tuple[TensorKey, Fragment]"
 _TENSORS_NAMED_MAX = 4
 
 
-class _Range(NamedTuple):
+class _ChecksumRange(NamedTuple):
     """Bytes of a file and their checksum; None if there is none."""
 
     low: int
@@ -128,7 +128,7 @@ def _foreign_problems(
     ranges = {
         file: sorted(
             [
-                *(_Range(*extent) for extent in state_map.extents.get(file, ())),
+                *(_ChecksumRange(*extent) for extent in state_map.extents.get(file, ())),
                 *_blocks(checkpoint, held.get(file, [])),
                 *_unchecked(checkpoint, file, held.get(file, [])),
             ],
@@ -175,23 +175,23 @@ def _end(fragment: Fragment) -> int:
     return fragment.offset_bytes + fragment.num_bytes
 
 
-def _blocks(checkpoint: Checkpoint, inside: Iterable[_Held]) -> Iterator[_Range]:
+def _blocks(checkpoint: Checkpoint, inside: Iterable[_Held]) -> Iterator[_ChecksumRange]:
     """Yield the blocks of fragments that have checksums of their own."""
     block_bytes = checkpoint.state_map.block_bytes
     for _, fragment in inside:
         for index, expected in enumerate(fragment.blocks):
             low = index * block_bytes
             size = min(block_bytes, fragment.num_bytes - low)
-            yield _Range(fragment.offset_bytes + low, size, expected)
+            yield _ChecksumRange(fragment.offset_bytes + low, size, expected)
 
 
-def _is_damaged(checkpoint: Checkpoint, file: str, one: _Range) -> bool:
+def _is_damaged(checkpoint: Checkpoint, file: str, one: _ChecksumRange) -> bool:
     path = join(checkpoint.directory, file)
     found = crc32_of(checkpoint.store, path, one.low, one.num_bytes)
     return one.crc32 is not None and found != one.crc32
 
 
-def _within(one: _Range, inside: Iterable[_Held]) -> list[_Held]:
+def _within(one: _ChecksumRange, inside: Iterable[_Held]) -> list[_Held]:
     return [
         (key, fragment)
         for key, fragment in inside
@@ -199,7 +199,7 @@ def _within(one: _Range, inside: Iterable[_Held]) -> list[_Held]:
     ]
 
 
-def _damage(file: str, one: _Range, inside: Iterable[_Held]) -> Problem:
+def _damage(file: str, one: _ChecksumRange, inside: Iterable[_Held]) -> Problem:
     named = [f"{key} box {fragment.box}" for key, fragment in _within(one, inside)]
     whose = f": {', '.join(sorted(named)[:_TENSORS_NAMED_MAX])}" if named else ""
     return Problem(file, f"is damaged in bytes {one.low} to {one.high}{whose}")
@@ -214,11 +214,13 @@ def unchecked_bytes(checkpoint: Checkpoint) -> int:
     )
 
 
-def _unchecked(checkpoint: Checkpoint, file: str, inside: Iterable[_Held]) -> Iterator[_Range]:
+def _unchecked(
+    checkpoint: Checkpoint, file: str, inside: Iterable[_Held]
+) -> Iterator[_ChecksumRange]:
     """Yield the bytes of the fragments that have no checksum of their own and lie in no extent."""
     extents = sorted(checkpoint.state_map.extents.get(file, ()))
     for _, fragment in inside:
         index = bisect_right(extents, fragment.offset_bytes, key=lambda e: e.offset_bytes) - 1
         end = extents[index].offset_bytes + extents[index].num_bytes if index >= 0 else 0
         if fragment.crc32 is None and _end(fragment) > end:
-            yield _Range(fragment.offset_bytes, fragment.num_bytes, None)
+            yield _ChecksumRange(fragment.offset_bytes, fragment.num_bytes, None)

@@ -34,7 +34,7 @@ _PROBLEMS_SHOWN_MAX = 20
 _T = TypeVar("_T")
 
 
-class _Reader(YamlText):
+class _YamlReader(YamlText):
     """Reads typed values from YAML nodes, and collects problems instead of raising.
 
     A missing key has no node: None reads as nothing, without a problem.
@@ -184,7 +184,7 @@ def read_rules(text: str, where: str, families: Collection[str]) -> tuple[Rules,
     Raises:
         RulesError: All problems, each with line and column.
     """
-    reader = _Reader(text, where, if_empty="is empty; write rules: and a list of them")
+    reader = _YamlReader(text, where, if_empty="is empty; write rules: and a list of them")
     known = ("version", "first_wins", "rules", "stages", "ties", "extends")
     keys = reader.mapping(reader.root, "a text of rules", known)
     version = reader.number(keys.get("version"), "version", 1) or VERSION
@@ -210,14 +210,14 @@ def read_rules(text: str, where: str, families: Collection[str]) -> tuple[Rules,
     return Rules(tuple(rules), first_wins, stages, ties), extends
 
 
-def _stages(reader: _Reader, node: yaml.Node | None) -> Stages | None:
+def _stages(reader: _YamlReader, node: yaml.Node | None) -> Stages | None:
     keys = reader.mapping(node, "stages", ("layer", "first", "last"), ("layer",))
     layer = reader.regex(keys.get("layer"), "layer", groups=1)
     first, last = (reader.regexes(keys.get(name), name) for name in ("first", "last"))
     return None if layer is None else Stages(layer, first, last)
 
 
-def _read_rule(reader: _Reader, node: yaml.Node, found: list[Rule]) -> None:
+def _read_rule(reader: _YamlReader, node: yaml.Node, found: list[Rule]) -> None:
     known = ("match", "slot", "pattern", "optional")
     keys = reader.mapping(node, "a rule", known, ("match", "pattern"))
     slot = reader.text(keys.get("slot"), "slot")
@@ -232,7 +232,7 @@ def _read_rule(reader: _Reader, node: yaml.Node, found: list[Rule]) -> None:
             found.append(Rule(name, pattern, slot, str(reader.place(node)), optional))
 
 
-def _pattern(reader: _Reader, node: yaml.Node) -> Pattern | None:
+def _pattern(reader: _YamlReader, node: yaml.Node) -> Pattern | None:
     """Return the pattern that a word or a one-key mapping describes."""
     words = (*_WORDS, *_NEEDED)
     place, inner = node, None
@@ -259,7 +259,7 @@ def _pattern(reader: _Reader, node: yaml.Node) -> Pattern | None:
     return pattern
 
 
-def _replicated(reader: _Reader, node: yaml.Node) -> Pattern | None:
+def _replicated(reader: _YamlReader, node: yaml.Node) -> Pattern | None:
     keys = reader.mapping(node, "replicated", ("check",))
     check = reader.text(keys["check"], "check") if "check" in keys else "equal"
     if check == "equal":
@@ -271,7 +271,7 @@ def _replicated(reader: _Reader, node: yaml.Node) -> Pattern | None:
     return None
 
 
-def _cut(reader: _Reader, node: yaml.Node) -> Cut | None:
+def _cut(reader: _YamlReader, node: yaml.Node) -> Cut | None:
     if isinstance(node, yaml.ScalarNode):
         dim = reader.number(node, "the dim of a cut", None)
         return None if dim is None else Cut(dim)
@@ -282,7 +282,7 @@ def _cut(reader: _Reader, node: yaml.Node) -> Cut | None:
 
 
 #: How to read each setting of a cut; also gets the setting's name.
-_CUT: dict[str, Callable[[_Reader, yaml.Node, str], Any]] = {
+_CUT: dict[str, Callable[[_YamlReader, yaml.Node, str], Any]] = {
     "dim": lambda reader, node, what: reader.number(node, what, None),
     "widths": lambda reader, node, what: reader.numbers(node, what, 0),
     "parts": lambda reader, node, what: (
@@ -296,7 +296,7 @@ _CUT: dict[str, Callable[[_Reader, yaml.Node, str], Any]] = {
 }
 
 
-def _grid(reader: _Reader, node: yaml.Node) -> Grid | None:
+def _grid(reader: _YamlReader, node: yaml.Node) -> Grid | None:
     keys = reader.mapping(node, "grid", ("cuts", "degrees"), ("cuts", "degrees"))
     if len(keys) < 2:  # noqa: PLR2004 - both are needed, and what is missing was noted
         return None
@@ -305,7 +305,7 @@ def _grid(reader: _Reader, node: yaml.Node) -> Grid | None:
     return None if cuts is None or degrees is None else Grid(cuts, degrees)
 
 
-def _affine(reader: _Reader, node: yaml.Node) -> Pattern | None:
+def _affine(reader: _YamlReader, node: yaml.Node) -> Pattern | None:
     try:
         return parse_affine(reader.value(node))
     except PatternError as error:
@@ -325,7 +325,7 @@ _NEEDED = {
     "grid": "cuts and degrees: {cuts: [0, 1], degrees: [2, 4]}",
     "affine": "logical_shape and ranks, as DeepSpeed writes them",
 }
-_SETTINGS: Mapping[str, Callable[[_Reader, yaml.Node], Pattern | None]] = {
+_SETTINGS: Mapping[str, Callable[[_YamlReader, yaml.Node], Pattern | None]] = {
     "replicated": _replicated,
     "cut": _cut,
     "grid": _grid,
@@ -335,7 +335,7 @@ _SETTINGS: Mapping[str, Callable[[_Reader, yaml.Node], Pattern | None]] = {
 
 def read_renames(text: str, where: str) -> Renames:
     """Return the renamings of a text; a ``RulesError`` lists all problems with their places."""
-    reader = _Reader(text, where, if_empty="is empty; write a list of {match: ..., to: ...}")
+    reader = _YamlReader(text, where, if_empty="is empty; write a list of {match: ..., to: ...}")
     found: list[Rename] = []
     for node in reader.items(reader.root, "a text of renamings"):
         known = ("match", "to", "optional")

@@ -103,7 +103,7 @@ class _Read(NamedTuple):
 
     tensors: _Tensors  #: Everything but the fragments.
     firsts: Numbers  #: As in ``Table``.
-    rows: _Rows  #: The fragments.
+    rows: _FragmentRows  #: The fragments.
 
 
 class _Known(NamedTuple):
@@ -192,7 +192,7 @@ def _read(text: bytes) -> _Read | None:
         num_blocks += len(rows.blocks)
         found.append(rows)
     bounds, places, blocks = map(np.concatenate, zip(*found, strict=True))
-    return _Read(tensors, firsts, _Rows(bounds, places, blocks))
+    return _Read(tensors, firsts, _FragmentRows(bounds, places, blocks))
 
 
 class _WithoutLists(NamedTuple):
@@ -231,18 +231,18 @@ class _Tensors(NamedTuple):
     listed: TableTensors
 
 
-class _Mark(int):
+class _ListMark(int):
     """The number of a list that was cut out."""
 
 
 def _tensors(text: bytes) -> _Tensors | None:
     """Return the content of the text of tensors without lists, or None if it is not valid."""
-    marks: list[_Mark] = []
+    marks: list[_ListMark] = []
 
-    def mark(name: str) -> _Mark:
+    def mark(name: str) -> _ListMark:
         if name != _MARK.decode():
             raise ValueError(name)
-        marks.append(_Mark(len(marks)))
+        marks.append(_ListMark(len(marks)))
         return marks[-1]
 
     document = load_json(text, constant=mark)
@@ -251,7 +251,7 @@ def _tensors(text: bytes) -> _Tensors | None:
         for fqn, tensor in document.items():
             for slot, value in tensor["slots"].items():
                 place, value["fragments"] = value["fragments"], []
-                if type(place) is not _Mark or place != len(found):
+                if type(place) is not _ListMark or place != len(found):
                     return None
                 shape = tuple(value.get("shape", tensor["shape"]))
                 found.append(TableTensor(TensorKey(fqn, slot), value["dtype"], shape))
@@ -262,7 +262,7 @@ def _tensors(text: bytes) -> _Tensors | None:
     return _Tensors(document, TableTensors(found))
 
 
-class _Rows(NamedTuple):
+class _FragmentRows(NamedTuple):
     """Fragments in the order of the text; see ``Table``.
 
     Files are given by the numbers in their names.
@@ -283,9 +283,9 @@ class _Shape(NamedTuple):
     num_blocks: Numbers
 
 
-def _no_rows(ndim: int) -> _Rows:
+def _no_rows(ndim: int) -> _FragmentRows:
     places = np.zeros((0, NUM_BLOCKS + 1), np.int64)
-    return _Rows(np.zeros((0, 2, ndim), np.int64), places, np.zeros(0, np.uint32))
+    return _FragmentRows(np.zeros((0, 2, ndim), np.int64), places, np.zeros(0, np.uint32))
 
 
 def _chunks(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -362,7 +362,7 @@ def _shape(numbers: _Numbers, ndims: Numbers, ndim_max: int) -> _Shape | None:
     )
 
 
-def _rows(numbers: _Numbers, shape: _Shape) -> _Rows | None:
+def _rows(numbers: _Numbers, shape: _Shape) -> _FragmentRows | None:
     """Return the fragments, or None if a number is printed differently or too large."""
     values = np.append(numbers.values, (0, 1))
     attempt, rank, offset, num_bytes, is_32, crc32 = values[shape.fixed].T
@@ -381,7 +381,7 @@ def _rows(numbers: _Numbers, shape: _Shape) -> _Rows | None:
     file = attempt * _NAME_NUMBER_MAX + rank
     first_block = np.cumsum(shape.num_blocks) - shape.num_blocks
     places = np.stack([file, offset, num_bytes, crc32, first_block, shape.num_blocks], axis=1)
-    return _Rows(values[shape.bounds], places, blocks.astype(np.uint32))
+    return _FragmentRows(values[shape.bounds], places, blocks.astype(np.uint32))
 
 
 def _is_printed(places: Numbers, width: int, numbers: _Numbers) -> NDArray[np.bool_]:

@@ -162,7 +162,7 @@ class _Fill(NamedTuple):
     num_bytes: int
 
 
-class _Chunk(NamedTuple):
+class _MessageChunk(NamedTuple):
     """Bytes that are read, then sent in one message."""
 
     items: tuple[_Fill, ...]
@@ -190,9 +190,9 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _chunks(reads: ReadPlan, share: Share, chunk_bytes: int) -> list[_Chunk]:
+def _chunks(reads: ReadPlan, share: Share, chunk_bytes: int) -> list[_MessageChunk]:
     """Return a share as messages of at most ``chunk_bytes``, or of one step."""
-    chunks: list[_Chunk] = []
+    chunks: list[_MessageChunk] = []
     items: list[_Fill] = []
     num_bytes = 0
     steps: list[Copy | Mean] = [*share.copies, *share.means]
@@ -202,12 +202,12 @@ def _chunks(reads: ReadPlan, share: Share, chunk_bytes: int) -> list[_Chunk]:
         if isinstance(step, Copy) and step.target_byte >= 0:
             size = step.stop_byte - step.start_byte
         if items and num_bytes + _aligned(size) > chunk_bytes:
-            chunks.append(_Chunk(tuple(items)))
+            chunks.append(_MessageChunk(tuple(items)))
             items, num_bytes = [], 0
         items.append(_Fill(step, size))
         num_bytes += _aligned(size)
     if items:
-        chunks.append(_Chunk(tuple(items)))
+        chunks.append(_MessageChunk(tuple(items)))
     return chunks
 
 
@@ -228,7 +228,7 @@ class _Loader:
         self._targets = targets
         self._threads = threads
 
-    def read(self, chunk: _Chunk) -> None:
+    def read(self, chunk: _MessageChunk) -> None:
         """Read and verify a chunk into the targets."""
         execute(
             chunk.plan(self._reads, self._source.block_bytes),
@@ -238,18 +238,18 @@ class _Loader:
             batch_bytes=self._source.store.request_bytes,
         )
 
-    def pack(self, chunk: _Chunk, message: memoryview) -> None:
+    def pack(self, chunk: _MessageChunk, message: memoryview) -> None:
         """Copy what a chunk filled into a message."""
         for inside, outside in self._pairs(chunk, message):
             outside[...] = inside
 
-    def unpack(self, chunk: _Chunk, message: memoryview) -> None:
+    def unpack(self, chunk: _MessageChunk, message: memoryview) -> None:
         """Copy a message of another rank to where the chunk belongs."""
         for inside, outside in self._pairs(chunk, message):
             inside[...] = outside
 
     def _pairs(
-        self, chunk: _Chunk, message: memoryview
+        self, chunk: _MessageChunk, message: memoryview
     ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         """Yield each item's elements in the target and in the message."""
         low = 0
@@ -302,7 +302,7 @@ class _Messages:
         return [_HEAD.unpack_from(row.data) for row in self._held]
 
 
-def _rounds(loader: _Loader, work: Sequence[Sequence[_Chunk]], transport: Transport) -> None:
+def _rounds(loader: _Loader, work: Sequence[Sequence[_MessageChunk]], transport: Transport) -> None:
     """Read this rank's chunks, each during the exchange of the one before.
 
     A rank that fails says so in the next message, and all stop after it. An empty last message
@@ -347,7 +347,7 @@ def _stop_if_failed(
 
 
 def _take(
-    loader: _Loader, rank: int, value: int, chunk: _Chunk, held: memoryview
+    loader: _Loader, rank: int, value: int, chunk: _MessageChunk, held: memoryview
 ) -> CheckpointCorruptError | None:
     """Unpack another rank's message; return what is wrong with it."""
     if crc32(held[: chunk.num_bytes]) != value:

@@ -14,7 +14,7 @@ from ucp_core.reading.extents import (
     touched,
     verify_extents,
 )
-from ucp_core.reading.gather import Holders, Run, is_plain, scattered
+from ucp_core.reading.gather import ElementRun, Holders, is_plain, scattered
 from ucp_core.reading.planning import Copy, Mean, Part, ReadPlan, plan, read_bytes_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Elements to take from one fragment."""
 
     fragment: Fragment
@@ -47,11 +47,11 @@ class Holders:
         self._primary = _Sorted(entry.shape, [f for f in entry.fragments if not f.replica])
         self._replicas = _Sorted(entry.shape, [f for f in entry.fragments if f.replica])
 
-    def runs(self, start: int, stop: int) -> list[Run]:
+    def runs(self, start: int, stop: int) -> list[ElementRun]:
         """Return the runs of the elements ``[start, stop)``, ignoring replicas."""
         return self._primary.runs(start, stop)
 
-    def replica_runs(self, start: int, stop: int) -> list[Run]:
+    def replica_runs(self, start: int, stop: int) -> list[ElementRun]:
         """Return the runs of these elements among the replicas."""
         return self._replicas.runs(start, stop)
 
@@ -74,10 +74,10 @@ class _Sorted:
         # No fragment up to index i ends after ``_reach[i]``.
         self._reach = list(accumulate(self._lasts, max))
 
-    def runs(self, start: int, stop: int) -> list[Run]:
+    def runs(self, start: int, stop: int) -> list[ElementRun]:
         low = bisect_left(self._reach, start)
         high = bisect_right(self._firsts, stop - 1)
-        found: list[Run] = []
+        found: list[ElementRun] = []
         for number in range(low, high):
             fragment = self._fragments[number]
             first, count = 0, self._sizes[number]
@@ -90,7 +90,7 @@ class _Sorted:
                 begin = position(fragment.box, self._shape, first)
                 last = position(fragment.box, self._shape, first + count - 1)
             target = begin - start if last + 1 - begin == count else -1
-            found.append(Run(fragment, first, count, target))
+            found.append(ElementRun(fragment, first, count, target))
         return found
 
 
@@ -126,7 +126,7 @@ def position(box: Box, shape: Sequence[int], number: int) -> int:
     return flat
 
 
-def scattered(run: Run, shape: Sequence[int], start: int) -> Iterator[tuple[int, Box, int]]:
+def scattered(run: ElementRun, shape: Sequence[int], start: int) -> Iterator[tuple[int, Box, int]]:
     """Yield ``(place, box, target)`` in order, for every box of a run that is not contiguous.
 
     ``place`` is the start of the box in the run, ``box`` is in coordinates of the whole tensor, and

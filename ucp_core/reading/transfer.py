@@ -79,7 +79,7 @@ def run_gap_bytes_min(store: Store) -> int:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _ReadBatch:
     """The part of one file that one call reads for a group of copies."""
 
     group: Sequence[Copy]
@@ -268,14 +268,14 @@ class _Reader:
             view = view_of(self.plan.parts[mean.part], self.targets[mean.part], mean.box)
             view[...] = value.view(view.dtype).reshape(view.shape)
 
-    def _batch(self, group: Sequence[Copy], scratch: _Scratch) -> _Batch:
+    def _batch(self, group: Sequence[Copy], scratch: _Scratch) -> _ReadBatch:
         source = self.sources[group[0].source]
-        batch = _Batch(group, source, scratch, gap_bytes_max(source.store))
+        batch = _ReadBatch(group, source, scratch, gap_bytes_max(source.store))
         for copy in group:
             batch.add(copy, self.targets[copy.part], source.block_bytes)
         return batch
 
-    def _finish(self, batch: _Batch | None) -> None:
+    def _finish(self, batch: _ReadBatch | None) -> None:
         """Read, verify and place a batch, if there is one."""
         if batch is None:
             return

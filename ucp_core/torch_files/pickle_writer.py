@@ -103,7 +103,7 @@ def pickle_tree(tree: Any, *, allow: frozenset[str]) -> tuple[bytes, list[Tensor
     Raises:
         UcpError: A value's type or class cannot be written; says where in the tree.
     """
-    stream = _Stream(allow)
+    stream = _PickleStream(allow)
     try:
         stream.value(tree, "")
     except RecursionError as error:
@@ -111,7 +111,7 @@ def pickle_tree(tree: Any, *, allow: frozenset[str]) -> tuple[bytes, list[Tensor
     return b"\x80\x02" + b"".join(stream.parts) + b".", stream.storages
 
 
-class _Stream:
+class _PickleStream:
     def __init__(self, allow: frozenset[str]) -> None:
         self.parts: list[bytes] = []
         self.storages: list[TensorData] = []
@@ -272,19 +272,19 @@ CORE_NAMES = frozenset(
     }
 )
 
-_WRITERS: dict[type, Callable[[_Stream, Any, str], None]] = {
-    type(None): _Stream.write_none,
-    bool: _Stream.write_bool,
-    int: _Stream.write_int,
-    float: _Stream.write_float,
-    str: _Stream.write_str,
-    bytes: _Stream.write_bytes,
-    tuple: _Stream.write_tuple,
-    list: _Stream.write_list,
-    dict: _Stream.write_dict,
-    OrderedDict: _Stream.write_ordered,
-    Size: _Stream.write_size,
-    Named: _Stream.write_named,
-    Instance: _Stream.write_instance,
-    TensorData: _Stream.write_tensor,
+_WRITERS: dict[type, Callable[[_PickleStream, Any, str], None]] = {
+    type(None): _PickleStream.write_none,
+    bool: _PickleStream.write_bool,
+    int: _PickleStream.write_int,
+    float: _PickleStream.write_float,
+    str: _PickleStream.write_str,
+    bytes: _PickleStream.write_bytes,
+    tuple: _PickleStream.write_tuple,
+    list: _PickleStream.write_list,
+    dict: _PickleStream.write_dict,
+    OrderedDict: _PickleStream.write_ordered,
+    Size: _PickleStream.write_size,
+    Named: _PickleStream.write_named,
+    Instance: _PickleStream.write_instance,
+    TensorData: _PickleStream.write_tensor,
 }

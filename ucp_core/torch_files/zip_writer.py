@@ -29,7 +29,7 @@ _VERSION_ZIP64 = 45
 _DATE = 0x21
 
 
-class _Record(NamedTuple):
+class _ZipRecord(NamedTuple):
     name: bytes
     flags: int
     crc32: int
@@ -42,7 +42,7 @@ class ZipStream:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._records: list[_Record] = []
+        self._records: list[_ZipRecord] = []
         self._offset_bytes = 0
 
     def record(self, name: str, num_bytes: int, chunks: Iterable[Buffer]) -> Iterator[Buffer]:
@@ -58,7 +58,7 @@ class ZipStream:
             yield chunk
         assert done == num_bytes, f"{name}: {done} bytes came, {num_bytes} were announced"
         self._offset_bytes += num_bytes
-        self._records.append(_Record(encoded, flags, value, num_bytes, offset_bytes))
+        self._records.append(_ZipRecord(encoded, flags, value, num_bytes, offset_bytes))
         if num_bytes:
             sizes = "<IIQQ" if num_bytes >= _SMALL_MAX else "<IIII"
             yield self._counted(struct.pack(sizes, 0x08074B50, value, num_bytes, num_bytes))
@@ -117,7 +117,7 @@ def _local_header(name: bytes, flags: int, num_bytes: int, offset_bytes: int) ->
     )
 
 
-def _directory_entry(record: _Record) -> bytes:
+def _directory_entry(record: _ZipRecord) -> bytes:
     size, offset = record.num_bytes, record.offset_bytes
     large: list[int] = []
     if size >= _SMALL_MAX:

@@ -29,7 +29,7 @@ _AHEAD_LOOK_S: Final = 0.0002
 _T = TypeVar("_T")
 
 
-class _Group(Protocol):
+class _GroupCalls(Protocol):
     """The calls of an attempt to its groups; see ``workers.collectives.group``."""
 
     def described(self) -> str: ...
@@ -85,7 +85,7 @@ class Attempt:
         self.address = ""
         self._lock = threading.Lock()
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
-        self._groups: list[_Group] = []
+        self._groups: list[_GroupCalls] = []
         self._kept: list[Any] = []
         self._on_device: dict[int, deque[_OnDevice]] = {}
         self._looking = threading.Lock()
@@ -214,7 +214,7 @@ class Attempt:
         with contextlib.suppress(IndexError):
             self._on_device[group][-2].give_up()
 
-    def add(self, group: _Group) -> None:
+    def add(self, group: _GroupCalls) -> None:
         """Add a group of this attempt."""
         with self._lock:
             self._groups.append(group)
@@ -222,7 +222,7 @@ class Attempt:
         if is_late and (backend := group.on_device()) is not None:
             nccl.abort_together([backend])
 
-    def made_before(self, group: _Group) -> list[_Group]:
+    def made_before(self, group: _GroupCalls) -> list[_GroupCalls]:
         """Return the groups of this attempt that were created before ``group``."""
         with self._lock:
             return list(itertools.takewhile(lambda one: one is not group, self._groups))
@@ -310,7 +310,7 @@ class Leftovers:
     ``held`` are the last references to it, except for the group's own.
     """
 
-    def __init__(self, held: list[Any], *, of: _Group | None = None) -> None:
+    def __init__(self, held: list[Any], *, of: _GroupCalls | None = None) -> None:
         self._held = held
         self._dropped = threading.Event()
         self._group = weakref.ref(of) if of is not None else lambda: None

@@ -29,7 +29,7 @@ from workers.collectives.waiting import helpers
 _LEFTOVER_SLACK_S: Final = 5.0
 
 
-class _Process:
+class _AcrossAttempts:
     """The parts that outlive an attempt."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _Process:
         self.frozen = False
 
 
-_process = _Process()
+_process = _AcrossAttempts()
 
 
 def form(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ucp_core.storage import open_store
 from workers.data.files import own_cache
-from workers.data.text import Source, find_source, is_held_out
+from workers.data.text import TextSource, find_source, is_held_out
 from workers.data.tokens import Tokenizer, open_tokenizer
 from workers.errors import DataError
 from workers.settings import DataSettings
@@ -84,7 +84,7 @@ def open_texts(settings: DataSettings) -> Texts:
     return Texts(splits[0], splits[1], tokenizer.vocab_size, digest)
 
 
-def _cache_directory(settings: DataSettings, source: Source, tokenizer: Tokenizer) -> Path:
+def _cache_directory(settings: DataSettings, source: TextSource, tokenizer: Tokenizer) -> Path:
     """Return a directory whose name is a hash of everything that the tokens depend on."""
     depends = {
         **asdict(settings),
@@ -103,7 +103,7 @@ def _stamp(path: str) -> str:
 
 
 def _tokenize(
-    settings: DataSettings, source: Source, tokenizer: Tokenizer, directory: Path
+    settings: DataSettings, source: TextSource, tokenizer: Tokenizer, directory: Path
 ) -> None:
     """Write both splits, then the index; several processes may do it at the same time."""
     parts: dict[str, list[NDArray[np.uint32]]] = {"train": [], "held_out": []}

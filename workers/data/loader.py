@@ -237,7 +237,7 @@ class DataLoader:
                 sample.
         """
         if self.is_stream:
-            cut = _Cut(seed, order.global_batch, micro_batch, tuple(numbers))
+            cut = _StreamCut(seed, order.global_batch, micro_batch, tuple(numbers))
             for batches, place in self._results(self._of_stream(cut, first_step, state)):
                 self._state = place
                 yield from batches
@@ -287,7 +287,7 @@ class DataLoader:
             return _contents(_Reader(self.dataset, self._collate), keys, list(indices))
 
     def _of_stream(
-        self, cut: _Cut, first_step: int, state: dict[str, Any] | None
+        self, cut: _StreamCut, first_step: int, state: dict[str, Any] | None
     ) -> Iterator[_Call]:
         yield _seek, (cut, first_step - 1, state)
         for step in itertools.count(first_step):
@@ -328,7 +328,7 @@ class DataLoader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _StreamCut:
     """The part of a stream that a rank takes: micro-batches of each step, by their numbers."""
 
     seed: int
@@ -370,12 +370,12 @@ def _read_keyed(reader: _Reader, key: int, indices: list[int]) -> Any:
     return reader.read(indices)
 
 
-def _seek(reader: _Reader, cut: _Cut, step: int, state: dict[str, Any] | None) -> None:
+def _seek(reader: _Reader, cut: _StreamCut, step: int, state: dict[str, Any] | None) -> None:
     reader.stream = Stream(reader.dataset, seed=cut.seed, global_batch=cut.global_batch)
     reader.stream.seek(step, state)
 
 
-def _read_step(reader: _Reader, cut: _Cut, step: int) -> tuple[list[Any], dict[str, Any]]:
+def _read_step(reader: _Reader, cut: _StreamCut, step: int) -> tuple[list[Any], dict[str, Any]]:
     """Return the rank's batches of a step, and the position of the stream after the step."""
     assert reader.stream is not None, "a stream is sought before it is read"
     each = {

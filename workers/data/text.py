@@ -36,7 +36,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class TextSource:
     """The files to read documents from."""
 
     described: str  #: The setting and the number of files, for people.
@@ -90,7 +90,7 @@ class Source:
             yield Document(name=f"{name}:{number}", text=text.encode())
 
 
-def find_source(settings: DataSettings) -> Source:
+def find_source(settings: DataSettings) -> TextSource:
     """Return the files of ``settings.source``.
 
     Raises:
@@ -116,7 +116,7 @@ def find_source(settings: DataSettings) -> Source:
             source=source,
         )
     names = sorted((path.removeprefix(root).lstrip("/"), path) for path in paths)
-    return Source(
+    return TextSource(
         described=f"{source} ({len(names)} files)",
         files=tuple(names),
         is_remote="://" in source,

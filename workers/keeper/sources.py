@@ -112,7 +112,7 @@ class MemorySources:
 
     def _choose(self) -> _Chosen:
         """Return the first holder of every part that can be opened, or sources to compute it."""
-        parts: dict[int, _Watched] = {}
+        parts: dict[int, _WatchedPart] = {}
         for place in list(self._left):
             rank = place.held.rank
             if rank >= 0 and rank not in parts and place in self._left:
@@ -126,7 +126,7 @@ class MemorySources:
             return _Chosen(parts)
         return self._compute(parts, missing)
 
-    def _compute(self, parts: dict[int, _Watched], missing: Sequence[int]) -> _Chosen:
+    def _compute(self, parts: dict[int, _WatchedPart], missing: Sequence[int]) -> _Chosen:
         """Return the parts, with missing ones computed from the rest of their groups."""
         num_left = len(self._left)
         parities = self._open_parities()
@@ -134,12 +134,12 @@ class MemorySources:
             # The node that did not answer may also have been chosen for a part.
             return self._choose()
         # These are watched separately, because bytes read to compute a part do not count as taken.
-        members = [_Watched(part.place, part.part, part.kind) for part in parts.values()]
+        members = [_WatchedPart(part.place, part.part, part.kind) for part in parts.values()]
         reason = "there are no parities of it"
-        computed: dict[int, _Watched] = {}
+        computed: dict[int, _WatchedPart] = {}
         try:
             for part in lost_parts(parities, members):
-                computed[part.held.rank] = _Watched(None, part, PARITY)
+                computed[part.held.rank] = _WatchedPart(None, part, PARITY)
         except ParityError as error:
             reason = str(error)
         except StorageError as error:
@@ -155,9 +155,9 @@ class MemorySources:
                 )
         return _Chosen({**computed, **parts}, parities, members)
 
-    def _open_parities(self) -> list[_Watched]:
+    def _open_parities(self) -> list[_WatchedPart]:
         """Return the parities whose record is intact; reject the others."""
-        opened: list[_Watched] = []
+        opened: list[_WatchedPart] = []
         for place in list(self._left):
             if place.held.rank < 0 and place in self._left:
                 try:
@@ -171,19 +171,19 @@ class MemorySources:
                     self._give_up_on([place], error)
         return opened
 
-    def _open(self, place: PartRef) -> _Watched:
+    def _open(self, place: PartRef) -> _WatchedPart:
         if place.node == self._near:
             arena = self._arenas.get(place.arena)
             if arena is None:
                 arena = self._arenas[place.arena] = open_arena(self._socket, place.arena)
-            return _Watched(place, LocalPart(arena, place.held), LOCAL_MEMORY)
+            return _WatchedPart(place, LocalPart(arena, place.held), LOCAL_MEMORY)
         peer = place.peer
         assert peer is not None, "a reader has the keepers' addresses"
         client = self._clients.get(peer)
         if client is None:
             client = WireClient((peer.host, peer.port), secret=peer.secret)
             self._clients[peer] = client
-        return _Watched(
+        return _WatchedPart(
             place, RemotePart(client, place.arena, place.held, is_unchecked=True), PEER_MEMORY
         )
 
@@ -234,7 +234,7 @@ class MemorySources:
 
 
 @dataclass(slots=True, eq=False)
-class _Watched:
+class _WatchedPart:
     """A part, or parities, that records the bytes read and a failure.
 
     ``place`` is None for a computed part.
@@ -278,14 +278,14 @@ class _Watched:
 class _Chosen:
     """The sources from which a version is read."""
 
-    parts: dict[int, _Watched]  #: The part of every rank.
-    parities: Sequence[_Watched] = ()  #: The parities that some parts are computed from.
-    members: Sequence[_Watched] = ()  #: The parts that they are computed with.
+    parts: dict[int, _WatchedPart]  #: The part of every rank.
+    parities: Sequence[_WatchedPart] = ()  #: The parities that some parts are computed from.
+    members: Sequence[_WatchedPart] = ()  #: The parts that they are computed with.
 
 
 def _behind(
     chosen: _Chosen, checkpoint: Checkpoint | None, error: UcpError | ParityError
-) -> _Watched | None:
+) -> _WatchedPart | None:
     """Return the part that an error names, if any."""
     if "rank" in error.facts:
         return chosen.parts.get(error.facts["rank"])
@@ -295,7 +295,7 @@ def _behind(
     return None
 
 
-def _places(parts: Iterable[_Watched]) -> list[PartRef]:
+def _places(parts: Iterable[_WatchedPart]) -> list[PartRef]:
     """Return the holders of parts, each once; a computed part has no holder."""
     return list(dict.fromkeys(part.place for part in parts if part.place is not None))
 

@@ -38,7 +38,7 @@ class Context:
     is_used: bool = False  #: Whether the model's attention ran over them.
 
 
-class _Process:
+class _ProcessContext:
     """Process groups belong to the process, and so does this."""
 
     context: Context | None = None
@@ -46,12 +46,12 @@ class _Process:
 
 def use_context(context: Context | None) -> None:
     """Run attention over the ranks of ``context`` from now on; None means whole sequences."""
-    _Process.context = context
+    _ProcessContext.context = context
 
 
 def first_position(length: int) -> int:
     """Return the position of this rank's first token if its part has ``length`` tokens."""
-    context = _Process.context
+    context = _ProcessContext.context
     return context.group.rank() * length if context is not None else 0
 
 
@@ -98,7 +98,7 @@ def _mixed(
         scale=scale,
         enable_gqa=query.shape[_HEADS] != key.shape[_HEADS],
     )
-    context = _Process.context
+    context = _ProcessContext.context
     # A stage that only computes shapes has no values and no peers.
     if context is None or query.is_meta:
         return attend(query, key, value, is_causal=is_causal)
@@ -132,7 +132,7 @@ def hub_attention(
     Raises:
         LayoutRefusedError: It is not plain causal attention.
     """
-    size = _Process.context.group.size() if _Process.context is not None else 1
+    size = _ProcessContext.context.group.size() if _ProcessContext.context is not None else 1
     window = more.get("sliding_window")
     length = size * query.shape[_POSITIONS]
     asked = [name for name in _UNUSUAL if more.get(name) is not None]

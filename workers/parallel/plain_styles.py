@@ -118,7 +118,7 @@ def _local(parameter: Any) -> Any:
 
 def _shared(whole: Tensor, group: ProcessGroup) -> Tensor:
     """Return what every rank has; its gradient is summed over the ranks."""
-    shared: Tensor = _Share.apply(whole, group)
+    shared: Tensor = _SplitShare.apply(whole, group)
     return shared
 
 
@@ -134,7 +134,7 @@ def _sum_of(part: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
-class _Share(torch.autograd.Function):
+class _SplitShare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group

@@ -93,7 +93,7 @@ def _data_blocks(record: ParityRecord, stripe: int) -> Iterator[tuple[DataBlock,
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
+class _BlockRange:
     """The place of a block of a member or of a parity."""
 
     part: Part  #: The buffer.
@@ -112,9 +112,9 @@ class _Range:
 class _Plan:
     """The blocks from which the lost blocks of a stripe are computed."""
 
-    present: Mapping[int, _Range]  #: The remaining blocks by index in the parity.
+    present: Mapping[int, _BlockRange]  #: The remaining blocks by index in the parity.
     missing: Mapping[int, int]  #: The lengths of the lost blocks.
-    parities: Mapping[int, _Range]  #: As many parities as blocks are lost.
+    parities: Mapping[int, _BlockRange]  #: As many parities as blocks are lost.
 
     @property
     def grain_bytes(self) -> int:
@@ -191,7 +191,7 @@ class Group:
             if member is not None and place not in self._present
         ]
 
-    def _record(self, place: int, member: Member) -> _Range | None:
+    def _record(self, place: int, member: Member) -> _BlockRange | None:
         """Return the place of a lost member's record; None if it is computed with the data.
 
         Every parity of the group has a copy after it. Take the first intact copy.
@@ -199,23 +199,23 @@ class Group:
         if not self.record.with_records:
             return None
         start = self.record.record_start(place)
-        found = [_Range(each, start, member.record_bytes) for each in self._parities.values()]
+        found = [_BlockRange(each, start, member.record_bytes) for each in self._parities.values()]
         return next((each for each in found if _is_whole(each)), found[0])
 
     def _plan(self, stripe: int) -> _Plan:
         size = self.record.stripes.block_bytes
-        present: dict[int, _Range] = {}
+        present: dict[int, _BlockRange] = {}
         missing: dict[int, int] = {}
         for data_block, place in _data_blocks(self.record, stripe):
             if place in self._present:
-                where = _Range(
+                where = _BlockRange(
                     self._present[place], data_block.start, data_block.stop - data_block.start
                 )
                 present[data_block.index] = where
             else:
                 missing[data_block.index] = data_block.stop - data_block.start
         left = {
-            which: _Range(self._parities[place], which * size, size)
+            which: _BlockRange(self._parities[place], which * size, size)
             for which, place in enumerate(self.record.stripes.holders(stripe))
             if place in self._parities
         }
@@ -241,7 +241,7 @@ class ParityPart:
         record: ParityRecord,
         place: int,
         plans: Mapping[int, _Plan],
-        own_record: _Range | None,
+        own_record: _BlockRange | None,
     ) -> None:
         member = record.members[place]
         assert member is not None, f"place {place} has no part"
@@ -280,7 +280,7 @@ class ParityPart:
             start += len(found)
 
 
-def _is_whole(record: _Range) -> bool:
+def _is_whole(record: _BlockRange) -> bool:
     try:
         from_bytes(record.read(0, record.size_bytes).tobytes(), where="a copy of a record")
     except UcpError:

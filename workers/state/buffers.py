@@ -62,7 +62,7 @@ class PersistentBuffers:
             held for held in self._held.values() if held.is_saved and held not in self._averaged
         ]
         #: Buffers that a pass writes without a trace; None before the first pass.
-        self._uncounted: list[_Held] | None = None
+        self._uncounted: list[_HeldBuffer] | None = None
         self._bounds: tuple[Tensor, Tensor] | None = None
         self._sums: dict[int, Tensor] = {}
         self.have_changed = False
@@ -163,7 +163,7 @@ class PersistentBuffers:
                     held, step, "differs between micro-batches or workers after step", advice
                 )
 
-    def _digests(self, changed: Sequence[_Held]) -> Tensor:
+    def _digests(self, changed: Sequence[_HeldBuffer]) -> Tensor:
         """Return a number for each buffer that is not averaged; 0 if it has not changed."""
         device = self._equal[0].kept.device
         zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -171,7 +171,7 @@ class PersistentBuffers:
             [_digest(h.value).to(device) if h in changed else zero for h in self._equal]
         )
 
-    def _changed(self) -> list[_Held]:
+    def _changed(self) -> list[_HeldBuffer]:
         """Return the buffers with other values; a moved or converted tensor keeps its values."""
         found = [held for held in self._held.values() if held.has_changed()]
         for held in found:
@@ -204,7 +204,7 @@ class PersistentBuffers:
     def _count(self) -> int:
         return sum(map(len, self._dicts))
 
-    def _look_up(self) -> Iterator[_Held]:
+    def _look_up(self) -> Iterator[_HeldBuffer]:
         places = own_names(
             (f"{name}.{key}" if name else key, (key, module))
             for name, module in self._modules.items()
@@ -212,7 +212,7 @@ class PersistentBuffers:
             if key not in module._non_persistent_buffers_set  # noqa: SLF001
         )
         for fqn, (key, module) in places.items():
-            yield _Held(fqn, key, module)
+            yield _HeldBuffer(fqn, key, module)
 
     def _refuse_new(self, step: int) -> None:
         self._num_buffers = self._count()
@@ -220,7 +220,7 @@ class PersistentBuffers:
             if held.fqn not in self._held:
                 raise self._refusal(held, step, "is new in step", _ADVICE)
 
-    def _refusal(self, held: _Held, step: int, what: str, advice: str) -> TaskError:
+    def _refusal(self, held: _HeldBuffer, step: int, what: str, advice: str) -> TaskError:
         kinds = type(held.owner).__mro__
         # FSDP2 derives a class of its own from the module's class.
         kind = next(kind for kind in kinds if not issubclass(kind, FSDPModule)).__name__
@@ -235,7 +235,7 @@ class PersistentBuffers:
         )
 
 
-class _Held:
+class _HeldBuffer:
     """A buffer.
 
     Attributes:
@@ -298,7 +298,7 @@ class _Held:
         self.look()
 
 
-def _is_one_of(held: _Held, patterns: Sequence[str]) -> bool:
+def _is_one_of(held: _HeldBuffer, patterns: Sequence[str]) -> bool:
     return (
         held.is_saved
         and held.tensor.is_floating_point()

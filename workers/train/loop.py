@@ -101,7 +101,7 @@ def run_attempt(
         collectives.wait_for_leftovers(_LEFTOVERS_S)
         _free_device_memory()
     try:
-        outcome = _Attempt(assignment, context).run(task)
+        outcome = _RunningAttempt(assignment, context).run(task)
         _Process.is_short = isinstance(outcome, Raised) and outcome.refuses == DEVICE_MEMORY
     finally:
         context.progress.enter(WorkerPhase.LEAVING)
@@ -131,7 +131,7 @@ def _run_behind(completed: Completed, assignment: Assignment, context: WorkerCon
         )
 
 
-class _Attempt:
+class _RunningAttempt:
     """Hold the session, to close it whatever happens."""
 
     def __init__(self, assignment: Assignment, context: WorkerContext) -> None:

@@ -1,6 +1,6 @@
 """The journal's records: print, parse, compact, count. Pure."""
 
-from orchestrator.core.log.compaction import Compaction, Place
+from orchestrator.core.log.compaction import Compaction, JournalPlace
 from orchestrator.core.log.incident import Incident, incident_folder
 from orchestrator.core.log.journal_lines import (
     Folded,

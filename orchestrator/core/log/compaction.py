@@ -21,7 +21,7 @@ VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class JournalPlace:
     """The end of a record's line in a journal."""
 
     segment: int  #: Number of the segment, from 1.
@@ -46,7 +46,7 @@ class Compaction:
 
     #: Digest of the inputs of the fold besides the journal: the program, and all ``RunRules``.
     basis: str
-    place: Place
+    place: JournalPlace
     folded: Folded
 
     def document(self) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from orchestrator.core.state.frozen import Frozen, Part
+from orchestrator.core.state.frozen import Frozen, StatePart
 from orchestrator.core.state.table import Table
 from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import RedundancyPlan, Refused, UserError
@@ -14,7 +14,7 @@ from workers.protocol import Source
 
 
 @dataclass(eq=False)
-class Attempt(Part):
+class Attempt(StatePart):
     """The current attempt, or the last one."""
 
     number: int = 0  #: The fencing token; 0 before the first attempt.

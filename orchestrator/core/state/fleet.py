@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.core.state.frozen import Frozen, Part
+from orchestrator.core.state.frozen import Frozen, StatePart
 from orchestrator.core.state.table import Table
 from orchestrator.policies import Rooms, num_workers
 
@@ -117,7 +117,7 @@ class Node(NamedTuple):
 
 
 @dataclass(eq=False)
-class Fleet(Part):
+class Fleet(StatePart):
     """All nodes, reservations and workers, and counts of them."""
 
     workers: Table[Worker] = field(default_factory=Table)  #: By number: the 7 of ``w0007``.

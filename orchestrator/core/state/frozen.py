@@ -6,12 +6,12 @@ from dataclasses import FrozenInstanceError
 from typing import Any, NoReturn
 
 
-class Part:
+class StatePart:
     """A part that equals another if their fields are equal, whether frozen or not."""
 
     def __eq__(self, other: object) -> bool:
         """Return whether every field is equal."""
-        return isinstance(other, Part) and self.__dict__ == other.__dict__
+        return isinstance(other, StatePart) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
         """Refuse: a part may hold tables, which are not hashable."""

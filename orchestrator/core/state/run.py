@@ -27,7 +27,7 @@ from orchestrator.core.state.fleet import (
     is_pending,
     worker_number,
 )
-from orchestrator.core.state.frozen import Frozen, Part
+from orchestrator.core.state.frozen import Frozen, StatePart
 from orchestrator.core.state.network import Network
 from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import Fault, FaultsSeen, Refused, Sharing, UserError
@@ -78,7 +78,7 @@ class RunOutcome(StrEnum):
 
 
 @dataclass(eq=False)
-class Reads(Part):
+class Reads(StatePart):
     """Reads of keepers and storage (``ReadCommitted``) since the last attempt started."""
 
     num: int = 0  #: Number of the newest read; reads count up over the run.
@@ -112,7 +112,7 @@ class Cause:
 
 
 @dataclass(eq=False)
-class MutableRunState(Part):
+class MutableRunState(StatePart):
     """The run state while one event is folded into it. Only ``machine.step`` holds one."""
 
     phase: Phase = Phase.WAITING

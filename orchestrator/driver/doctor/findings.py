@@ -154,7 +154,7 @@ def diagnose(
     return findings
 
 
-def _finding(check: _Check, nodes: Sequence[NodeFacts], here: NodeFacts) -> Finding:
+def _finding(check: _NodeCheck, nodes: Sequence[NodeFacts], here: NodeFacts) -> Finding:
     """Return one finding that names each node with a problem, and the problem."""
     found = [f"{facts.node}: {why}" for facts in nodes if (why := check.problem(facts, here))]
     if found:
@@ -191,7 +191,7 @@ def _watched(nodes: Sequence[NodeFacts], _: NodeFacts) -> str:
     )
 
 
-class _Check(NamedTuple):
+class _NodeCheck(NamedTuple):
     """A check of each node."""
 
     about: str
@@ -204,33 +204,33 @@ class _Check(NamedTuple):
 
 
 _OF_EACH = (
-    _Check(
+    _NodeCheck(
         "versions",
         _differing,
         _versions,
         "install the same version on every node: use one image, or a runtime environment of Ray",
         Level.FAIL,
     ),
-    _Check(
+    _NodeCheck(
         "shared memory",
         _little_shared_memory,
         f"at least {SHARED_MEMORY_BYTES_MIN >> 20} MiB are free in /dev/shm",
         "start containers with a larger --shm-size",
     ),
-    _Check(
+    _NodeCheck(
         "open files",
         lambda f, _: f"{f.open_files} a process" if f.open_files < OPEN_FILES_MIN else "",
         f"at least {OPEN_FILES_MIN} a process are allowed",
         "start Ray under `ulimit -n 65536`",
     ),
-    _Check(
+    _NodeCheck(
         "interfaces",
         lambda f, _: f.interface_problem,
         "collectives find one",
         "fix the variable where Ray is started, or leave it out",
         Level.FAIL,
     ),
-    _Check(
+    _NodeCheck(
         "notices",
         lambda f, _: ", ".join(f.unheard),
         _watched,
@@ -240,27 +240,27 @@ _OF_EACH = (
 )
 #: Checks that compare or connect nodes.
 _BETWEEN = (
-    _Check(
+    _NodeCheck(
         "storage",
         lambda f, _: f.storage_problem,
         "every node reads what another wrote to the run directory",
         "set run.directory to storage that all nodes share, such as s3:// or NFS",
         Level.FAIL,
     ),
-    _Check(
+    _NodeCheck(
         "network",
         lambda f, _: f"cannot connect to {', '.join(f.unreachable)}" if f.unreachable else "",
         lambda nodes, _: f"each of {len(nodes)} nodes can connect to every other",
         "open all TCP ports between the nodes: collectives and copies need them",
         Level.FAIL,
     ),
-    _Check(
+    _NodeCheck(
         "clocks",
         lambda f, _: f"{f.clock_ahead_s:+.1f} s" if abs(f.clock_ahead_s) > CLOCK_S_MAX else "",
         f"all agree within {CLOCK_S_MAX:g} s",
         "synchronise them by NTP: incidents compare times of several machines",
     ),
-    _Check(
+    _NodeCheck(
         "copies",
         lambda f, _: "" if f.copies_past_caches else "large copies go through the caches",
         "large copies bypass the processor's caches",

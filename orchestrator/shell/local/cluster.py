@@ -77,7 +77,7 @@ def _environment() -> dict[str, str]:
     return {**_RAY_ENVIRONMENT, **tuned(os.environ)}
 
 
-class _Nodes:
+class _SimulatedNodes:
     """Simulated nodes that this process starts and ends, beside a head without workers."""
 
     def __init__(self, *, num_nodes: int, cpus_per_node: int, gpus: Sequence[str]) -> None:
@@ -260,7 +260,7 @@ class _Host:
 
     def serve(self, num_nodes: int, cpus_per_node: int, gpus: Sequence[str]) -> None:
         """Host a cluster until a command shuts it down."""
-        self._nodes = _Nodes(num_nodes=num_nodes, cpus_per_node=cpus_per_node, gpus=gpus)
+        self._nodes = _SimulatedNodes(num_nodes=num_nodes, cpus_per_node=cpus_per_node, gpus=gpus)
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(self._folder / "control"))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from orchestrator.core import Place, is_event, without_late_lines
+from orchestrator.core import JournalPlace, is_event, without_late_lines
 from orchestrator.run_directory import JOURNAL
 from orchestrator.shell.storage.sender import PAUSE_S, Sender
 from ucp_core.errors import StorageError
@@ -130,9 +130,9 @@ class JournalFile:
         return self._before_bytes + self._size_bytes
 
     @property
-    def place(self) -> Place:
+    def place(self) -> JournalPlace:
         """Return where the last record ends; this incarnation must have one."""
-        return Place(
+        return JournalPlace(
             segment=self._incarnation,
             before_bytes=self._before_bytes,
             end_bytes=self._size_bytes,

@@ -15,7 +15,7 @@ from orchestrator.core import (
     ControllerStarted,
     Event,
     Folded,
-    Place,
+    JournalPlace,
     RunRules,
     RunState,
     RunStats,
@@ -120,7 +120,9 @@ class SimJournal:
         marked = Compaction(
             basis=self._basis,
             # How large the segments are is the shell's business.
-            place=Place(segment=1, before_bytes=0, end_bytes=0, line=transition.lines[-1].decode()),
+            place=JournalPlace(
+                segment=1, before_bytes=0, end_bytes=0, line=transition.lines[-1].decode()
+            ),
             folded=Folded(
                 state=state,
                 stats=stats,

@@ -29,7 +29,7 @@ _PREFIXES = ("model.", "", "module.", "state_dict.", "app.model.", "model.module
 
 
 @dataclass(slots=True)
-class Names:
+class KeyNames:
     """The keys by their meaning."""
 
     weights: dict[str, str] = field(default_factory=dict)  #: Key to fqn: tensors of the model.
@@ -47,7 +47,7 @@ def classify(
     shapes: Mapping[str, Sequence[int]],
     values: Collection[str],
     paths: Mapping[str, tuple[Any, ...]],
-) -> Names:
+) -> KeyNames:
     """Sort the keys of a checkpoint.
 
     Args:
@@ -55,7 +55,7 @@ def classify(
         values: Keys of values that are not tensors.
         paths: Place of a key in the nested state, if known.
     """
-    names = Names()
+    names = KeyNames()
     optimizer: dict[str, re.Match[str]] = {}
     plain: list[str] = []
     for key in (*shapes, *values):

@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError, UnsupportedVersionError
-from ucp_core.formats.dcp.key_names import Names, classify, number_names
+from ucp_core.formats.dcp.key_names import KeyNames, classify, number_names
 from ucp_core.formats.shared import NUMBER_DTYPES, Assembly, number
 from ucp_core.geometry import TensorEntry, TensorKey, packed_strides
 from ucp_core.manifest import Item
@@ -121,7 +121,7 @@ def _ref(entry: TensorEntry) -> TensorRef:
     return TensorRef(entry.dtype, entry.shape, strides, fragment.file, fragment.offset_bytes, None)
 
 
-def _name_numbers(container: Container, names: Names) -> None:
+def _name_numbers(container: Container, names: KeyNames) -> None:
     """Name the parameters that the optimizer's state knows only by number."""
     fqns = {fqn for fqn, _ in names.states.values()}
     if not fqns or not all(fqn.isdecimal() for fqn in fqns):
@@ -139,7 +139,7 @@ def _name_numbers(container: Container, names: Names) -> None:
     names.numbers = named
 
 
-def _numbers_by_group(container: Container, names: Names) -> list[list[int]]:
+def _numbers_by_group(container: Container, names: KeyNames) -> list[list[int]]:
     """Return the numbers of each group's parameters; empty if the groups lack them."""
     keys = {
         key: group
@@ -154,7 +154,7 @@ def _numbers_by_group(container: Container, names: Names) -> list[list[int]]:
     return [value for _, value in values]
 
 
-def _in_model_order(container: Container, names: Names) -> dict[str, tuple[int, ...]]:
+def _in_model_order(container: Container, names: KeyNames) -> dict[str, tuple[int, ...]]:
     """Return the shapes of trainable tensors by fqn, in the model's order.
 
     Ranks share the work of writing, so the files do not have the model's order. The nested state
@@ -180,7 +180,7 @@ def _is_statistic(fqn: str, known: Collection[str]) -> bool:
     return name in _STATISTICS and all(f"{prefix}{other}" in known for other in _STATISTICS)
 
 
-def _add_values(found: Assembly, container: Container, names: Names) -> None:
+def _add_values(found: Assembly, container: Container, names: KeyNames) -> None:
     """Add the optimizer's values that are not tensors."""
     others: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in container.values(key for key in names.states if key in container.blobs):
@@ -193,7 +193,7 @@ def _add_values(found: Assembly, container: Container, names: Names) -> None:
         found.extra["optimizer_state"] = dict(others)
 
 
-def _add_groups(found: Assembly, container: Container, names: Names) -> None:
+def _add_groups(found: Assembly, container: Container, names: KeyNames) -> None:
     """Assemble the optimizer's groups, which have a key for each hyper-parameter."""
     groups: dict[tuple[str, int | str], dict[str, Any]] = defaultdict(dict)
     values = dict(container.values(key for key in names.groups if key in container.blobs))
@@ -213,7 +213,11 @@ def _add_groups(found: Assembly, container: Container, names: Names) -> None:
 
 
 def _add_others(
-    found: Assembly, container: Container, names: Names, small: Iterable[str], loose: Iterable[str]
+    found: Assembly,
+    container: Container,
+    names: KeyNames,
+    small: Iterable[str],
+    loose: Iterable[str],
 ) -> None:
     """Keep everything besides model and optimizer: schedule, cursor, random state, counters."""
     for key in small:
@@ -266,7 +270,7 @@ def _with_lists(value: Any) -> Any:
     return {str(key): item for key, item in inner.items()}
 
 
-def _add_roles(found: Assembly, names: Names) -> None:
+def _add_roles(found: Assembly, names: KeyNames) -> None:
     """Set the roles of the tensors that the optimizer does not train."""
     trained = {fqn for fqn, _ in names.states.values()}
     trained |= {fqn for group in found.groups for fqn in group["params"]}
@@ -279,7 +283,7 @@ def _add_roles(found: Assembly, names: Names) -> None:
             found.roles[fqn] = "buffer" if is_buffer or dtype in _INTEGERS else "frozen"
 
 
-def _add_items(found: Assembly, container: Container, names: Names) -> None:
+def _add_items(found: Assembly, container: Container, names: KeyNames) -> None:
     if names.weights:
         found.items["model"] = Item("reshard", f"{len(names.weights)} tensors")
     if names.states:

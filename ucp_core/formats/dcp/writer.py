@@ -126,7 +126,7 @@ class Rows(NamedTuple):
     distance: int
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of a tensor in its key's tensor."""
 
     shape: tuple[int, ...]  #: Shape of the key's tensor.
@@ -143,7 +143,7 @@ class Contents:
     #: The keys of each tensor; several where names are tied.
     keys: dict[TensorKey, list[str]] = field(default_factory=dict)
     #: Places of tensors that are only a part of their key's tensor.
-    parts: dict[TensorKey, Place] = field(default_factory=dict)
+    parts: dict[TensorKey, TensorPlace] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)  #: Small values by key.
     #: Small values that are tensors, by key.
     small: dict[str, TensorData] = field(default_factory=dict)
@@ -231,7 +231,9 @@ class _Tensor:
     """A tensor being written: its chunks and the places of their blobs."""
 
     entry: TensorEntry
-    place: Place | None = None  #: Place in the tensor of its key; None if it is the whole tensor.
+    place: TensorPlace | None = (
+        None  #: Place in the tensor of its key; None if it is the whole tensor.
+    )
     boxes: list[Box] = field(default_factory=list)
     places: list[Instance] = field(default_factory=list)
 
@@ -242,7 +244,7 @@ class _Tensor:
 
     def placed(self, box: Box) -> Iterator[tuple[Box, int]]:
         """Yield the boxes of the key's tensor that make up a box, and their numbers of rows."""
-        place = self.place or Place(self.entry.shape)
+        place = self.place or TensorPlace(self.entry.shape)
         rows = place.rows or Rows(0, self.entry.shape[0] if self.entry.shape else 1, 0)
         low, high = (box.start[0], box.stop[0]) if box.start else (0, 1)
         while True:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.writing import (
     DS_VERSION,
-    Experts,
+    ExpertShares,
     FlatReader,
     Model,
     Output,
@@ -152,9 +152,9 @@ def write(
     Output(store, directory, tag, progress, fsync=fsync).write(files, latest="latest")
 
 
-def _experts(model: Model, wanted: Target) -> Experts | None:
+def _experts(model: Model, wanted: Target) -> ExpertShares | None:
     """Return the experts of the model, spread over the target's ranks; None if there are none."""
-    experts = Experts(model, wanted.ep, apart=wanted.stage > 0)
+    experts = ExpertShares(model, wanted.ep, apart=wanted.stage > 0)
     if not experts.counts:
         return None
     if wanted.stage == 3 or wanted.tp > 1 or wanted.stages:  # noqa: PLR2004 - ZeRO's
@@ -269,7 +269,7 @@ def _expert_ranks(model: Model, target: Target, dp_rank: int) -> tuple[int, int]
     return divmod(dp_rank, target.ep)
 
 
-def _expert_files(trees: Trees, experts: Experts) -> Iterator[tuple[str, Any]]:
+def _expert_files(trees: Trees, experts: ExpertShares) -> Iterator[tuple[str, Any]]:
     """Yield the weights of every expert under its name in the whole model."""
     module = trees.module()
     for file, names in experts.files().items():

@@ -192,7 +192,7 @@ def _tensors(tree: Mapping[str, Any], key: str, file: str) -> Iterator[tuple[str
     return walk(tree[key], "")
 
 
-class _Part(NamedTuple):
+class _ChainedOptimizer(NamedTuple):
     """One of the chained optimizers of a rank; the second optimizer has the experts."""
 
     tree: Any
@@ -204,7 +204,7 @@ class _Part(NamedTuple):
         return [param for chunk in self.chunks for param in chunk.params]
 
 
-def _parts(saved: RankFile, model: Model) -> list[_Part]:
+def _parts(saved: RankFile, model: Model) -> list[_ChainedOptimizer]:
     """Return the optimizers of a rank that other ranks do not repeat."""
     trees = saved.tree.get("optimizer")
     if trees is None:
@@ -215,7 +215,7 @@ def _parts(saved: RankFile, model: Model) -> list[_Part]:
     # A stage without experts has one optimizer; other stages chain two.
     is_chained = has_expert_ranks and has_experts(saved.tree, saved.file)
     if len(trees) == 1 and not is_chained:
-        return [_Part(trees[0], (0, 1), chunks)] if saved.expert == 0 else []
+        return [_ChainedOptimizer(trees[0], (0, 1), chunks)] if saved.expert == 0 else []
     if len(trees) != len((False, True)) or not is_chained:
         raise UnsupportedVersionError(
             f"{saved.file}: {len(trees)} chained optimizers are not supported in this format; save "
@@ -223,7 +223,7 @@ def _parts(saved: RankFile, model: Model) -> list[_Part]:
             file=saved.file,
         )
     return [
-        _Part(
+        _ChainedOptimizer(
             trees[experts],
             (int(experts), len(trees)),
             [
@@ -267,7 +267,7 @@ def add_optimizer(files: Files, saved: RankFile, model: Model) -> None:
 
 
 def _add_numbered(
-    files: Files, saved: RankFile, part: _Part, model: Model, inner: Mapping[str, Any]
+    files: Files, saved: RankFile, part: _ChainedOptimizer, model: Model, inner: Mapping[str, Any]
 ) -> list[list[str]]:
     """Add an optimizer that numbers its parameters; return the names of each group."""
     hyper, state = inner["param_groups"], inner.get("state") or {}
@@ -310,7 +310,7 @@ def _add_numbered(
 def _add_distributed(
     files: Files,
     saved: RankFile,
-    part: _Part,
+    part: _ChainedOptimizer,
     model: Model,
     hyper: Sequence[Mapping[str, Any]],
 ) -> list[list[str]]:

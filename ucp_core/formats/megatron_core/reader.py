@@ -68,7 +68,9 @@ def read(
             path=where,
         )
     container = read_container(store, where)
-    found = _Reader(store, where, container=container, common=_common(container), rules=rules)
+    found = _ContainerReader(
+        store, where, container=container, common=_common(container), rules=rules
+    )
     found.read()
     version = str(config.get("sharded_backend_version", ""))
     return found.checkpoint({"format": NAME, "version": version})
@@ -119,7 +121,7 @@ def _common(container: Container) -> dict[str, Any]:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Reader(Assembly):
+class _ContainerReader(Assembly):
     """The training state in a container, found from its keys."""
 
     container: Container

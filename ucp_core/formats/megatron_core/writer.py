@@ -13,7 +13,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import UcpError
-from ucp_core.formats.dcp import Contents, DcpFiles, Place, hyper
+from ucp_core.formats.dcp import Contents, DcpFiles, TensorPlace, hyper
 from ucp_core.formats.megatron_core import key_names
 from ucp_core.formats.megatron_core.joining import joined
 from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, TRACKER
@@ -130,9 +130,9 @@ def _contents(checkpoint: Checkpoint, places: Mapping[str, Joined]) -> Contents:
                 contents.values[name] = [None]
         shape = entry.shape if place.rows is None else place.shape
         if layer is not None:
-            contents.parts[key] = Place((layer[1], *shape), layer[0], place.rows)
+            contents.parts[key] = TensorPlace((layer[1], *shape), layer[0], place.rows)
         elif place.rows is not None:
-            contents.parts[key] = Place(shape, None, place.rows)
+            contents.parts[key] = TensorPlace(shape, None, place.rows)
     for name, value in checkpoint.extra.items():
         if name == "_extra_state":
             contents.values |= {shard: restored(state) for shard, state in value.items()}

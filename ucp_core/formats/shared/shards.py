@@ -192,7 +192,7 @@ class Shards:
         """
         made: dict[TensorKey, TensorEntry] = {}
         unknown: dict[str, PatternError] = {}
-        placed: dict[tuple[Pattern, tuple[tuple[int, ...], ...]], _Placed] = {}
+        placed: dict[tuple[Pattern, tuple[tuple[int, ...], ...]], _PlacedRuns] = {}
         for key, ranks in self._found.items():
             stages = _by_stage(key, ranks, self.tp_degree)
             shapes = tuple(shard.shape for shard in next(iter(stages.values())))
@@ -205,7 +205,7 @@ class Shards:
                 continue
             memo = pattern, shapes
             if memo not in placed:
-                placed[memo] = _Placed(place(pattern, shapes, name=str(key)), plain(pattern))
+                placed[memo] = _PlacedRuns(place(pattern, shapes, name=str(key)), plain(pattern))
             made[key] = _entry(key, stages, placed[memo], extent)
             if self.tp_degree > 1:
                 self.patterns[key] = _told(pattern, placed[memo], made[key])
@@ -215,7 +215,7 @@ class Shards:
 
 
 @dataclass(slots=True)
-class _Placed:
+class _PlacedRuns:
     """A placement with the fragments of its runs; layers and slots share them."""
 
     placement: Placement  #: The placement of all tensors of one pattern and shape.
@@ -234,7 +234,7 @@ class _Placed:
         return found
 
 
-def _told(pattern: Pattern, placed: _Placed, entry: TensorEntry) -> Any:
+def _told(pattern: Pattern, placed: _PlacedRuns, entry: TensorEntry) -> Any:
     """Return the pattern as JSON, with the true extent if padding was stripped."""
     is_stripped = entry.shape != placed.placement.shape
     if is_stripped and pattern == Cut(0):
@@ -271,7 +271,7 @@ def _by_stage(
 def _entry(
     key: TensorKey,
     stages: dict[int, tuple[Shard, ...]],
-    placed: _Placed,
+    placed: _PlacedRuns,
     extent: int | None,
 ) -> TensorEntry:
     first = min(stages)
@@ -286,7 +286,7 @@ def _entry(
 
 
 def _fragments(
-    key: TensorKey, placed: _Placed, tp: int, shard: Shard, *, replica: bool
+    key: TensorKey, placed: _PlacedRuns, tp: int, shard: Shard, *, replica: bool
 ) -> Iterable[Fragment]:
     itemsize = DTYPE_BYTES[shard.dtype]
     for run in shard.runs:

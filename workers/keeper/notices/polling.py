@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from workers.keeper.notices import answers
-from workers.keeper.notices.providers import FAILURES, Source, no_answer
+from workers.keeper.notices.providers import FAILURES, NoticeSource, no_answer
 from workers.protocol import Notice
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class NoticeWatch:
     If a source stops answering, its last notice stays.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[NoticeSource]) -> None:
         self._said: dict[str, Notice | None] = {}
         self._failing: dict[str, str] = {}
         self._closed = threading.Event()
@@ -51,7 +51,7 @@ class NoticeWatch:
             for why in sorted(self._failing.copy().values())
         )
 
-    def _ask_often(self, source: Source) -> None:
+    def _ask_often(self, source: NoticeSource) -> None:
         wait_s = source.period_s
         while True:
             try:

@@ -42,7 +42,7 @@ _TOKEN_LIVES_S: Final = 21600
 _COMMAND_S: Final = 30.0
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """A source that may announce the end of this machine."""
 
     name: str  #: Name for people.
@@ -53,7 +53,7 @@ class Source(Protocol):
         """Return its present notice; raises one of ``FAILURES``."""
 
 
-def no_answer(source: Source, error: Exception) -> str:
+def no_answer(source: NoticeSource, error: Exception) -> str:
     """Return a line about a source that raised ``error``."""
     why = str(error) or type(error).__name__
     return f"{source.name} does not answer: {why} ({source.advice})"
@@ -61,10 +61,10 @@ def no_answer(source: Source, error: Exception) -> str:
 
 def sources_of(
     *, cloud: str = "none", endpoint: str = "", file: str = "", command: str = ""
-) -> list[Source]:
+) -> list[NoticeSource]:
     """Return the sources of the section ``notices`` of the configuration."""
     is_auto, cloud = cloud == "auto", recognised() if cloud == "auto" else cloud
-    found: list[Source] = []
+    found: list[NoticeSource] = []
     if cloud in _SERVICES:
         found.append(_SERVICES[cloud](endpoint or _ENDPOINT))
     elif is_auto and endpoint:

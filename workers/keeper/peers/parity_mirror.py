@@ -42,7 +42,7 @@ def parity_name(row: int, attempt: int, number: int = 0) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundVersion:
     """A version of a rank, of the group's attempt."""
 
     arena: str
@@ -51,7 +51,7 @@ class _Found:
 
 
 #: The versions of a node by rank, then by step.
-_Versions = Mapping[int, Mapping[int, _Found]]
+_Versions = Mapping[int, Mapping[int, _FoundVersion]]
 
 
 class ParityMirror(Replication):
@@ -140,7 +140,7 @@ class ParityMirror(Replication):
                 return False
         return True
 
-    def _complete_row(self, row: int, step: int, found: Mapping[int, _Found]) -> None:
+    def _complete_row(self, row: int, step: int, found: Mapping[int, _FoundVersion]) -> None:
         """Add the members' records to the parity that this node's rank has made."""
         rank = self._group.places[self._group.place].ranks[row]
         arena, made = self._made(rank, step)
@@ -150,7 +150,7 @@ class ParityMirror(Replication):
         except ParityError as error:
             raise ArenaError(f"the parity of rank {rank} cannot be used: {error}") from error
 
-    def _part(self, index: int, found: _Found) -> Part:
+    def _part(self, index: int, found: _FoundVersion) -> Part:
         """Return the part to read from a node.
 
         Raises:
@@ -179,7 +179,7 @@ class ParityMirror(Replication):
             rank=rank,
         )
 
-    def _make_row(self, row: int, step: int, found: Mapping[int, _Found]) -> None:
+    def _make_row(self, row: int, step: int, found: Mapping[int, _FoundVersion]) -> None:
         group = self._group
         places = range(len(group.places))
         sizes = [found[index].body_bytes if index in found else 0 for index in places]
@@ -230,11 +230,11 @@ class ParityMirror(Replication):
 
 
 def _of_attempt(arenas: Mapping[str, Listed], attempt: int) -> _Versions:
-    versions: dict[int, dict[int, _Found]] = {}
+    versions: dict[int, dict[int, _FoundVersion]] = {}
     for name, listed in arenas.items():
         for held in listed.parts:
             if held.attempt == attempt:
-                found = _Found(name, listed.body_bytes, held)
+                found = _FoundVersion(name, listed.body_bytes, held)
                 versions.setdefault(held.rank, {})[held.step] = found
     return versions
 
@@ -253,7 +253,7 @@ def _kept(listed: Mapping[int, Mapping[str, Listed]], attempt: int) -> tuple[int
     return min((kept for kept in said if kept is not None and kept[0] == attempt), default=None)
 
 
-def _member(found: _Found | None) -> Member | None:
+def _member(found: _FoundVersion | None) -> Member | None:
     if found is None:
         return None
     held = found.held

@@ -59,7 +59,7 @@ class Action(Enum):
 
 
 @dataclass(slots=True)
-class _Stream:
+class _StreamFacts:
     """The facts of a stream."""
 
     #: Times, and bytes received until then.
@@ -83,7 +83,7 @@ class Paths:
 
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _StreamFacts] = {}
         self._least_s = inf
         #: Time before which streams are not judged, because they changed.
         self._settled_s = 0.0
@@ -104,7 +104,7 @@ class Paths:
         """
         self._streams = {key: x for key, x in self._streams.items() if key in received}
         for key, number in received.items():
-            self._streams.setdefault(key, _Stream()).seen.append((now_s, number))
+            self._streams.setdefault(key, _StreamFacts()).seen.append((now_s, number))
         if now_s < self._settled_s or not received:
             return Action.NOTHING, 0
         rates = {key: each.rate for key, each in self._streams.items()}
@@ -162,7 +162,7 @@ class Paths:
         rates = [each.rate for each in self._streams.values()]
         if rates:
             self._trial = key, sum(rates)
-        self._streams[key] = _Stream(is_slow=self._left)
+        self._streams[key] = _StreamFacts(is_slow=self._left)
         self._left, self._idle_s = False, inf
         self._change(now_s)
         self._look_s = now_s + _SETTLE_S

@@ -101,7 +101,7 @@ class Loaded:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Folder:
+class _SaveFolder:
     """A folder of checkpoints that this job saves to."""
 
     store: Store
@@ -111,13 +111,13 @@ class _Folder:
     saved: set[int] = field(default_factory=set)  #: Steps that this process saved.
 
 
-class _Process:
+class _Saves:
     """The saves of this process, one at a time."""
 
     buffer = HostBuffer()
     writer = ThreadPoolExecutor(1, "everstep-checkpoint")
     under_way: Future[None] | None = None
-    folders: dict[str, _Folder] = {}  # noqa: RUF012  one for the process
+    folders: dict[str, _SaveFolder] = {}  # noqa: RUF012  one for the process
     #: By folder: the step from which training continues.
     resumed: dict[str, int] = {}  # noqa: RUF012
     claimed, loaded = Counter[str](), Counter[str]()
@@ -153,7 +153,7 @@ def save(
     wait()
     with _said(f"cannot save step {step} to {os.fspath(path)}"):
         rank, world_size = _place(is_alone=alone)
-        host = _Process.buffer.on_host
+        host = _Saves.buffer.on_host
         write = _captured(path, step, rank, world_size, _pairs(model, optimizer), extra, keep, host)
         write()
 
@@ -176,10 +176,10 @@ def async_save(
     wait()
     with _said(f"cannot save step {step} to {os.fspath(path)}"):
         rank, world_size = _place(is_alone=alone)
-        copy = _Process.buffer.capture
+        copy = _Saves.buffer.capture
         write = _captured(path, step, rank, world_size, _pairs(model, optimizer), extra, keep, copy)
     said = f"has not saved step {step} to {os.fspath(path)}"
-    _Process.under_way = _Process.writer.submit(_in_background, said, write)
+    _Saves.under_way = _Saves.writer.submit(_in_background, said, write)
 
 
 def wait() -> None:
@@ -188,7 +188,7 @@ def wait() -> None:
     Raises:
         CheckpointError: It failed.
     """
-    under_way, _Process.under_way = _Process.under_way, None
+    under_way, _Saves.under_way = _Saves.under_way, None
     if under_way is not None:
         under_way.result()
 
@@ -260,9 +260,9 @@ def load(
                 stateful.load_state_dict(values[name])
     if optimizer is not None:
         # Training continues from there: later versions belong to the past.
-        _Process.resumed[folder] = checkpoint.step
-        if _Process.folders.pop(folder, None) is not None:
-            _Process.claimed[folder] += 1
+        _Saves.resumed[folder] = checkpoint.step
+        if _Saves.folders.pop(folder, None) is not None:
+            _Saves.claimed[folder] += 1
     return Loaded(step=checkpoint.step, path=checkpoint.directory, extra=values)
 
 
@@ -355,20 +355,20 @@ def _small_values(states: Sequence[PlainState], own: Mapping[str, Any]) -> dict[
     return {_OWN: values, "optimizer": numbers, WITHOUT_ELEMENTS: empty}
 
 
-def _claimed(path: str) -> _Folder:
+def _claimed(path: str) -> _SaveFolder:
     """Return the folder; this job takes it over with its first save there."""
     store, folder = open_store(path)
-    if folder in _Process.folders:
-        return _Process.folders[folder]
+    if folder in _Saves.folders:
+        return _Saves.folders[folder]
 
     def propose() -> str:
         number = next_claim(store, folder)
         if number == 1:
             # Checkpoints without claims may be there: those of a run, or copies.
             number += last_attempt(store, folder, store.list(folder))
-        return f"{number} {_Process.resumed.get(folder, 0)} {secrets.token_hex(8)}"
+        return f"{number} {_Saves.resumed.get(folder, 0)} {secrets.token_hex(8)}"
 
-    agreed = _agreed(f"claim {_Process.claimed[folder]} {folder}", propose)
+    agreed = _agreed(f"claim {_Saves.claimed[folder]} {folder}", propose)
     number, resume = map(int, agreed.split()[:2])
     found = _find(store, folder)
     if found is not None and found.step > resume:
@@ -384,8 +384,8 @@ def _claimed(path: str) -> _Folder:
     record = {"token": agreed.split()[2], "host": socket.gethostname(), "since": now}
     claim(store, folder, number, record | {"resume": resume})
     owner = Owner(store, folder, number)
-    made = _Folder(store=store, path=folder, owner=owner, lineage=lineage)
-    return _Process.folders.setdefault(folder, made)
+    made = _SaveFolder(store=store, path=folder, owner=owner, lineage=lineage)
+    return _Saves.folders.setdefault(folder, made)
 
 
 def _lineage(store: Store, folder: str) -> Lineage:
@@ -413,8 +413,8 @@ def _opened(path: str) -> tuple[Checkpoint, str]:
         return ucp_core.open(path), folder.rpartition("/")[0]
     name = f"{checkpoint_name(found.step)} {found.attempt}"
     # An earlier job may commit between the reads of two ranks.
-    _Process.loaded[folder] += 1
-    agreed = _agreed(f"load {_Process.loaded[folder]} {folder}", lambda: name)
+    _Saves.loaded[folder] += 1
+    agreed = _agreed(f"load {_Saves.loaded[folder]} {folder}", lambda: name)
     if agreed == name:
         return found.checkpoint, folder
     log.warning("%s: this rank found %s and loads %s, as another rank does", path, name, agreed)

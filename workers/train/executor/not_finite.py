@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 from ucp_core.native import NOT_FINITE
 from workers.errors import NotFiniteError
 from workers.settings import IGNORE, STOP, NotFiniteSettings
-from workers.train.executor.origin import Origin, Parts, find_origin
+from workers.train.executor.origin import Origin, StepParts, find_origin
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import all_agree
 
@@ -74,7 +74,7 @@ class Finiteness:
         told = {key: value for key, value in kept.items() if value is not None}
         return {NOT_FINITE: told} if told else {}
 
-    def leaves_out(self, step: Reduced, parts: Parts, sharded: ShardedModel) -> bool:
+    def leaves_out(self, step: Reduced, parts: StepParts, sharded: ShardedModel) -> bool:
         """Return whether to skip the update. Every rank calls it with its own part.
 
         Raises:
@@ -95,7 +95,7 @@ class Finiteness:
         # A scaler never lets an optimizer take such a gradient.
         return self._settings.action != IGNORE or (scaler is not None and not has_norm)
 
-    def _judge(self, step: Reduced, parts: Parts, sharded: ShardedModel) -> None:
+    def _judge(self, step: Reduced, parts: StepParts, sharded: ShardedModel) -> None:
         """Tell of an update that is not finite, or raise if the run ends before it."""
         action, most = self._settings.action, self._settings.most
         self._num_rows += self.in_a_row == 1

@@ -23,7 +23,7 @@ from workers.train.executor.sharded_model import ShardedModel
 _TOLD: Final = 8
 
 
-class Parts(NamedTuple):
+class StepParts(NamedTuple):
     """This rank's part of a step: its passes, and by micro-batch the sum of losses, and tokens."""
 
     passes: Sequence[Pass]
@@ -47,7 +47,7 @@ class Origin:
 
 
 def find_origin(
-    step: Ordered, parts: Parts, sharded: ShardedModel, num_micro_batches: int
+    step: Ordered, parts: StepParts, sharded: ShardedModel, num_micro_batches: int
 ) -> Origin:
     """Return where it comes from. Every rank calls it and gets the same."""
     names = sorted(sharded.shapes)

@@ -35,7 +35,7 @@ from workers.train.executor.norm import (
     sum_of_squares,
 )
 from workers.train.executor.not_finite import Finiteness
-from workers.train.executor.origin import Parts
+from workers.train.executor.origin import StepParts
 from workers.train.executor.own_changes import Changes, refuse_clipped
 from workers.train.executor.quotas import Pass
 from workers.train.executor.recheck import Recheck
@@ -432,7 +432,7 @@ class Step:
         self._choose(optimizers)
         self._reduce()
         self.is_skipped = self._finiteness.leaves_out(
-            self, Parts(self._quota.passes, self._sums), self._sharded
+            self, StepParts(self._quota.passes, self._sums), self._sharded
         )
         self._sharded.reduction.probe.clear()
         self._progress.enter(WorkerPhase.UPDATING)

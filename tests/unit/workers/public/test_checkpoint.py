@@ -71,7 +71,7 @@ def test_an_async_save_has_the_state_at_its_call(tmp_path: Path) -> None:
     """Training changes the same memory while it is written."""
     model, optimizer = trained()
     expected, trains_on = whole(model, optimizer), threading.Event()
-    checkpoint._Process.writer.submit(trains_on.wait)
+    checkpoint._Saves.writer.submit(trains_on.wait)
     checkpoint.async_save(tmp_path, 2, model=model, optimizer=optimizer)
     train(model, optimizer, 9)
     trains_on.set()

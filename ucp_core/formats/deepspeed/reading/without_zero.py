@@ -107,7 +107,7 @@ def add_without_zero(native: Native, modules: Modules) -> None:
         modules.add_groups(unnamed, optimizer.names, source.file)
 
 
-class _Source(NamedTuple):
+class _SavedOptimizer(NamedTuple):
     """One saved optimizer."""
 
     file: str
@@ -120,7 +120,7 @@ class _Source(NamedTuple):
     remedy: str = DISTRIBUTE_IT  #: Advice if the parameters cannot be identified.
 
 
-def _sources(native: Native, modules: Modules) -> Iterator[_Source]:
+def _sources(native: Native, modules: Modules) -> Iterator[_SavedOptimizer]:
     """Yield the optimizers of all model-parallel and expert-parallel ranks that saved one."""
     for mp in range(native.tp * native.pp):
         file = native.model[0, mp]
@@ -141,10 +141,12 @@ def _sources(native: Native, modules: Modules) -> Iterator[_Source]:
                     file,
                     "a pipeline stage numbers its own parameters, and no param_shapes name them",
                 )
-            yield _Source(file, tree, rank, modules.pipeline.params.get(mp, []), names)
+            yield _SavedOptimizer(file, tree, rank, modules.pipeline.params.get(mp, []), names)
             continue
         params = modules.order.get(rank.tp, [])
-        yield _Source(file, tree, rank, params, names or _kept_names(tree, params), NAME_THEM)
+        yield _SavedOptimizer(
+            file, tree, rank, params, names or _kept_names(tree, params), NAME_THEM
+        )
 
 
 def _checked(tree: Any, file: str) -> Mapping[str, Any]:
@@ -175,7 +177,7 @@ def _kept_names(tree: Mapping[str, Any], params: Params) -> list[list[str]] | No
     return found if is_of_model and len(set(joined)) == len(joined) else None
 
 
-def _of_experts(native: Native, modules: Modules, mp: int) -> Iterator[_Source]:
+def _of_experts(native: Native, modules: Modules, mp: int) -> Iterator[_SavedOptimizer]:
     """Yield the optimizers of the expert-parallel ranks: each has its own experts, and the rest."""
     if native.pp > 1:
         raise UnsupportedVersionError(
@@ -200,7 +202,7 @@ def _of_experts(native: Native, modules: Modules, mp: int) -> Iterator[_Source]:
     for ep, file in sorted(files.items()):
         tree = _checked(native.files.trees[file].get("optimizer"), file)
         params = _with_experts(native, modules, mp, (ep, degree), file)
-        yield _Source(file, tree, native.rank(mp), params, None)
+        yield _SavedOptimizer(file, tree, native.rank(mp), params, None)
 
 
 def _named_degree(tree: Mapping[str, Any], file: str) -> int:
@@ -260,7 +262,7 @@ class _Optimizer:
             wrong one.
     """
 
-    def __init__(self, native: Native, source: _Source) -> None:
+    def __init__(self, native: Native, source: _SavedOptimizer) -> None:
         self._store, self._directory = native.files.store, native.files.directory
         self._remedy = source.remedy
         self._tree = tree = source.tree

@@ -5,7 +5,7 @@ and ``universal_info`` spread it over ranks and files. ``trees`` makes the conte
 ``streams`` its bytes, and ``output`` puts the files into a store.
 """
 
-from ucp_core.formats.deepspeed.writing.experts import Experts, is_expert
+from ucp_core.formats.deepspeed.writing.experts import ExpertShares, is_expert
 from ucp_core.formats.deepspeed.writing.fused_experts import with_single_experts
 from ucp_core.formats.deepspeed.writing.model import Group, Model, describe
 from ucp_core.formats.deepspeed.writing.output import Output

@@ -33,7 +33,7 @@ def is_expert(name: str) -> bool:
     return EXPERT.fullmatch(name) is not None
 
 
-class Experts:
+class ExpertShares:
     """The experts of a model, spread over ``ep`` ranks.
 
     Args:

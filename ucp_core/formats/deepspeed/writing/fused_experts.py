@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ucp_core.formats.deepspeed.writing.streams import Part
+from ucp_core.formats.deepspeed.writing.streams import StackPart
 from ucp_core.formats.shared import stacked_experts
 from ucp_core.geometry import TensorKey
 
@@ -81,7 +81,7 @@ def _parts(
         for number, matrix in enumerate(matrices):
             part = entry
             if entry.shape == shape:
-                part = Part(
+                part = StackPart(
                     key=entry.key,
                     dtype=entry.dtype,
                     shape=(rows, width),

@@ -29,7 +29,7 @@ _BUFFERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part(TensorEntry):
+class StackPart(TensorEntry):
     """Rows of one matrix of a stack, as a tensor of its own."""
 
     whole: TensorEntry  #: The stack.
@@ -127,7 +127,7 @@ def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Box
 
 def _pieces(shard: RankShard, box: Box) -> tuple[tuple[TensorBox, Box], ...]:
     """Return the boxes of the whole tensor that lie in ``box`` of the shard, with their places."""
-    if isinstance(shard.entry, Part):
+    if isinstance(shard.entry, StackPart):
         matrix, row, column = shard.entry.corner
         (top, left), (bottom, right) = box
         start, stop = (matrix, row + top, column + left), (matrix + 1, row + bottom, column + right)
