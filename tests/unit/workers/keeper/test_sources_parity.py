@@ -249,7 +249,7 @@ def test_more_than_parities_bring_back_is_an_error_that_names_the_part(
     with (
         closing(_sources([nodes[0], nodes[2]])) as found,
         pytest.raises(
-            CheckpointNotFoundError, match=r"part of rank 1 .* parts of a group of 4 are lost"
+            CheckpointNotFoundError, match=r"part of rank 1, .* parts of a group of 4 are lost"
         ),
     ):
         found.load(_read)
@@ -261,7 +261,7 @@ def test_a_single_parity_that_is_damaged_is_given_up(nodes: list[_Node]) -> None
     nodes[2].flip(PARITIES, 100)
     with (
         closing(_sources([nodes[0], nodes[2], nodes[3]])) as found,
-        pytest.raises(CheckpointNotFoundError, match=r"the part of rank 1 .* no parities"),
+        pytest.raises(CheckpointNotFoundError, match=r"the part of rank 1, .* no parities"),
     ):
         found.load(_read)
 
