@@ -267,4 +267,4 @@ def test_a_single_parity_that_is_damaged_is_given_up(nodes: list[_Node]) -> None
 
     assert found.damaged == []
     assert len(found.unread) == len(found.skipped) == 3
-    assert "which is not known" in found.skipped[0][1]
+    assert "it is unknown which" in found.skipped[0][1]
