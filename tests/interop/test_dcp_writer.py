@@ -364,7 +364,7 @@ def test_two_values_of_one_name_are_refused() -> None:
     """One would overwrite the other when it is loaded."""
     checkpoint = _checkpoint(small_state(), extra={"model": {"wte": 3}})
 
-    with pytest.raises(UcpError, match=r"model\.wte is the name of two values"):
+    with pytest.raises(UcpError, match=r"model\.wte names two values"):
         dcp_writer.write(checkpoint, MemoryStore(), "out", memory_bytes=MEMORY)
 
 

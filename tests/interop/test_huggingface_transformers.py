@@ -155,7 +155,7 @@ def test_what_a_model_class_keeps_in_float32_stays(tmp_path: Path) -> None:
     assert found.get_parameter(f"{gate}.weight").dtype == torch.float32
     assert found.lm_head.weight.dtype == torch.bfloat16
     assert warnings_of(source, format="huggingface", dtype="bf16") == [
-        f"{bias_name}, {gate}.weight stay float32 (DeepseekV3ForCausalLM keeps them so)"
+        f"{bias_name}, {gate}.weight stay float32 (DeepseekV3ForCausalLM keeps them in float32)"
     ]
     assert warnings_of(source, format="huggingface", dtype="fp32") == []
 

@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused_and_not_cut() -> None:
         parity.add([p], 1, bytes(65))
     with pytest.raises(ParityError, match="member 15: double parity has members 0 to 14"):
         parity.add([p, np.zeros(64, np.uint8)], 15, bytes(1))
-    with pytest.raises(ParityError, match="of one length"):
+    with pytest.raises(ParityError, match="of equal length"):
         parity.add([p, q], 0, bytes(64))
     with pytest.raises(ParityError, match="take parity_bytes"):
         parity.add([np.zeros(60, np.uint8)], 0, bytes(60))

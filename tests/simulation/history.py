@@ -397,7 +397,6 @@ class History:
             self.observe(event, state, actions)
         if state is before:
             return
-        self.monitor.convicting(before, state)
         self.state, self.deadline_s = state, next_deadline_s(state)
         if self.check_always or state.attempt.number != before.attempt.number:
             self._check(state)

@@ -19,7 +19,6 @@ from orchestrator.core import (
     ReadCommitted,
     ReportIncident,
     RequestReservation,
-    RunState,
     SetCadence,
     StartAttempt,
     StartsAdvanced,
@@ -27,7 +26,6 @@ from orchestrator.core import (
     WorkerFormed,
     WorkerLeft,
 )
-from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import Preference, Share, bad_sources, complete, versions
 from tests.simulation.violation import Violation, require
 from tests.simulation.world import STEP_S, SimNode, World, answers
@@ -481,16 +479,6 @@ class Monitor:
             require(self.is_shared, "S5", f"no run may have them: {action.evidence}")
         if action.incident == "link":
             require(bool(self.unlinked or self.lost_nodes), "S5", f"no link: {action.evidence}")
-
-    def convicting(self, before: RunState, after: RunState) -> None:
-        """Check that a rank is not convicted of slow work that has no peer on its stage."""
-        layout = after.attempt.layout
-        if after.convicted == before.convicted or layout is None or layout.world_size > layout.pp:
-            return
-        for number, node in after.fleet.nodes.items():
-            if node.is_slow and not before.fleet.nodes[number].is_slow:
-                is_work = node.slow.verdict in (FaultKind.SLOW_COMPUTE, FaultKind.SLOW_DATA)
-                require(not is_work, "S5", f"{node.name} may be busy: {node.slow.evidence}")
 
     def _check_slow(self, world: World, action: ReportIncident) -> None:
         """Check that a node left for being slow was slow for long and recently, and that leaving

@@ -45,12 +45,12 @@ def end_of(code: str, folder: Path, *, before: str = "") -> tuple[Ending, int]:
         ("os.kill(os.getpid(), signal.SIGKILL)", "died of SIGKILL"),
         ("os.abort()", "died of SIGABRT"),
         ("os.kill(os.getpid(), 40)", "died of signal 40"),
-        ("print('a\\nb\\nc', flush=True); os._exit(1)", "exit code 1; it said last: b / c"),
+        ("print('a\\nb\\nc', flush=True); os._exit(1)", "exit code 1; its last output: b / c"),
         # A killed process reports nothing: these are earlier results.
         ("print('an argument', flush=True); os.kill(os.getpid(), 9)", "died of SIGKILL"),
         (
             "print('Error: no room\\nI retry', file=sys.stderr); os.kill(os.getpid(), 9)",
-            "died of SIGKILL; it said last: Error: no room",
+            "died of SIGKILL; its last output: Error: no room",
         ),
         (
             "print('Error: once\\nstep 1\\nstep 2', file=sys.stderr); os.kill(os.getpid(), 9)",
@@ -60,10 +60,10 @@ def end_of(code: str, folder: Path, *, before: str = "") -> tuple[Ending, int]:
             "print('Error', file=sys.stderr); os.utime(2, (1, 1)); os.kill(os.getpid(), 9)",
             "died of SIGKILL",
         ),
-        (f"sys.exit('Error: {'long ' * 40}')", f"it said last: Error: {'long ' * 29}long ..."),
+        (f"sys.exit('Error: {'long ' * 40}')", f"its last output: Error: {'long ' * 29}long ..."),
         (
             "print('out', flush=True); print('err', file=sys.stderr, flush=True); os._exit(1)",
-            "exit code 1; it said last: err",
+            "exit code 1; its last output: err",
         ),
         ("raise ValueError('why')", "in <module> / ValueError: why"),
     ],
@@ -127,7 +127,7 @@ def test_an_abort_is_told_by_its_error_and_not_by_addresses(
 
     found, pid = end_of(code, tmp_path)
 
-    assert found.text == f"process {pid} died of SIGABRT; it said last: {told}"
+    assert found.text == f"process {pid} died of SIGABRT; its last output: {told}"
 
 
 def test_of_a_process_that_has_not_ended_nothing_is_told() -> None:
@@ -214,7 +214,7 @@ def test_of_a_process_that_was_gone_before_only_its_files_are_known(
     )
 
     assert Endings().of(77, 0.0).text == (
-        "process 77 died; it said last: libfoo.so: cannot open shared object file"
+        "process 77 died; its last output: libfoo.so: cannot open shared object file"
     )
 
 

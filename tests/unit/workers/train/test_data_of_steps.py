@@ -87,22 +87,22 @@ def test_a_loader_of_batches_is_told_what_to_hand_over(tmp_path: Path, loader: A
     """Its batches would be taken for samples, and a step would see twice as many."""
     with pytest.raises(DataError, match=r"everstep\.DataLoader\(loader\.dataset, collate_fn="):
         DataLoader(loader)
-    with pytest.raises(TaskError, match=r"Hand over its dataset"):
+    with pytest.raises(TaskError, match=r"Pass its dataset"):
         seen_in(tmp_path, loader)
 
 
 @pytest.mark.parametrize("data", [{"text": ["a"]}, "train.jsonl", iter(ROWS)])
 def test_what_is_no_dataset_is_refused_by_name(tmp_path: Path, data: Any) -> None:
     """A dictionary has a length and is indexed, by other things than numbers."""
-    with pytest.raises(TaskError, match=r"DataError: .*(no dataset|only once)"):
+    with pytest.raises(TaskError, match=r"DataError: .*(not a dataset|only once)"):
         seen_in(tmp_path, data)
 
 
 @pytest.mark.parametrize(
     ("data", "advice"),
     [
-        (0, "a whole one, at least 1"),
-        (23.0, "a whole one, at least 1"),
+        (0, "an integer, at least 1"),
+        (23.0, "an integer, at least 1"),
         (datasets.Dataset.from_dict({"a": range(16)}).to_pandas(), r"frame\.to_dict\('records'\)"),
     ],
     ids=["none", "float", "frame"],

@@ -249,7 +249,7 @@ def test_a_peer_that_comes_back_elsewhere_is_followed_into_the_same_copies(
     assert eventually(lambda: _copies(ours) == [(1, 1)])
     server.close()
     assert eventually(lambda: bool(mirrors.problems()))
-    assert f"node {NODE} write fails: the keeper at 127.0.0.1" in mirrors.problems()[0]
+    assert f"node {NODE} fails: the keeper at 127.0.0.1" in mirrors.problems()[0]
     _write(theirs, 2)
 
     again = WireServer(theirs, host="127.0.0.1", secret=b"another")
