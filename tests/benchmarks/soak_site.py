@@ -392,7 +392,8 @@ class Deed:
     def _signal(self, process: str, number: signal.Signals) -> Undo:
         pid = self._pid(process)
         os.kill(pid, number)
-        if process == "raylet" and not self._site.revives:
+        # ``ray start --block`` does not end when its raylet obeys SIGTERM.
+        if process == "raylet" and (number == signal.SIGTERM or not self._site.revives):
             return partial(self._site.replace, self.machine)
         return partial(_go_on, pid) if number == signal.SIGSTOP else _nothing
 
