@@ -52,7 +52,7 @@ def fenced(run: Run, chosen: Settings, raises: int, num_workers: int) -> Outcome
 
 
 def test_what_one_rank_calls_alone_raises_there_and_names_where_the_others_are(run: Run) -> None:
-    """The next step waited for ever, and no rank was named; ``state_dict`` is told likewise."""
+    """Without this the next step waits for ever, and no message names a rank."""
     outcome = fenced(run, script("4:save:1"), raises=1, num_workers=3)
 
     assert isinstance(outcome, Raised)

@@ -1,10 +1,10 @@
-"""A script on a machine that errs, as it is told: ``HOW:STEP:RANK:ELEMENT:BIT``.
+"""Train on a machine that computes wrong: ``HOW:STEP:RANK:ELEMENT:BIT`` says how.
 
-From that step on the process of that rank flips a bit of an element of something: ``matmul`` of
-each result of a layer, ``bucket`` of the gradients that it gives to each reduction. ``weight``
-flips one of its weights once, before the step. ``varies`` has all ranks compute something else each
-time. An argument ``slow=SECONDS`` is the length of a micro-batch, and ``mark=FILE`` is made by the
-process that errs, and no other one errs as long as there is that file.
+From that step on the process of that rank flips one bit: with ``matmul`` in each result of a layer,
+with ``bucket`` in the gradients of each reduction. ``weight`` flips a bit of a weight once, before
+the step. With ``varies`` every rank gets another result each time. ``slow=SECONDS`` is the length
+of a micro-batch. The process that errs creates ``mark=FILE``, and while the file exists no other
+process errs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GIVEN = dict(one.split("=", 1) for one in sys.argv[1:] if "=" in one)
 
 
 def flip(values: Tensor, element: int, bit: int) -> None:
-    """Flip a bit in memory, of which nothing keeps a trace."""
+    """Flip a bit in memory without a trace."""
     words = values.detach().view(torch.int32).view(-1)
     words[element % len(words)] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)
 

@@ -1,17 +1,17 @@
-"""A small model whose script does what it is told: ``STEP:WHAT`` or ``FIRST-LAST:WHAT[:RANK]``.
+"""Train a small model; arguments ``STEP:ACTION`` or ``FIRST-LAST:ACTION[:RANK]`` disturb it.
 
-Within the step, of the micro-batch that has the third of its samples:
+Actions in the micro-batch that has the third sample of the step:
 
-- ``nan`` and ``inf`` spoil the loss, ``data`` what the model gets, ``gradient`` the gradient of the
-  loss.
-- ``weights`` makes weights NaN in the update, as one of finite numbers does that overflows.
-  ``flip`` flips a bit of a weight behind it.
-- ``wait=FILE`` waits in the first micro-batch until there is such a file.
+- ``nan`` and ``inf`` spoil the loss, ``data`` the inputs, ``gradient`` the gradient of the loss.
+- ``weights`` makes weights NaN in the update, as an update of finite numbers that overflows does.
+  ``flip`` flips a bit of a weight after the update.
+- ``wait=FILE`` waits in the first micro-batch until the file exists.
 
-Behind the step: ``do`` has what else there is. Without a rank all do it, or who has the samples.
+``do`` performs all other actions, after the step. Without RANK every rank acts, or the one that has
+the sample.
 
-``scaler`` among the arguments has a ``GradScaler`` scale the loss, and ``width=N`` sets the width
-of the model. With ``evaluate`` each rank looks at all samples behind each step.
+The argument ``scaler`` scales the loss by a ``GradScaler``, ``width=N`` sets the width of the
+model, and ``evaluate`` runs the model over all samples after each step.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ PLAN = ModelPlan(
 
 
 class Orders:
-    """Orders of the arguments to this rank."""
+    """The actions that the arguments give this rank."""
 
     def __init__(self, rank: int) -> None:
         self._of_step: dict[int, list[str]] = {}
@@ -95,13 +95,13 @@ class Orders:
                     self._of_step.setdefault(step, []).append(what)
 
     def of(self, step: int) -> list[str]:
-        """Return what is to be done in a step, and behind it."""
+        """Return the actions in a step and after it."""
         return self._of_step.get(step, [])
 
 
-def spoil(loss: Tensor, told: list[str]) -> Tensor:
-    """Return a loss as it is told."""
-    for how in told:
+def spoil(loss: Tensor, actions: list[str]) -> Tensor:
+    """Return the loss, spoiled by the actions that spoil a loss."""
+    for how in actions:
         if how == "gradient":
             loss = BadGradient.apply(loss)
         elif how in ("nan", "inf"):
@@ -110,31 +110,31 @@ def spoil(loss: Tensor, told: list[str]) -> Tensor:
 
 
 def evaluate(model: Any) -> None:
-    """Look at all samples, if that is told; it leaves the weights gathered on every rank."""
+    """Run the model over all samples, if requested; every rank then has gathered weights."""
     if "evaluate" in sys.argv:
         with torch.no_grad():
             model(INPUTS)
 
 
-def wait(told: list[str]) -> None:
-    """Wait for files as it is told."""
-    for path in (Path(what.removeprefix("wait=")) for what in told if what.startswith("wait=")):
+def wait(actions: list[str]) -> None:
+    """Wait until the files of all ``wait`` actions exist."""
+    for path in (Path(what.removeprefix("wait=")) for what in actions if what.startswith("wait=")):
         while not path.exists():
             time.sleep(0.02)
 
 
-def spoil_weights(optimizer: torch.optim.Optimizer, told: list[str]) -> None:
-    """Change weights as it is told."""
+def spoil_weights(optimizer: torch.optim.Optimizer, actions: list[str]) -> None:
+    """Make weights NaN, or flip a bit of one, if an action says so."""
     weights = [one.data for one in optimizer.param_groups[0]["params"]]
-    if "weights" in told:
+    if "weights" in actions:
         for one in weights:
             one.fill_(math.nan)
-    if "flip" in told:
+    if "flip" in actions:
         weights[1].view(torch.int32).view(-1)[0] ^= 1 << 12
 
 
 def train(session: Session) -> None:
-    """Train, and do what the arguments say."""
+    """Train, and perform the actions of the arguments."""
     settings, orders = session.settings, Orders(session.rank)
     model = session.model(Layers, plan=PLAN)
     optimizer = session.optimizer(lambda named: torch.optim.AdamW(named.values()))
@@ -148,13 +148,13 @@ def train(session: Session) -> None:
         spoil_weights(optimizer, orders.of(session.step + 1))
 
     def loss_of(samples: Any) -> Tensor:
-        told = orders.of(session.step + 1)
-        wait(told)
+        actions = orders.of(session.step + 1)
+        wait(actions)
         if order.step(session.step + 1)[2] not in samples:
-            told = []
-        inputs = INPUTS[samples] * (math.nan if "data" in told else 1.0)
+            actions = []
+        inputs = INPUTS[samples] * (math.nan if "data" in actions else 1.0)
         loss: Tensor = (model(inputs) - 0.5).square().mean()
-        return spoil(loss, told)
+        return spoil(loss, actions)
 
     for step in session.steps(len(INPUTS)):
         session.train_step(loss_of)
@@ -178,7 +178,7 @@ WRAPPERS = {"ddp": DistributedDataParallel, "fsdp": FullyShardedDataParallel}
 
 
 def do(what: str, session: Session, model: Any, optimizer: Any) -> bool:
-    """Do one thing; return whether to leave the loop."""
+    """Perform an action; return whether to leave the loop."""
     if what in PICKLED:
         torch.save(PICKLED[what](model, optimizer), io.BytesIO())
     elif what in WRAPPERS:
@@ -187,7 +187,7 @@ def do(what: str, session: Session, model: Any, optimizer: Any) -> bool:
         model.reshard()
         print(float(next(model.parameters()).norm()))
     elif what == "whole":
-        # Those who know FSDP do it on all ranks.
+        # With FSDP, every rank must call these.
         model.layers["0"].state_dict()["weight"].full_tensor()
         copy.deepcopy(model.state_dict())
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

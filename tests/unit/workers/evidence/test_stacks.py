@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,21 @@ HANGING = "the line that hangs"
 WAIT_S_MAX = 60.0
 
 
+@contextmanager
+def started(script: str, path: Path) -> Iterator[Subject]:
+    """Run a script that offers its stacks at ``path``; yield it once it has printed a line."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield Subject("w1", process.pid, path)
+        assert process.poll() is None
+        process.stdin.close()
+
+
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[dict[str, Subject]]:
     """Processes that hang in a thread of theirs, as a trainer does."""
@@ -188,20 +204,10 @@ def test_of_a_process_that_cannot_write_the_kernel_tells(
 
 
 def test_a_fenced_process_has_written_where_it_was_before(tmp_path: Path) -> None:
-    """Where it is later says nothing; in the next attempt the file is empty, and it is asked."""
-    path = stacks_path(tmp_path, "w1")
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", FENCED, str(path)], stdin=pipe, stdout=pipe, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdout.readline()
-        subject = Subject("w1", process.pid, path)
-
+    """Later stacks do not show it; in the next attempt a request fills the empty file."""
+    with started(FENCED, stacks_path(tmp_path, "w1")) as subject:
         at_fence = take_stacks([subject], WAIT_S_MAX)["w1"]
         later = take_stacks([subject], WAIT_S_MAX)["w1"]
-        process.stdin.close()
 
     assert " in hangs" in at_fence
     assert " in leaves" not in at_fence
@@ -210,21 +216,10 @@ def test_a_fenced_process_has_written_where_it_was_before(tmp_path: Path) -> Non
 
 def test_a_process_that_runs_survives_requests_for_its_stacks(tmp_path: Path) -> None:
     """A signal whose handler reads the frames of running threads ends it at once."""
-    path = stacks_path(tmp_path, "w1")
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", RUNS, str(path)], stdin=pipe, stdout=pipe, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdout.readline()
-        subject = Subject("w1", process.pid, path)
+    with started(RUNS, stacks_path(tmp_path, "w1")) as subject:
+        taken = [take_stacks([subject], WAIT_S_MAX)["w1"] for _ in range(30)]
 
-        told = [take_stacks([subject], WAIT_S_MAX)["w1"] for _ in range(30)]
-
-        assert process.poll() is None
-        process.stdin.close()
-    assert all(" in deep\n" in one or " in train\n" in one for one in told)
+    assert all(" in deep\n" in one or " in train\n" in one for one in taken)
 
 
 def test_a_full_disk_keeps_no_process_from_obeying_a_fence() -> None:

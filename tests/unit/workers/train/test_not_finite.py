@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from everstep import Session, Settings, TaskError, TrainSettings, run
+from tests.support.train_told import BadGradient
 from workers.settings import CheckpointSettings, NotFiniteSettings
 
 INPUTS = torch.linspace(-1, 1, 32).reshape(16, 2)
@@ -26,22 +27,10 @@ STEPS = 8
 Spoil = Callable[[Tensor], Tensor]
 
 
-class _BadGradient(torch.autograd.Function):
-    """Returns its input; the gradient is NaN."""
-
-    @staticmethod
-    def forward(_ctx: Any, loss: Tensor) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * math.nan
-
-
 SPOILS: Mapping[str, Spoil] = {
     "nan": lambda loss: loss * math.nan,
     "inf": lambda loss: loss * math.inf,
-    "gradient": _BadGradient.apply,
+    "gradient": BadGradient.apply,
 }
 
 

@@ -50,7 +50,7 @@ class History:
                     ranks=ranks, sound_step=sound_step,
                 )
             )  # fmt: skip
-        # What was on the way when they did.
+        # Events that were on their way when the ranks raised.
         self.send(ev.CheckpointCommitted(at_s=12.0, attempt=1, step=9))
         for action in self.of(KillWorker):
             exited = ev.WorkerExited(at_s=12.5, worker=action.worker, cause="crash", detail="")
@@ -110,7 +110,7 @@ def test_if_it_is_not_known_which_erred_all_stay_and_the_run_goes_back() -> None
     assert (incident.incident, incident.guilty) == ("corrupt", ())
 
 
-def test_without_a_version_before_the_last_check_it_begins_anew() -> None:
+def test_without_a_version_before_the_last_check_it_starts_over() -> None:
     """Step 8 was stored, and no check has passed before it: it is no step to hold on to."""
     history = History(8)
     history.raised(1, sound_step=0)
