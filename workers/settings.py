@@ -224,6 +224,17 @@ class TrainSettings:
         """Return the number of micro-batches of a step over all workers."""
         return self.global_batch // self.micro_batch
 
+    def recheck_cost(self, num_ranks: int) -> str:
+        """Return what ``recheck`` costs ``num_ranks`` data-parallel ranks; "" if it is off."""
+        if not self.recheck:
+            return ""
+        each = -(-self.num_micro_batches // num_ranks)
+        return (
+            f"train.recheck: {self.recheck} adds 1 micro-batch per {self.recheck} steps to each "
+            f"worker, {100 / (each * self.recheck):.2g} % of a run with {each} micro-batch"
+            f"{'es' if each > 1 else ''} a step on each"
+        )
+
 
 #: The value of the last evaluation, as ``BestSettings`` and results name it.
 VALIDATION_LOSS: Final = "validation_loss"

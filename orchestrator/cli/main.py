@@ -231,6 +231,8 @@ def run(
     console = open_console(stderr=as_json)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"run directory {directory}")
+    if cost := settings.train.recheck_cost(settings.workers.max // settings.parallel.cp):
+        say(cost)
     place = quote(directory)
     try:
         with interrupts(raise_interrupt):

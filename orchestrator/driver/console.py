@@ -308,6 +308,8 @@ def print_layouts(plan: LayoutPlan, console: Console) -> None:
             "network",
         )
     say(console, plan.loss_text)
+    if plan.recheck_cost:
+        say(console, plan.recheck_cost)
     if plan.traffic is not None:
         _print_traffic(plan.traffic, console)
 

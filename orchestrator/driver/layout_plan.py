@@ -48,6 +48,7 @@ class LayoutPlan:
     after_loss: Forecast | None  #: None if the run would wait for another node.
     load_s: float  #: How long the workers would take to load their shares over the network then.
     loss_every_h: float  #: Mean hours between two losses of a node.
+    recheck_cost: str  #: Cost of ``train.recheck`` in the best layout; "" if it is off.
     #: Traffic of the best layout over the links of ``topology``; None without one.
     traffic: TrafficPlan | None
 
@@ -78,6 +79,7 @@ class LayoutPlan:
             "layouts": [{**_values(one), "why": why} for one, why in self.layouts],
             "after_loss": None if after is None else {**_values(after), "load_s": self.load_s},
             "loss_every_h": self.loss_every_h,
+            "recheck_cost": self.recheck_cost,
             "traffic": None if self.traffic is None else self.traffic.to_json(),
         }
 
@@ -141,6 +143,7 @@ def plan_layouts(
         after_loss=after,
         load_s=0.0 if after is None else after.state_bytes / (GPUS[gpu].network_gbit_s / 8 * 1e9),
         loss_every_h=nodes.loss_every_h,
+        recheck_cost=config.train.recheck_cost(best.layout.dp),
         traffic=plan_traffic(config, job, best.layout, node_size, best.state_bytes),
     )
 
@@ -181,12 +184,14 @@ def _loaded(
 
 
 def _kept(config: RunConfig, named: frozenset[str]) -> dict[str, int]:
-    """Return the degrees that the configuration names or fixes, by axis."""
+    """Return the degrees that the configuration names, fixes or needs, by axis."""
     parallel = config.parallel
     return {
         axis: getattr(parallel, axis)
         for axis in _AXES
-        if f"parallel.{axis}" in named or axis in parallel.fixed
+        if f"parallel.{axis}" in named
+        or axis in parallel.fixed
+        or (config.train.recheck and axis in ("pp", "tp"))
     }
 
 

@@ -107,7 +107,9 @@ def run(
     directory = settings.run.directory
     store, path = open_store(directory)
     ranks = Ranks(take_place(), timeout_s=settings.parallel.patient_timeout_s)
-    layout_for(ranks.num_ranks, settings.parallel)
+    layout = layout_for(ranks.num_ranks, settings.parallel)
+    if ranks.rank == 0 and layout.dp > 1 and settings.train.recheck:
+        log.warning(settings.train.recheck_cost(layout.dp))
     _agree_on_settings(settings, ranks)
     if ranks.rank:
         outcome = _follow(train, settings, store, path, ranks)

@@ -224,14 +224,6 @@ class Steps:
                 "each reads its own: hand over samples by index, or write train.recheck: 0"
             )
         size = train.micro_batch
-        if mesh.rank == 0 and not self.step:
-            share = mesh.layout.dp / (train.num_micro_batches * train.recheck)
-            log.warning(
-                "train.recheck: every %s steps each worker computes one micro-batch more, which is "
-                "%.2f %% of what it computes",
-                train.recheck,
-                100 * share,
-            )
 
         def read(step: int, number: int) -> Any:
             if loader is not None:

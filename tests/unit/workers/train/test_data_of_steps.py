@@ -27,7 +27,7 @@ class Rows(IterableDataset[Any]):
         return iter(ROWS)
 
 
-def seen_in(directory: Path, data: Any) -> list[Any]:
+def seen_in(directory: Path, data: Any, **train: Any) -> list[Any]:
     """Train four steps of four samples on ``data``; return the batches."""
     seen: list[Any] = []
 
@@ -42,7 +42,7 @@ def seen_in(directory: Path, data: Any) -> list[Any]:
         for _ in session.steps(data):
             session.train_step(loss_of)
 
-    run(task, directory=str(directory), steps=4, global_batch=4, micro_batch=2)
+    run(task, directory=str(directory), steps=4, global_batch=4, micro_batch=2, **train)
     return seen
 
 
@@ -113,6 +113,14 @@ def test_what_looks_like_data_is_told_what_to_hand_over(
     """An assertion, a KeyError and a float that "can be iterated only once" did not help."""
     with pytest.raises(TaskError, match=rf"DataError: .*{advice}"):
         seen_in(tmp_path, data)
+
+
+def test_a_stream_cannot_be_rechecked_and_is_told_the_ways_out(tmp_path: Path) -> None:
+    """Its samples are read once, so no worker could compute those of another one again."""
+    ways = r"train\.recheck has .* from a stream .*: hand over samples by index, .*recheck: 0"
+    with pytest.raises(TaskError, match=ways):
+        seen_in(tmp_path, Rows(), recheck=2, deterministic=True)
+    assert len(seen_in(tmp_path, list(ROWS), recheck=2, deterministic=True)) == 8
 
 
 def test_an_evaluation_counts_every_sample(tmp_path: Path) -> None:

@@ -57,6 +57,17 @@ def test_what_cannot_be_compared_is_refused_by_name() -> None:
     assert found.startswith("parallel.tp: train.recheck")
 
 
+def test_the_cost_is_known_before_a_run() -> None:
+    """It is one of the micro-batches of one worker, so it grows with their number."""
+    train = replace(_chosen(deterministic=True).train, global_batch=32, micro_batch=2, recheck=100)
+
+    assert train.recheck_cost(4).endswith("0.25 % of a run with 4 micro-batches a step on each")
+    # One of five workers has four, which the others wait for.
+    assert train.recheck_cost(5).endswith("0.25 % of a run with 4 micro-batches a step on each")
+    assert train.recheck_cost(16).endswith("1 % of a run with 1 micro-batch a step on each")
+    assert not replace(train, recheck=0).recheck_cost(4)
+
+
 def _chosen(*, deterministic: bool, tp: int = 1) -> Settings:
     chosen = Settings()
     train = replace(chosen.train, deterministic=deterministic, recheck=10)
