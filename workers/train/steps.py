@@ -327,9 +327,9 @@ class Steps:
         for name in self._locals.look(self.sharded) if self._first_step == 1 else ():
             text = (
                 f"`{name}` changes in each step and is not registered: it begins again after a "
-                "fault. For an average of the weights call session.average(decay=0.999); keep "
-                "anything else in an object with state_dict and load_state_dict, and "
-                f'session.register("{name}", ...) it'
+                "fault. For an average of the weights call session.average(decay=0.999); compute a "
+                "count from step.number; keep anything else in an object with state_dict and "
+                f'load_state_dict, and session.register("{name}", ...) it'
             )
             self._boundary.tell(step.number, text)
         if step.number == self._settings.train.steps:

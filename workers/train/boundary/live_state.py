@@ -93,7 +93,7 @@ class Marks:
     def __init__(self, shards: Sequence[LocalShard]) -> None:
         self._shards = shards
         self._versions = _versions(shards)
-        self._values = [_few_values(shard.local) for shard in shards]
+        self._values = [few_values(shard.local) for shard in shards]
 
     def refuse_written(self) -> None:
         """Raise ``TaskError`` if something wrote to the weights before they have values."""
@@ -116,12 +116,12 @@ class Marks:
         marks = zip(self._shards, self._versions, now, self._values, strict=True)
         for shard, before, after, values in marks:
             is_counted = before != after and (frozen_too or shard.parameter.requires_grad)
-            if is_counted or not torch.equal(values, _few_values(shard.local)):
+            if is_counted or not torch.equal(values, few_values(shard.local)):
                 return shard.fqn
         return None
 
 
-def _few_values(local: Tensor) -> Tensor:
+def few_values(local: Tensor) -> Tensor:
     """Return a copy of some elements, as bytes: a NaN equals itself."""
     flat = local.reshape(-1)
     # Odd: otherwise all would be in one column.

@@ -233,8 +233,7 @@ PLAN = ["train.deterministic=false", "train.global_batch=1024", "train.micro_bat
         (["--model", "deepseek-v3"], "671.0 B parameters"),
         (
             ["--model", "8b", "train.deterministic=true", "train.recheck=100"],
-            "train.recheck: 100 adds 1 micro-batch per 100 steps to each worker, 0.062 % of a run "
-            "with 16 micro-batches a step on each",
+            "adds 1 micro-batch per 100 steps to each worker, 0.062 % of a run with 16",
         ),
     ],
     ids=str,

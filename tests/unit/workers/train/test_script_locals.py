@@ -26,6 +26,20 @@ class Kept:
         self.mean.copy_(state["mean"])
 
 
+class Average:
+    """An average as many scripts write it, whose writes no version counter of the tensors shows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = [one.detach().clone() for one in model.parameters()]
+        self.module = nn.Linear(2, 2)
+        self.scale, self.calls = 1.0, 0
+
+    def update(self, model: nn.Module) -> None:
+        for mean, one in zip(self.module.parameters(), model.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(0.1 * float(one.detach().full_tensor().sum()))
+        self.shadow[0].lerp_(next(model.parameters()).detach(), 0.1)
+
+
 def train(session: Session) -> None:
     model = session.model(lambda: nn.Linear(2, 2))
     session.optimizer(lambda named: torch.optim.Adam(named.values()))
@@ -37,6 +51,8 @@ def train(session: Session) -> None:
     kept = session.register("kept", Kept())
     registered = kept.mean
     table, noise, losses = torch.arange(4.0), torch.zeros(2), []
+    average, holder = Average(model), Average(nn.Linear(2, 2))
+    seen, best, anew = 0, 9.0, 0
     for step in session.steps(len(INPUTS)):
         session.train_step(lambda i: (model(INPUTS[i]) - INPUTS[i]).square().mean())
         for name, one in named.items():
@@ -44,10 +60,16 @@ def train(session: Session) -> None:
             replaced[name] = replaced[name] * 0.9 + one.detach() * 0.1
         total += step.loss
         registered.add_(1.0)
+        average.update(model)
+        seen += 1
+        holder.calls += 1
+        best, anew = min(best, step.loss), 0
+        for _ in range(3):
+            anew += 1
         noise = torch.full((2,), step.loss)
         losses.append(noise)
     assert table[1] == 1
-    assert len(views) + len(losses) > 0
+    assert len(views) + len(losses) + seen + best + anew > 0
 
 
 def test_what_changes_in_place_is_told_once_by_its_name(
@@ -57,5 +79,7 @@ def test_what_changes_in_place_is_told_once_by_its_name(
     with caplog.at_level(logging.WARNING):
         run(train, directory=str(tmp_path), steps=6, global_batch=4, micro_batch=2)
     told = [one.getMessage() for one in caplog.records if "not registered" in one.getMessage()]
-    assert [one.split("`")[1] for one in told] == ["ema", "replaced", "total"]
+    names = [one.split("`")[1] for one in told]
+    assert names[:3] == ["ema", "replaced", "total"]
+    assert names[3:] == ["average.shadow", "average.module", "seen", "calls"]
     assert "session.average" in told[0]
