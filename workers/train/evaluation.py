@@ -109,10 +109,11 @@ def _read(returned: Any, num_samples: int) -> tuple[Any, ...]:
             return returned, num_samples
         case (Tensor(), int() | Tensor(), *_):
             return tuple(returned)
-    raise TaskError(
-        "session.evaluate: the function must return the mean loss of the samples that it gets, or "
-        f"that and its number of tokens; it returned {type(returned).__name__}"
-    )
+        case _:
+            raise TaskError(
+                "session.evaluate: the function must return the mean loss of the samples that it "
+                f"gets, or that and its number of tokens; it returned {type(returned).__name__}"
+            )
 
 
 class _Passes:

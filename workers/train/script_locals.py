@@ -1,4 +1,4 @@
-"""What a script's function keeps and changes in each step, but no version saves."""
+"""Find values that a script's function changes in each step, but no version saves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ScriptLocals:
 
     def __init__(self) -> None:
         self._num_looks = 0
-        #: What a variable holds, and marks of the tensors in it.
+        #: The value of each variable, and marks of the tensors in it.
         self._seen: dict[str, tuple[Any, list[_Mark]]] = {}
 
     def look(self, sharded: ShardedModel) -> list[str]:

@@ -34,9 +34,9 @@ class Average:
         self.module = nn.Linear(2, 2)
         self.scale, self.calls = 1.0, 0
 
-    def update(self, model: nn.Module) -> None:
+    def update(self, model: Any) -> None:
         for mean, one in zip(self.module.parameters(), model.parameters(), strict=True):
-            mean.data.mul_(0.9).add_(0.1 * float(one.detach().full_tensor().sum()))
+            mean.data.mul_(0.9).add_(float(one.detach().full_tensor().sum()))
         self.shadow[0].lerp_(next(model.parameters()).detach(), 0.1)
 
 
