@@ -16,12 +16,12 @@ from typing import Any, TypeAlias, get_args
 
 from orchestrator.config.checks import cross_problems
 from orchestrator.config.schema import RunConfig
-from orchestrator.config.source_text import COMMAND_LINE, KeyPath, Source, why_absent
+from orchestrator.config.source_text import COMMAND_LINE, Source, why_absent
 from orchestrator.errors import ConfigError
 from ucp_core.errors import Place, Problem, UcpError
 from ucp_core.numerics import counted
 from ucp_core.storage import open_store
-from ucp_core.yaml_places import did_you_mean, dotted
+from ucp_core.yaml_places import KeyPath, did_you_mean, dotted
 from workers.process import gpus_here, share_of_gpu
 from workers.settings import STDLIB, value_problem, well_formed
 

@@ -7,52 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import yaml
 
 from ucp_core.errors import Place, Problem
-from ucp_core.yaml_places import YamlText, dotted
+from ucp_core.yaml_places import YamlText
 
 #: The folder that Ray unpacks a job's files into.
 _JOB_FOLDER = "working_dir_files"
 COMMAND_LINE = Place("command line")
-#: Keys from the root, as in ``("train", "lr")``.
-KeyPath: TypeAlias = tuple[str | int, ...]
 
 
 class Source(YamlText):
-    """A configuration's text as a document, and the place of each key.
-
-    Attributes:
-        document: The values of the text and the overrides; empty if the text is no mapping.
-        places: Where each key was written.
-    """
+    """A configuration's text as a document, and the place of each key."""
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text, name)
-        self.document: dict[str, Any] = {}
-        self.places: dict[KeyPath, Place] = {}
-        if isinstance(self.root, yaml.MappingNode):
-            self.document = self._plain(self.root, ())
-        elif self.root is not None:
+        #: The values of the text and the overrides; empty if the text is no mapping.
+        self.document: dict[str, Any] = self.value if isinstance(self.value, dict) else {}
+        if self.root is not None and not isinstance(self.root, yaml.MappingNode):
             self.problems.append(Problem("", "must be a mapping of sections", Place(name)))
-
-    def _plain(self, node: yaml.Node, path: KeyPath) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            pairs = self.pairs(node, *path)
-            self.places |= {(*path, key): place for key, (place, _) in pairs.items()}
-            return {key: self._plain(value, (*path, key)) for key, (_, value) in pairs.items()}
-        if isinstance(node, yaml.SequenceNode):
-            self.places |= {(*path, i): self.place(item) for i, item in enumerate(node.value)}
-            return [self._plain(item, (*path, i)) for i, item in enumerate(node.value)]
-        return self.value(node)
-
-    def problem(self, path: KeyPath, message: str) -> Problem:
-        """Return a problem at ``path``, where it or its nearest parent was written."""
-        nearest = (self.places.get(path[:end]) for end in range(len(path), 0, -1))
-        place = next((place for place in nearest if place), Place())
-        return Problem(dotted(path), message, place)
 
     def assign(self, path: tuple[str, ...], value: Any) -> None:
         """Put a value of the command line into the document."""
@@ -84,8 +59,7 @@ def _parsed(text: str) -> Any:
     if "#" in plain and plain[0] not in "'\"[{":
         return plain
     read = YamlText(text, "")
-    value = None if read.root is None else read.value(read.root)
-    return text if read.problems else value
+    return text if read.problems else read.value
 
 
 def why_absent(path: str) -> str:

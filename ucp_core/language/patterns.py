@@ -53,7 +53,7 @@ class Average:
 class Cut:
     """The ranks hold consecutive ranges along one dim, in order of rank."""
 
-    dim: int = 0  #: The dim; negative counts from the last.
+    dim: int  #: The dim; negative counts from the last.
     #: Extent along ``dim`` by rank; None: take that of the shards.
     widths: tuple[int, ...] | None = None
     #: Several tensors are fused along ``dim``, and a shard is a piece of the first, a piece of the

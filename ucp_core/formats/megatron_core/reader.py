@@ -254,7 +254,7 @@ class _ContainerReader(Assembly):
             if not entry.shape:
                 continue
             rule = None if self.rules is None else self.rules.match(key.fqn, key.slot)
-            cut = Cut(unpadded=vocabulary.extent(key.fqn, entry.shape[0]))
+            cut = Cut(0, unpadded=vocabulary.extent(key.fqn, entry.shape[0]))
             if tells_padding(rule):
                 cut = Cut(rule.dim, unpadded=rule.unpadded)
             if cut.unpadded is not None:

@@ -73,24 +73,24 @@ def test_an_affine_map_can_be_written() -> None:
     [
         ("", "r:1:1: is empty"),
         ("# nothing\n", "r:1:1: is empty"),
-        ("- 1", "r:1:1: a text of rules must be a mapping"),
+        ("- 1", "r:1:1: must be an object, not [1]"),
         ("a: [", "r:1:5: is not YAML"),
         ("\x00", "r:1:1: is not YAML"),
         ("[" * 4_000, "r:1:1: is not YAML"),
-        ("rules: &a [*a]", "r:1:8: a rule must be a mapping"),
-        ("rules: []", "r:1:8: rules is an empty list"),
-        ("{rules: [{match: a}]}", "r:1:10: a rule needs the key 'pattern'"),
-        ("rule: []", "r:1:1: unknown key 'rule' in a text of rules: did you mean rules?"),
+        ("rules: &a [*a]", "r:1:1: is not YAML"),
+        ("rules: []", "r:1:1: rules: is an empty list"),
+        ("{rules: [{match: a}]}", "r:1:10: rules.0.pattern: is missing"),
+        ("rule: []", "r:1:1: rule: is no key here; did you mean rules?"),
         ("? [1]\n: 2", "r:1:3: a key must be a word"),
-        ("version: 2", "r:1:10: version 2: this program reads 1"),
-        ("version: one", "r:1:10: version must be a whole number, is 'one'"),
-        ("first_wins: 1", "r:1:13: first_wins must be true or false"),
-        ("extends: [lama]", "r:1:11: unknown family 'lama': did you mean llama?"),
-        ("extends: llama", "r:1:10: extends must be a list, is 'llama'"),
-        ("stages: {first: a}", "r:1:9: stages needs the key 'layer'"),
-        ("stages: {layer: a}", "r:1:17: layer must have 1 group, has 0"),
-        ("ties: {a: 1}", "r:1:11: ties.a must be text, is '1'; put it in quotes"),
-        ("ties: {a: b, a: c}", "r:1:14: a: is written twice; keep one of them"),
+        ("version: 2", "r:1:1: version: is 2, this program reads 1"),
+        ("version: one", "r:1:1: version: must be a valid integer, not 'one'"),
+        ("first_wins: 1", "r:1:1: first_wins: must be a valid boolean, not 1"),
+        ("extends: [lama]", "r:1:11: extends.0: unknown family 'lama': did you mean llama?"),
+        ("extends: llama", "r:1:1: extends: must be a valid array, not 'llama'"),
+        ("stages: {first: a}", "r:1:1: stages.layer: is missing"),
+        ("stages: {layer: a}", "r:1:10: stages.layer: must have 1 group, has 0"),
+        ("ties: {a: 1}", "r:1:8: ties.a: must be a valid string, not 1; put it in quotes"),
+        ("ties: {a: b, a: c}", "r:1:14: ties.a: is written twice; keep one of them"),
         (f"ties: {{a: {'b' * (1 << 20)}}}", "r:1:1: has 1048587 characters"),
     ],
 )
@@ -106,30 +106,39 @@ def test_wrong_texts_are_told_by_line_and_column(text: str, problem: str) -> Non
 @pytest.mark.parametrize(
     ("pattern", "problem"),
     [
-        ("uniqe", "3:12: unknown pattern 'uniqe': did you mean unique?"),
-        ("{unique: {a: 1}}", "3:21: unique has no settings"),
-        ("[unique]", "3:12: a pattern is one of unique, replicated"),
-        ("{cut: 0, grid: 1}", "3:12: a pattern is one of unique, replicated"),
-        ("cut", "3:12: cut needs a dim"),
-        ("{cut: x}", "3:18: the dim of a cut must be a whole number, is 'x'"),
-        ("{cut: {parts: 2}}", "3:18: cut needs the key 'dim'"),
-        ("{cut: {dim: true}}", "3:24: dim must be a whole number, is 'true'"),
-        ("{cut: {dim: 0, part: 2}}", "unknown key 'part' in cut: did you mean parts?"),
-        ("{cut: {dim: 0, parts: [4, -1]}}", "an item of parts must be at least 1, is -1"),
-        ("{cut: {dim: 0, parts: 2, ratio: [1, 1]}}", "cut: parts and ratio exclude each other"),
+        ("uniqe", "3:3: rules.0.pattern.uniqe: is no key here; did you mean unique?"),
+        ("{unique: {a: 1}}", "3:22: rules.0.pattern.unique.a: is no key here; known here: none"),
+        ("[unique]", "3:3: rules.0.pattern: must be an object, not ['unique']"),
+        ("{cut: 0, unique: {}}", "3:3: rules.0.pattern: must be one of unique, replicated"),
+        ("cut", "3:3: rules.0.pattern.cut.dim: is missing"),
+        ("{cut: x}", "3:13: rules.0.pattern.cut.dim: must be a valid integer, not 'x'"),
+        ("{cut: {parts: 2}}", "3:13: rules.0.pattern.cut.dim: is missing"),
+        ("{cut: {dim: true}}", "3:19: rules.0.pattern.cut.dim: must be a valid integer, not True"),
+        ("{cut: {dim: 0, part: 2}}", "cut.part: is no key here; did you mean parts?"),
+        ("{cut: {dim: 0, parts: [4, -1]}}", "rules.0.pattern: parts and ratio must be at least 1"),
+        (
+            "{cut: {dim: 0, parts: 2, ratio: [1, 1]}}",
+            "rules.0.pattern: parts and ratio exclude each other",
+        ),
         (
             "{cut: {dim: 0, part_widths: [[1, 2], [3]]}}",
-            "cut: part_widths has not the same number of ranks for every part",
+            "rules.0.pattern: part_widths has not the same number of ranks for every part",
         ),
         (
             "{cut: {dim: 0, parts: [4], part_widths: [[1, 2]]}}",
-            "cut: part_widths add up to [3], parts says [4]",
+            "rules.0.pattern: part_widths add up to [3], parts says [4]",
         ),
-        ("{replicated: {check: mostly}}", "3:33: check must be equal or first, is 'mostly'"),
-        ("grid", "3:12: grid needs cuts and degrees"),
-        ("{grid: {cuts: [0, 1]}}", "grid needs the key 'degrees'"),
-        ("{grid: {cuts: [0, 0], degrees: [2, 2]}}", "grid: two cuts of a grid along one dim"),
-        ("{affine: {ranks: 3}}", "3:21: not an affine map of version 1"),
+        (
+            "{replicated: {check: mostly}}",
+            "3:26: rules.0.pattern.replicated.check: must be 'equal' or 'first', not 'mostly'",
+        ),
+        ("grid", "3:3: rules.0.pattern.grid.cuts: is missing"),
+        ("{grid: {cuts: [0, 1]}}", "rules.0.pattern.grid.degrees: is missing"),
+        (
+            "{grid: {cuts: [0, 0], degrees: [2, 2]}}",
+            "rules.0.pattern: two cuts of a grid along one dim",
+        ),
+        ("{affine: {ranks: 3}}", "3:13: rules.0.pattern.affine: not an affine map of version 1"),
     ],
 )
 def test_wrong_patterns_are_told_by_line_and_column(pattern: str, problem: str) -> None:
@@ -146,19 +155,21 @@ def test_all_problems_come_at_once() -> None:
         load_rules(text, "my.yaml")
 
     assert [p.place for p in caught.value.facts["problems"]] == [
-        ("my.yaml", 2, 11),
+        ("my.yaml", 2, 4),
         ("my.yaml", 3, 3),
         ("my.yaml", 4, 3),
-        ("my.yaml", 4, 13),
+        ("my.yaml", 4, 4),
     ]
-    assert "my.yaml:2:11: match is not a regular expression" in str(caught.value)
+    assert "my.yaml:2:4: rules.0.match.0: is not a regular expression" in str(caught.value)
 
 
 def test_one_name_cannot_be_matched_twice_by_the_same_words() -> None:
     """The second of two equal rules never counts, so somebody meant another."""
     text = "rules:\n- {match: [a, b], pattern: unique}\n- {match: b, pattern: average}\n"
 
-    with pytest.raises(RulesError, match=r"r:3:11: 'b' is matched by the rule at line 2 already"):
+    with pytest.raises(
+        RulesError, match=r"r:3:4: rules.1.match: 'b' is matched by the rule at line 2 already"
+    ):
         load_rules(text, "r")
 
 
@@ -355,9 +366,9 @@ def test_renames_rewrite_names_by_their_groups() -> None:
     assert renames.mapping(["h.3.w", "other"]) == {"h.3.w": "layers.3.weight"}
     for text, problem in {
         "": "r:1:1: is empty",
-        "- {match: a}": "r:1:3: a renaming needs the key 'to'",
-        "- {match: a, to: b, optional: 1}": "r:1:31: optional must be true or false",
-        "- {match: a, to: '\\1'}": "r:1:18: '\\\\1' does not fit 'a': invalid group reference",
+        "- {match: a}": "r:1:3: 0.to: is missing",
+        "- {match: a, to: b, optional: 1}": "r:1:21: 0.optional: must be a valid boolean, not 1",
+        "- {match: a, to: '\\1'}": "r:1:14: 0.to: '\\\\1' does not fit 'a': invalid group",
     }.items():
         with pytest.raises(RulesError, match=re.escape(problem)):
             load_renames(text, "r")
