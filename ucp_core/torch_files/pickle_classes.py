@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from ucp_core.errors import ForeignClassError
 from ucp_core.torch_files.pickle_arrays import NumpyArray
 from ucp_core.torch_files.pickle_tensors import (
+    STORAGES,
     TORCH_DTYPES,
     Storage,
     rebuild_from_type,
@@ -152,7 +153,8 @@ def check_key(key: Any) -> None:
 _KEYS = frozenset((str, int, float, bool, bytes, complex, type(None), Global, Opaque))
 
 
-def _kind(value: Any, *kinds: type[Any]) -> Any:
+def expect(value: Any, *kinds: type[Any]) -> Any:
+    """Return the value; raise ``TypeError`` if its class is none of these."""
     if type(value) not in kinds:
         msg = f"a {type(value).__name__} where {kinds[0].__name__} is expected"
         raise TypeError(msg)
@@ -160,14 +162,14 @@ def _kind(value: Any, *kinds: type[Any]) -> Any:
 
 
 def _size(extents: Any = ()) -> tuple[Any, ...]:
-    return extents if type(extents) is tuple else tuple(_kind(extents, tuple, list))
+    return extents if type(extents) is tuple else tuple(expect(extents, tuple, list))
 
 
 def _dict(items: Any = ()) -> dict[Any, Any]:
     if type(items) is dict:
         return dict(items)
     made: dict[Any, Any] = {}
-    for item in _kind(items, list, tuple):
+    for item in expect(items, list, tuple):
         key, value = item
         check_key(key)
         made[key] = value
@@ -180,7 +182,7 @@ def _default_dict(factory: Any = None, items: Any = ()) -> dict[Any, Any]:
 
 
 def _set(items: Any = ()) -> set[Any]:
-    for item in _kind(items, list, tuple, set, frozenset):
+    for item in expect(items, list, tuple, set, frozenset):
         check_key(item)
     return set(items)
 
@@ -190,52 +192,52 @@ def _frozenset(items: Any = ()) -> frozenset[Any]:
 
 
 def _list(items: Any = (), _length: Any = None) -> list[Any]:
-    return list(_kind(items, list, tuple))
+    return list(expect(items, list, tuple))
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
-    return complex(_kind(real, float, int), _kind(imaginary, float, int))
+    return complex(expect(real, float, int), expect(imaginary, float, int))
 
 
 def _bytes(data: Any = b"", encoding: Any = None) -> bytes:
     if encoding is not None:
         return _encode(data, encoding)
-    return bytes(_kind(data, bytes, bytearray))
+    return bytes(expect(data, bytes, bytearray))
 
 
 def _encode(text: Any, encoding: Any = "utf-8") -> bytes:
     # Pickles of protocol 2 keep bytes as text of this encoding.
-    if _kind(encoding, str) not in {"latin1", "latin-1", "utf-8", "ascii"}:
+    if expect(encoding, str) not in {"latin1", "latin-1", "utf-8", "ascii"}:
         msg = f"encoding {encoding[:20]!r}"
         raise ValueError(msg)
-    return bytes(_kind(text, str), encoding)
+    return bytes(expect(text, str), encoding)
 
 
 def _path(*parts: Any) -> str:
-    return "/".join(_kind(part, str) for part in parts).replace("//", "/")
+    return "/".join(expect(part, str) for part in parts).replace("//", "/")
 
 
 def _attribute(owner: Any, name: Any) -> Opaque:
     # For members of an enumeration and nested classes: only joins the names.
-    return Opaque(f"{_kind(owner, Global).name}.{_kind(name, str)}")
+    return Opaque(f"{expect(owner, Global).name}.{expect(name, str)}")
 
 
 def _reconstructor(kind: Any, base: Any, state: Any) -> Any:
     del base, state
-    return _kind(kind, Global).make()
+    return expect(kind, Global).make()
 
 
 def _new_object(kind: Any, *args: Any) -> Any:
-    return _kind(kind, Global).make(*args)
+    return expect(kind, Global).make(*args)
 
 
 def _layout(name: Any) -> Opaque:
-    return Opaque(_kind(name, str))
+    return Opaque(expect(name, str))
 
 
 def _numpy_reconstruct(kind: Any, shape: Any, code: Any) -> Array:
     del shape, code
-    if _kind(kind, Global).name != "numpy.ndarray":
+    if expect(kind, Global).name != "numpy.ndarray":
         msg = f"an array of class {kind.name}"
         raise TypeError(msg)
     return Array()
@@ -251,10 +253,10 @@ def array_of(data: Any, dtype: Any, shape: Any, order: Any) -> NumpyArray:
         msg = "an array without a dtype"
         raise TypeError(msg)
     return NumpyArray(
-        shape=tuple(_kind(extent, int) for extent in _kind(shape, tuple)),
-        data=_encode(data, "latin1") if type(data) is str else _kind(data, bytes, bytearray),
-        dtype=_kind(dtype.args[0], str),
-        byte_order=_kind(dtype.state[1], str) if type(dtype.state) is tuple else "|",
+        shape=tuple(expect(extent, int) for extent in expect(shape, tuple)),
+        data=_encode(data, "latin1") if type(data) is str else expect(data, bytes, bytearray),
+        dtype=expect(dtype.args[0], str),
+        byte_order=expect(dtype.state[1], str) if type(dtype.state) is tuple else "|",
         is_fortran=order == "F",
     )
 
@@ -265,11 +267,11 @@ def _plain(*args: Any) -> NoReturn:
 
 
 def _float(value: Any = 0.0) -> float:
-    return float(_kind(value, float, int))
+    return float(expect(value, float, int))
 
 
 def _int(value: Any = 0) -> int:
-    return int(_kind(value, int, bool))
+    return int(expect(value, int, bool))
 
 
 #: Modules under the names that older or newer pickles use for them.
@@ -279,26 +281,6 @@ _RENAMED = {
     "numpy._core.multiarray": "numpy.core.multiarray",
     "numpy._core.numeric": "numpy.core.numeric",
     "pathlib._local": "pathlib",
-}
-
-_STORAGES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-    "QInt8": "qint8",
-    "QUInt8": "quint8",
-    "QInt32": "qint32",
-    "QUInt4x2": "quint4x2",
-    "QUInt2x4": "quint2x4",
 }
 
 _CONSTANTS = (
@@ -417,6 +399,6 @@ DEFAULT: dict[str, Callable[..., Any]] = {
     "torch.storage.UntypedStorage": Storage(None),
     "torch.storage.TypedStorage": Storage(None),
     **{f"torch.{name}": _plain for name in (*TORCH_DTYPES, *_CONSTANTS)},
-    **{f"torch.{name}Storage": Storage(dtype) for name, dtype in _STORAGES.items()},
-    **{f"torch.cuda.{name}Storage": Storage(dtype) for name, dtype in _STORAGES.items()},
+    **{f"torch.{name}Storage": Storage(dtype) for name, dtype in STORAGES.items()},
+    **{f"torch.cuda.{name}Storage": Storage(dtype) for name, dtype in STORAGES.items()},
 }

@@ -35,6 +35,7 @@ from ucp_core.torch_files.pickle_classes import (
     Opaque,
     Resolver,
     check_key,
+    expect,
 )
 
 if TYPE_CHECKING:
@@ -84,10 +85,8 @@ _ELEMENT_BYTES = 128
 #: Entries of the memo, or values of a container, that are paid for together.
 _MANY = 1 << 12
 
-_INT32 = struct.Struct("<i").unpack_from
-_UINT32 = struct.Struct("<I").unpack_from
-_UINT64 = struct.Struct("<Q").unpack_from
-_FLOAT64 = struct.Struct(">d").unpack_from
+_BYTE, _INT32, _UINT32, _UINT64, _FLOAT64 = map(struct.Struct, ("B", "<i", "<I", "<Q", ">d"))
+_uint32 = _UINT32.unpack_from
 
 
 def read_pickle(
@@ -155,7 +154,7 @@ def collector_paused() -> Iterator[None]:
 
 
 class _Machine:
-    """The stack machine. Each opcode has a method, except for the most frequent ones."""
+    """The stack machine; ``_CODES`` says what all but the most frequent opcodes do."""
 
     __slots__ = (
         "budget",
@@ -202,7 +201,7 @@ class _Machine:
                 # These five are half of all opcodes; calling methods for them took a third of the
                 # time.
                 if code == _LONG_BINGET:
-                    stack.append(memo[_UINT32(data, pos)[0]])
+                    stack.append(memo[_uint32(data, pos)[0]])
                     pos += 4
                 elif code == _BINGET:
                     stack.append(memo[data[pos]])
@@ -231,7 +230,7 @@ class _Machine:
 
     # Reading arguments.
 
-    def _take(self, size: int) -> bytes:
+    def take(self, size: int) -> bytes:
         low = self.pos
         self.pos = high = low + size
         if high > len(self.data):
@@ -239,19 +238,9 @@ class _Machine:
             raise ValueError(msg)
         return self.data[low:high]
 
-    def _byte(self) -> int:
-        value = self.data[self.pos]
-        self.pos += 1
-        return value
-
-    def _uint32(self) -> int:
-        value: int = _UINT32(self.data, self.pos)[0]
-        self.pos += 4
-        return value
-
-    def _uint64(self) -> int:
-        value: int = _UINT64(self.data, self.pos)[0]
-        self.pos += 8
+    def number(self, form: struct.Struct) -> Any:
+        (value,) = form.unpack_from(self.data, self.pos)
+        self.pos += form.size
         return value
 
     def _line(self) -> str:
@@ -260,34 +249,39 @@ class _Machine:
         self.pos = stop + 1
         return text
 
-    def _pay(self, num_bytes: int) -> None:
+    def pay(self, num_bytes: int) -> None:
         self.budget.draw(num_bytes, self.where)
 
-    def _text(self, data: bytes) -> str:
+    def text(self, size: int) -> str:
+        data = self.take(size)
         # One wide character makes all characters of a text wide.
         if len(data) > _COPIED_MIN and not data.isascii():
-            self._pay(4 * len(data))
+            self.pay(4 * len(data))
         return str(data, "utf-8", "surrogatepass")
 
-    def _items(self) -> list[Any]:
+    def items(self) -> list[Any]:
         """Remove and return the values above the last mark."""
         mark = self.marks.pop()
         if len(self.stack) - mark > _MANY:
-            self._pay(16 * (len(self.stack) - mark))
+            self.pay(16 * (len(self.stack) - mark))
         items = self.stack[mark:]
         del self.stack[mark:]
+        return items
+
+    def keys(self) -> list[Any]:
+        """Remove and return the values above the last mark, which are hashed next."""
+        items = self.items()
+        for item in items:
+            check_key(item)
         return items
 
     # Frame, mark, stack.
 
     def op_proto(self) -> None:
-        version = self._byte()
+        version = self.number(_BYTE)
         if version > _PROTOCOL_MAX:
             msg = f"pickle protocol {version} is not known"
             raise ValueError(msg)
-
-    def op_frame(self) -> None:
-        self._uint64()
 
     def op_mark(self) -> None:
         if len(self.marks) > _DEPTH_MAX:
@@ -295,14 +289,8 @@ class _Machine:
             raise ValueError(msg)
         self.marks.append(len(self.stack))
 
-    def op_pop(self) -> None:
-        self.stack.pop()
-
-    def op_pop_mark(self) -> None:
-        self._items()
-
     def op_dup(self) -> None:
-        self._pay(_ELEMENT_BYTES)
+        self.pay(_ELEMENT_BYTES)
         self.stack.append(self.stack[-1])
 
     # The memo, for values used again.
@@ -312,38 +300,18 @@ class _Machine:
         self.pos += 1
 
     def op_long_binput(self) -> None:
-        self.memo[self._uint32()] = self.stack[-1]
+        self.memo[self.number(_UINT32)] = self.stack[-1]
         if not len(self.memo) % _MANY:
-            self._pay(_MANY * _ELEMENT_BYTES)
+            self.pay(_MANY * _ELEMENT_BYTES)
 
     # Plain values.
 
-    def op_none(self) -> None:
-        self.stack.append(None)
-
-    def op_true(self) -> None:
-        self.stack.append(True)
-
-    def op_false(self) -> None:
-        self.stack.append(False)
-
-    def op_binint(self) -> None:
-        self.stack.append(_INT32(self.data, self.pos)[0])
-        self.pos += 4
-
-    def op_long1(self) -> None:
-        self.stack.append(int.from_bytes(self._take(self._byte()), "little", signed=True))
-
     def op_long4(self) -> None:
-        size = self._uint32()
+        size = self.number(_UINT32)
         if size > _LONG_BYTES_MAX:
             msg = f"an integer of {size} bytes"
             raise ValueError(msg)
-        self.stack.append(int.from_bytes(self._take(size), "little", signed=True))
-
-    def op_binfloat(self) -> None:
-        self.stack.append(_FLOAT64(self.data, self.pos)[0])
-        self.pos += 8
+        self.stack.append(_integer(self.take(size)))
 
     def op_short_text(self) -> None:
         # If the slice is too short, the next opcode is missing, which is an error.
@@ -351,25 +319,7 @@ class _Machine:
         self.pos = high = low + self.data[low - 1]
         self.stack.append(str(self.data[low:high], "utf-8", "surrogatepass"))
 
-    def op_text(self) -> None:
-        self.stack.append(self._text(self._take(self._uint32())))
-
-    def op_text8(self) -> None:
-        self.stack.append(self._text(self._take(self._uint64())))
-
-    def op_short_bytes(self) -> None:
-        self.stack.append(self._take(self._byte()))
-
-    def op_bytes(self) -> None:
-        self.stack.append(self._take(self._uint32()))
-
-    def op_bytes8(self) -> None:
-        self.stack.append(self._take(self._uint64()))
-
     # Containers.
-
-    def op_empty_list(self) -> None:
-        self.stack.append([])
 
     def op_empty_tuple(self) -> None:
         stack, memo, low = self.stack, self.memo, self.pos
@@ -379,26 +329,17 @@ class _Machine:
         self.pos = low + len(_NEW_OBJECT)
         state: dict[Any, Any] = {}
         count = len(memo)
-        stack[-1] = memo[count] = _expect(stack[-1], Global).make()
+        stack[-1] = memo[count] = expect(stack[-1], Global).make()
         memo[count + 1] = state
         stack.append(state)
         self.op_mark()
 
-    def op_empty_dict(self) -> None:
-        self.stack.append({})
-
-    def op_empty_set(self) -> None:
-        self.stack.append(set())
-
     def op_list(self) -> None:
-        self._pay(_OBJECT_BYTES)
-        self.stack.append(self._items())
+        self.pay(_OBJECT_BYTES)
+        self.stack.append(self.items())
 
-    def op_tuple(self) -> None:
-        self.stack.append(tuple(self._items()))
-
-    def op_tuple1(self) -> None:
-        self.stack[-1] = (self.stack[-1],)
+    def op_tuple3(self) -> None:
+        self.stack[-3:] = [(self.stack[-3], self.stack[-2], self.stack[-1])]
 
     def op_tuple2(self) -> None:
         stack, memo, low = self.stack, self.memo, self.pos
@@ -412,29 +353,16 @@ class _Machine:
         count = len(memo)
         memo[count], memo[count + 1] = pair, (pair,)
         # ``copied`` need not count it: a pair is no larger than these opcodes.
-        stack[-1] = memo[count + 2] = _expect(stack[-1], Global).make(pair)
-
-    def op_tuple3(self) -> None:
-        self.stack[-3:] = [(self.stack[-3], self.stack[-2], self.stack[-1])]
+        stack[-1] = memo[count + 2] = expect(stack[-1], Global).make(pair)
 
     def op_dict(self) -> None:
-        self._pay(_OBJECT_BYTES)
-        items = self._items()
+        self.pay(_OBJECT_BYTES)
+        items = self.items()
         self.stack.append(_filled({}, items))
 
-    def op_frozenset(self) -> None:
-        items = self._items()
-        for item in items:
-            check_key(item)
-        self.stack.append(frozenset(items))
-
-    def op_append(self) -> None:
-        item = self.stack.pop()
-        _expect(self.stack[-1], list).append(item)
-
     def op_appends(self) -> None:
-        items = self._items()
-        _expect(self.stack[-1], list).extend(items)
+        items = self.items()
+        expect(self.stack[-1], list).extend(items)
 
     def op_setitem(self) -> None:
         value = self.stack.pop()
@@ -448,8 +376,8 @@ class _Machine:
             msg = "a key has no value, or no dict to be in"
             raise ValueError(msg)
         if len(stack) - mark > _MANY:
-            self._pay(_ELEMENT_BYTES // 2 * (len(stack) - mark))
-        target = _expect(stack[mark - 1], dict)
+            self.pay(_ELEMENT_BYTES // 2 * (len(stack) - mark))
+        target = expect(stack[mark - 1], dict)
         for index in range(mark, len(stack), 2):
             key = stack[index]
             if type(key) is not str:
@@ -458,10 +386,8 @@ class _Machine:
         del stack[mark:]
 
     def op_additems(self) -> None:
-        items = self._items()
-        for item in items:
-            check_key(item)
-        _expect(self.stack[-1], set).update(items)
+        items = self.keys()
+        expect(self.stack[-1], set).update(items)
 
     # Names and objects. None of this reaches Python's own names.
 
@@ -495,8 +421,8 @@ class _Machine:
             if self.copied > self.copied_max:
                 msg = "the same values are copied again and again"
                 raise ValueError(msg)
-        self._pay(cost)
-        return _expect(function, Global).make(*arguments)
+        self.pay(cost)
+        return expect(function, Global).make(*arguments)
 
     def op_newobj_ex(self) -> None:
         keywords = self.stack.pop()
@@ -532,15 +458,12 @@ class _Machine:
         self.stack[-1] = self.persistent(self.stack[-1])
 
 
-def _expect(value: Any, kind: type[Any]) -> Any:
-    if type(value) is not kind:
-        msg = f"expected {kind.__name__}, found {type(value).__name__}"
-        raise TypeError(msg)
-    return value
+def _integer(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
 
 
 def _filled(target: Any, items: list[Any]) -> dict[Any, Any]:
-    mapping: dict[Any, Any] = _expect(target, dict)
+    mapping: dict[Any, Any] = expect(target, dict)
     if len(items) % 2:
         msg = "a key has no value"
         raise ValueError(msg)
@@ -558,45 +481,49 @@ def _filled(target: Any, items: list[Any]) -> dict[Any, Any]:
 _NEW_OBJECT = b"\x81\x94}\x94("
 _CALL_WITH = b"\x94\x85\x94R\x94"
 _STOP, _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _BININT2 = b".\x94hjKM"
-_CODES: dict[bytes, Callable[[_Machine], None]] = {
+_CODES: dict[bytes, Callable[[_Machine], object]] = {
+    # Frame, mark, stack, memo.
     b"\x80": _Machine.op_proto,
-    b"\x95": _Machine.op_frame,
+    b"\x95": lambda m: m.number(_UINT64),
     b"(": _Machine.op_mark,
-    b"0": _Machine.op_pop,
-    b"1": _Machine.op_pop_mark,
+    b"0": lambda m: m.stack.pop(),
+    b"1": _Machine.items,
     b"2": _Machine.op_dup,
     b"q": _Machine.op_binput,
     b"r": _Machine.op_long_binput,
-    b"N": _Machine.op_none,
-    b"\x88": _Machine.op_true,
-    b"\x89": _Machine.op_false,
-    b"J": _Machine.op_binint,
-    b"\x8a": _Machine.op_long1,
+    # Plain values.
+    b"N": lambda m: m.stack.append(None),
+    b"\x88": lambda m: m.stack.append(True),
+    b"\x89": lambda m: m.stack.append(False),
+    b"J": lambda m: m.stack.append(m.number(_INT32)),
+    b"\x8a": lambda m: m.stack.append(_integer(m.take(m.number(_BYTE)))),
     b"\x8b": _Machine.op_long4,
-    b"G": _Machine.op_binfloat,
+    b"G": lambda m: m.stack.append(m.number(_FLOAT64)),
     b"\x8c": _Machine.op_short_text,
-    b"X": _Machine.op_text,
-    b"\x8d": _Machine.op_text8,
-    b"C": _Machine.op_short_bytes,
-    b"B": _Machine.op_bytes,
-    b"\x8e": _Machine.op_bytes8,
-    b"\x96": _Machine.op_bytes8,
-    b"]": _Machine.op_empty_list,
+    b"X": lambda m: m.stack.append(m.text(m.number(_UINT32))),
+    b"\x8d": lambda m: m.stack.append(m.text(m.number(_UINT64))),
+    b"C": lambda m: m.stack.append(m.take(m.number(_BYTE))),
+    b"B": lambda m: m.stack.append(m.take(m.number(_UINT32))),
+    b"\x8e": lambda m: m.stack.append(m.take(m.number(_UINT64))),
+    b"\x96": lambda m: m.stack.append(m.take(m.number(_UINT64))),
+    # Containers.
+    b"]": lambda m: m.stack.append([]),
     b")": _Machine.op_empty_tuple,
-    b"}": _Machine.op_empty_dict,
-    b"\x8f": _Machine.op_empty_set,
+    b"}": lambda m: m.stack.append({}),
+    b"\x8f": lambda m: m.stack.append(set()),
     b"l": _Machine.op_list,
-    b"t": _Machine.op_tuple,
-    b"\x85": _Machine.op_tuple1,
+    b"t": lambda m: m.stack.append(tuple(m.items())),
+    b"\x85": lambda m: m.stack.append((m.stack.pop(),)),
     b"\x86": _Machine.op_tuple2,
     b"\x87": _Machine.op_tuple3,
     b"d": _Machine.op_dict,
-    b"\x91": _Machine.op_frozenset,
-    b"a": _Machine.op_append,
+    b"\x91": lambda m: m.stack.append(frozenset(m.keys())),
+    b"a": lambda m: expect(m.stack[-2], list).append(m.stack.pop()),
     b"e": _Machine.op_appends,
     b"s": _Machine.op_setitem,
     b"u": _Machine.op_setitems,
     b"\x90": _Machine.op_additems,
+    # Names and objects.
     b"c": _Machine.op_global,
     b"\x93": _Machine.op_stack_global,
     b"R": _Machine.op_reduce,
@@ -605,4 +532,6 @@ _CODES: dict[bytes, Callable[[_Machine], None]] = {
     b"b": _Machine.op_build,
     b"Q": _Machine.op_persistent,
 }
-_TABLE: list[Callable[[_Machine], None] | None] = [_CODES.get(bytes([code])) for code in range(256)]
+_TABLE: list[Callable[[_Machine], object] | None] = [
+    _CODES.get(bytes([code])) for code in range(256)
+]

@@ -46,6 +46,28 @@ TORCH_DTYPES = {
     "quint4x2": None,
     "quint2x4": None,
 }
+#: torch's name of each of safetensors' dtypes.
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}
+#: torch's dtype by the beginning of the name of its storage class.
+STORAGES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "QInt8": "qint8",
+    "QUInt8": "quint8",
+    "QInt32": "qint32",
+    "QUInt4x2": "quint4x2",
+    "QUInt2x4": "quint2x4",
+}
 
 
 class TensorRef(NamedTuple):

@@ -10,10 +10,12 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import UcpError
-from ucp_core.geometry import DTYPE_BYTES
+from ucp_core.geometry import DTYPE_BYTES, packed_strides
+from ucp_core.torch_files.pickle_tensors import DTYPE_NAMES, STORAGES, TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,26 +24,11 @@ if TYPE_CHECKING:
 
 #: Dtypes with a storage class of their own; torch writes the others as untyped storages.
 _STORAGES = {
-    "BOOL": "BoolStorage",
-    "U8": "ByteStorage",
-    "I8": "CharStorage",
-    "I16": "ShortStorage",
-    "F16": "HalfStorage",
-    "BF16": "BFloat16Storage",
-    "I32": "IntStorage",
-    "F32": "FloatStorage",
-    "I64": "LongStorage",
-    "F64": "DoubleStorage",
-    "C64": "ComplexFloatStorage",
+    TORCH_DTYPES[dtype]: f"torch.{name}Storage"
+    for name, dtype in STORAGES.items()
+    if TORCH_DTYPES[dtype] is not None
 }
-_UNTYPED = {
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-}
+_UNTYPED = {dtype: name for dtype, name in DTYPE_NAMES.items() if dtype not in _STORAGES}
 _INT32_MAX = 2**31
 _INT_BYTES_MAX = 255
 
@@ -58,10 +45,7 @@ class TensorData:
     @property
     def num_elements(self) -> int:
         """Return the number of elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -228,7 +212,7 @@ class _PickleStream:
             known = self._storage_keys[id(value)] = len(self.storages)
             self.storages.append(value)
         untyped = _UNTYPED.get(value.dtype)
-        storage = "torch.storage.UntypedStorage" if untyped else f"torch.{_STORAGES[value.dtype]}"
+        storage = "torch.storage.UntypedStorage" if untyped else _STORAGES[value.dtype]
         extent = value.num_bytes if untyped else value.num_elements
         self.name(f"torch._utils._rebuild_tensor_v{3 if untyped else 2}", where)
         self.parts.append(b"((")
@@ -240,22 +224,13 @@ class _PickleStream:
         self.parts.append(b"tQ")
         self.write_int(0, where)
         self.write_tuple(tuple(value.shape), where)
-        self.write_tuple(_strides(value.shape), where)
+        # torch computes strides as if empty dims had extent 1.
+        self.write_tuple(packed_strides([max(n, 1) for n in value.shape], 1), where)
         self.write_bool(False, where)
         self.write_ordered(OrderedDict(), where)
         if untyped:
             self.name(f"torch.{untyped}", where)
         self.parts.append(b"tR")
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    stride = 1
-    for extent in reversed(shape):
-        strides.insert(0, stride)
-        # torch computes strides as if empty dims had extent 1.
-        stride *= max(extent, 1)
-    return tuple(strides)
 
 
 #: Every class that tensors and containers need; callers add their own.
@@ -267,7 +242,7 @@ CORE_NAMES = frozenset(
         "torch._utils._rebuild_tensor_v2",
         "torch._utils._rebuild_tensor_v3",
         "torch.storage.UntypedStorage",
-        *(f"torch.{name}" for name in _STORAGES.values()),
+        *_STORAGES.values(),
         *(f"torch.{name}" for name in _UNTYPED.values()),
     }
 )

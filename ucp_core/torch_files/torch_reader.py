@@ -16,26 +16,14 @@ from ucp_core.geometry import DTYPE_BYTES, Extent
 from ucp_core.storage import join
 from ucp_core.torch_files import zip_reader
 from ucp_core.torch_files.budget import current_budget
-from ucp_core.torch_files.pickle_classes import Global, Opaque
+from ucp_core.torch_files.pickle_classes import Global
 from ucp_core.torch_files.pickle_reader import PICKLE_BYTES_MAX, read_pickle
 from ucp_core.torch_files.pickle_tensors import Storage, StorageRef, TensorRef, known_dtype
-from ucp_core.torch_files.pickle_values import as_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ucp_core.storage import Store
-
-__all__ = [
-    "Global",
-    "Opaque",
-    "TensorRef",
-    "TorchFile",
-    "as_json",
-    "read_pickle",
-    "read_torch_file",
-    "read_torch_part",
-]
 
 #: The small records at either end of a zip that holds one tensor.
 EDGE_BYTES = 2048

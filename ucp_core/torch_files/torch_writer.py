@@ -10,22 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.torch_files.pickle_writer import (
-    CORE_NAMES,
-    Instance,
-    Named,
-    Size,
-    TensorData,
-    pickle_tree,
-)
+from ucp_core.torch_files.pickle_writer import CORE_NAMES, TensorData, pickle_tree
 from ucp_core.torch_files.zip_writer import ALIGNMENT_BYTES, ZipStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucp_core.storage import Buffer, Store
-
-__all__ = ["Instance", "Named", "Size", "TensorData", "torch_file_chunks", "write_torch_file"]
 
 #: The name that torch gives to archives without a file name; readers accept any.
 _PREFIX = "archive"

@@ -16,7 +16,15 @@ from ucp_core.formats.shared import NUMBER_DTYPES, restored
 from ucp_core.geometry import Box, TensorEntry, TensorKey
 from ucp_core.native import check_memory, refuse_taken, stream
 from ucp_core.storage import Store, join, undone
-from ucp_core.torch_files import Instance, Named, Size, TensorData, pickle_tree, torch_file_chunks
+from ucp_core.torch_files import (
+    DTYPE_NAMES,
+    Instance,
+    Named,
+    Size,
+    TensorData,
+    pickle_tree,
+    torch_file_chunks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -35,25 +43,6 @@ _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _LAYOUT = "torch.serialization._get_layout"
 #: The version of torch 2.13; older ones ignore it.
 _VERSION = "1.0.0"
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F64": "float64",
-    "C64": "complex64",
-}
 _CLASSES = (
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -69,7 +58,7 @@ _ALLOWED = frozenset(
         _LAYOUT,
         "torch.Size",
         *(f"{_METADATA}.{name}" for name in _CLASSES),
-        *(f"torch.{name}" for name in _DTYPES.values()),
+        *(f"torch.{name}" for name in DTYPE_NAMES.values()),
     }
 )
 
@@ -419,7 +408,7 @@ def _describe(tensors: Sequence[_Tensor]) -> Instance:
     properties = Instance(
         f"{_METADATA}.TensorProperties",
         state=(
-            Named(f"torch.{_DTYPES[tensors[0].entry.dtype]}"),
+            Named(f"torch.{DTYPE_NAMES[tensors[0].entry.dtype]}"),
             Instance(_LAYOUT, ("torch.strided",)),
             False,
             # The contiguous format.

@@ -19,7 +19,7 @@ from tests.support.megatron_files import state, write_checkpoint
 from tests.support.training_states import adam_state
 from ucp_core.storage import LocalStore
 
-#: Each takes 50 ms or more; pydantic is not among them, for typer itself needs it.
+#: Each takes 50 ms or more.
 LARGE = {"torch", "ray", "rich", "fsspec", "yaml", "numpy", "pydantic"}
 
 PROBE = """
@@ -107,7 +107,7 @@ def test_inspect_imports_nothing_large_and_only_the_reader_of_the_format(
     loaded = set(json.loads(last))
     assert shown, done.stderr
     assert shown[0].split() == ["checkpoint", str(tmp_path / "checkpoint")]
-    # How Megatron cuts its tensors is told by a family of rules, and those are YAML.
-    assert loaded & LARGE == ({"yaml"} if reader == "megatron" else set())
+    # A family of rules says how Megatron cuts its tensors: YAML, which pydantic reads.
+    assert loaded & LARGE == ({"yaml", "pydantic"} if reader == "megatron" else set())
     readers = {name for name in loaded if re.fullmatch(r"ucp_core\.formats\.\w+\.reader", name)}
     assert readers == ({f"ucp_core.formats.{reader}.reader"} if reader else set())

@@ -39,7 +39,7 @@ from ucp_core.torch_files import (
     reading_within,
 )
 from ucp_core.torch_files.pickle_arrays import NumpyArray
-from ucp_core.torch_files.torch_reader import Global
+from ucp_core.torch_files.pickle_classes import Global
 
 DTYPES = {
     torch.float64: "F64",
