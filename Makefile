@@ -157,7 +157,7 @@ site: $(STAMP)
 # A comparison without its peers says little, so here a failed installation fails.
 $(BENCH): $(STAMP)
 	@echo "venv: installing the peers of tests/benchmarks"
-	@DS_BUILD_OPS=0 $(INSTALL) -c constraints.txt -e '.[interop,peers]'
+	@DS_BUILD_OPS=0 $(INSTALL) -c constraints.txt -e '.[interop]'
 	@touch $@
 
 # Each peer in an environment of its own: pip takes CPU builds of torch where an index has them.

@@ -20,31 +20,22 @@ from typing import Final
 from tests.benchmarks.common import origin
 
 #: Modules that import a peer, and the package that they need.
-PEERS: Final = {"DeepSpeed": "deepspeed", "torchdata": "torchdata"}
+PEERS: Final = {"DeepSpeed": "deepspeed"}
 #: The smallest settings: they show that a benchmark starts and ends, and their figures say nothing.
 QUICK: Final = {
-    "bench_change": "--rounds 1",
     "bench_checkpoint": "--megabytes 12 --rounds 1",
     "bench_convert": "--gibibytes 0.1 --rounds 1",
     "bench_diagnosis": "--planted 12 --clean 7 --repeats 0",
     "bench_fleet": "--nodes 20 --hours 2 --seconds 2 --histories 20",
-    "bench_interpreter": "--preset tiny --rounds 4",
-    "bench_links": "--only faults --trials 1",
-    "bench_load": "--megabytes 64 --rounds 1",
-    "bench_loader": "--rounds 1 --batches 20",
     "bench_network": "--only join",
     "bench_overhead": "--models tiny --rounds 2 --seconds 2",
     "bench_planner": "",
     "bench_recheck": "--injected 3 --clean 10 --rounds 1",
-    "bench_recorder": "--blocks 2",
     "bench_recovery": "--kills 1 --shrinks 1 --nodes 1",
-    "bench_snapshot": "--megabytes 3 --writers 1 --rounds 1",
     "bench_snapshot_gpu": "--rounds 1 --block 2 --gigabytes 1",
-    "bench_snapshot_load": "--megabytes 3 --rounds 1",
     "bench_snapshot_steps": "--states 3 --workers 2 --rounds 1",
     "bench_soak": "--faults 2 --from 0 --local --kinds worker-kill keeper-kill",
     "bench_spot_traces": "--trace p3 --hours 3 3.5",
-    "bench_traffic": "--mib 24 --rounds 3 --steps 4",
     "peers": "--arms everstep --faults kill --runs 1 --each 1 --again --directory build/quick",
 }
 
@@ -98,7 +89,7 @@ def main() -> int:
     if missing and chosen == names:
         raise SystemExit(
             f"{' and '.join(missing)}: not installed, and a table without peers says little; run "
-            "`make bench`, or `pip install 'everstep[interop,peers]'`"
+            "`make bench`, or `pip install 'everstep[interop]'`"
         )
     failed: list[str] = []
     for name in chosen:

@@ -9,8 +9,8 @@ planted ranks or links alone, and nothing for a clean one. The seeds are not tho
 tests. Then the real hangs and stragglers of ``tests/fixtures``, or of ``--data``. Then real faults
 in real runs (``injections``), by kind and layout: how often each was injected, the longest time to
 a suspicion and to a verdict, how often the right worker was named for the right reason, and how
-often a healthy one. A fault not named within 20 s is neither. The recorder costs is in
-``bench_recorder``. ``seconds`` is processor time of a trace, reading included.
+often a healthy one. A fault not named within 20 s is neither.
+``seconds`` is processor time of a trace, reading included.
 """
 
 from __future__ import annotations

@@ -5,18 +5,41 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Self
 
 import torch
 from torch import Tensor
 
 from tests.benchmarks.common import processor_s
-from tests.benchmarks.decoder_parts import shape_of
 from ucp_core.layout import ParallelLayout
-from workers.models import ModelShape
+from workers.models import PRESETS, ModelShape
 
 SEQUENCE_LENGTH: Final = 128
+
+
+def _shape(dim: int, num_layers: int, ffn_dim: int) -> ModelShape:
+    return ModelShape(
+        vocab_size=264, dim=dim, num_layers=num_layers, num_heads=dim // 64,
+        num_kv_heads=dim // 64, ffn_dim=ffn_dim, tied=True,
+    )  # fmt: skip
+
+
+#: By megabytes of state per worker, if there are four.
+SHAPES: Final = {
+    3: PRESETS["small"],
+    50: _shape(512, 5, 1408),
+    200: _shape(768, 9, 2112),
+    300: _shape(1024, 8, 2816),
+}
+
+
+def shape_of(megabytes: int, num_workers: int) -> ModelShape:
+    """Return a decoder of which each worker has about so much state."""
+    shape = SHAPES[megabytes]
+    if megabytes == min(SHAPES):
+        return shape
+    return replace(shape, num_layers=max(1, round(shape.num_layers * num_workers / 4)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,6 @@ from orchestrator.diagnosis import links
 from orchestrator.fault_kinds import FaultKind
 from tests.support.link_lab import LinkLab
 from tests.support.network_cluster import why_not
-from workers.protocol import Peer
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be made")
 
@@ -23,14 +21,8 @@ def lab() -> Iterator[LinkLab]:
         yield made
 
 
-async def _timed(lab: LinkLab) -> dict[links.Pair, float]:
-    views, rates = lab.views(), dict[links.Pair, float]()
-    for pairs in links.rounds(lab.nodes):
-        for source, target in pairs:
-            view = views[target]
-            peer = Peer(node=target, host=view.host, port=view.port, secret=view.secret)
-            rates[source, target] = await views[source].keeper.rate_to.remote(peer)
-    return rates
+def _timed(lab: LinkLab) -> dict[links.Pair, float]:
+    return {pair: lab.rate(*pair) for pairs in links.rounds(lab.nodes) for pair in pairs}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +38,7 @@ def test_link_sender_and_receiver_are_told_apart(lab: LinkLab, kind: FaultKind) 
         lab.slow_receiver("m1", "30mbit")
     try:
         # A busy machine makes the fast ones slow, too: the better of two counts, as in a run.
-        first, second = asyncio.run(_timed(lab)), asyncio.run(_timed(lab))
+        first, second = _timed(lab), _timed(lab)
     finally:
         lab.heal()
     rates = {pair: max(first[pair], second[pair]) for pair in first}

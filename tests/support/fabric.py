@@ -156,11 +156,6 @@ class Fabric:
         words = told.split()
         return int(words[words.index("dev") + 1].removeprefix("s"))
 
-    def port_by(self, node: int, other: int, spine: int, port: int) -> int:
-        """Return a source port from which a node sends by ``spine``."""
-        ports = range(20_000, 20_100)
-        return next(each for each in ports if self.spine_of(node, other, each, port) == spine)
-
     def received_bytes(self, node: int) -> list[int]:
         """Return what a node has received from each spine so far."""
         text = Path(f"/proc/{self._nodes[node].process.pid}/net/dev").read_text()

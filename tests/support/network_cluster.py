@@ -198,27 +198,11 @@ class Switch:
     def _inside(self, *words: str) -> str:
         return _call("nsenter", "-t", str(self._process.pid), "-n", *words)
 
-    def join(self, bridge: str, rate: str) -> None:
-        """Add a second switch, joined to the first by a cable of this rate each way."""
-        self._ip("link", "add", bridge, "type", "bridge")
-        self._ip("link", "set", bridge, "up")
-        self._ip("link", "add", "uplink", "type", "veth", "peer", "name", "downlink")
-        for port, other in (("uplink", "bridge"), ("downlink", bridge)):
-            self._ip("link", "set", port, "master", other, "up")
-            self.limit(port, rate)
-
-    def add(
-        self,
-        port: str,
-        process: int | None = None,
-        *,
-        device: str = "eth0",
-        bridge: str = "bridge",
-    ) -> None:
+    def add(self, port: str, process: int | None = None, *, device: str = "eth0") -> None:
         """Plug in a cable; its other end becomes ``device`` of a process, in its network."""
         there = ["name", device, "netns", str(process)] if process else ["name", f"{port}-end"]
         self._ip("link", "add", port, "type", "veth", "peer", *there)
-        self._ip("link", "set", port, "master", bridge, "up")
+        self._ip("link", "set", port, "master", "bridge", "up")
         self._inside("tc", "qdisc", "add", "dev", port, "clsact")
 
     def remove(self, port: str) -> None:

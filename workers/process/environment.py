@@ -5,9 +5,9 @@ smaller, so copying one reads the memory that it overwrites, and evicts what the
 tunable of glibc lowers that size to our blocks. glibc reads it when a process starts, so it must be
 set before Ray starts.
 
-Measured (Xeon, 260 MB of last-level cache; 50 and 300 MB for each of 1 and 4 workers,
-``tests.benchmarks.bench_snapshot`` and ``bench_snapshot_load``): training waits 0.6 to 0.8 times as
-long for a snapshot, and loads from the node's own memory take 0.8 to 0.9 of the time.
+Measured (Xeon, 260 MB of last-level cache; 50 and 300 MB for each of 1 and 4 workers): training
+waits 0.6 to 0.8 times as long for a snapshot, and loads from the node's own memory take 0.8 to 0.9
+of the time.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Another thread (``workers.snapshot.device``) later checksums tensors of a block or more, because
 doing it while copying would make training wait a fifth longer. Smaller tensors are checksummed
-while copying: for each of them another thread would take the interpreter from training
-(``tests.benchmarks.bench_snapshot``).
+while copying: for each of them another thread would take the interpreter from training.
 """
 
 from __future__ import annotations

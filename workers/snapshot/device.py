@@ -12,7 +12,7 @@ stage's blocks set at the beginning and end of passes (``workers.snapshot.passes
 before; the device also measures its gaps between passes, for the releases of a later step. Without
 marks, and when a caller waits for the snapshot, buckets leave as fast as they can. Without marks
 there are few buckets: a device has gaps to fill only if it waits for other stages, and each mark
-and each bucket takes the interpreter from training (``tests.benchmarks.bench_interpreter``).
+and each bucket takes the interpreter from training (``tests/benchmarks/RESULTS.md``).
 
 Tensors in this machine's memory were copied already (``workers.snapshot.buffer_layout``), and only
 missing checksums are made here, also by credits. The thread has normal priority: descheduled, it
