@@ -138,7 +138,7 @@ class Run:
 
     def stored(self, lineage: Lineage, bad: Sequence[Source]) -> StoredVersion:
         """Return the newest committed version from which the run could resume."""
-        excluded = frozenset(map(checkpoint_name, bad_sources.in_storage(bad)))
+        excluded = frozenset(map(checkpoint_name, bad_sources.in_storage(bad, lineage)))
         root = join(self.path, CHECKPOINTS)
         found = find_committed(self.store, root, lineage=lineage, exclude=excluded)
         if found is None:

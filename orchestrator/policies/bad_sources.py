@@ -23,13 +23,13 @@ def good(
     return [each.only(lambda part: part.source not in left_out) for each in inventories]
 
 
-def in_storage(bad: Iterable[Source]) -> frozenset[int]:
+def in_storage(bad: Iterable[Source], lineage: Lineage) -> frozenset[int]:
     """Return the steps whose version in storage is bad.
 
     The step is enough: storage has one version of a step, and if a later attempt writes the step
-    again, the bad one no longer counts (``still_bad``).
+    again, the bad one no longer counts.
     """
-    return frozenset(step for step, _, node, *_ in bad if not node)
+    return frozenset(step for step, _, node, *_ in still_bad(bad, lineage) if not node)
 
 
 def on_node(bad: Iterable[Source], node: str) -> tuple[tuple[str, int, int], ...]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.fault_kinds import FaultClass
+from ucp_core.layout import ParallelLayout
 
 #: Errors about stored state (``ucp_core.errors``): every rank meets them at once, and they do not
 #: point to the user's code. The next attempt reads storage again.
@@ -73,11 +74,16 @@ class UserError:
     step: int
     error: str
     traceback: str
+    layout: ParallelLayout
 
     @property
     def error_type(self) -> str:
         """Return the part before the message, without its module, as in ``ValueError``."""
         return self.error.split(":", 1)[0].rsplit(".", 1)[-1]
+
+    def is_same(self, other: UserError) -> bool:
+        """Return whether ``other`` says the same of the same step."""
+        return (self.step, self.error) == (other.step, other.error)
 
     @property
     def message(self) -> str:

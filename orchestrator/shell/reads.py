@@ -161,4 +161,4 @@ class Reads:
 def _stored_step(state: core.RunState) -> int:
     """Return the newest step that is known to be committed in storage and not known to be bad."""
     step = 0 if state.committed_in_memory else state.committed[0]
-    return 0 if step in bad_sources.in_storage(state.bad) else step
+    return 0 if step in bad_sources.in_storage(state.bad, state.lineage) else step

@@ -184,7 +184,9 @@ def _start(transition: Transition) -> None:
     unreached = reach.unreached(transition)
     placed, nodes = _bind(transition, members)
     run.lineage = (*run.lineage, (number, resume_step))
-    run.bad = bad_sources.still_bad(run.bad, run.lineage)
+    # A resume may leave out attempts that trained nothing, and then what they hid counts again.
+    trained = [one for one in run.lineage if one[0] <= run.trained]
+    run.bad = bad_sources.still_bad(run.bad, trained)
     unread = (*run.unread_before, *run.attempt.unread)
     run.unread_before = bad_sources.still_bad(unread, run.lineage)
     run.attempt = Attempt(

@@ -223,11 +223,13 @@ def worker_raised(transition: Transition, event: WorkerRaised) -> None:
     if found is None:
         return
     number, worker = found
-    rank = transition.run.attempt.members.index(number)
+    attempt = transition.run.attempt
+    assert attempt.layout is not None
+    rank = attempt.members.index(number)
     _leave(transition, [number], event.step - 1)
     if event.refuses and _refuse(transition, event):
         return
-    error = UserError(rank, event.step, event.error, event.traceback)
+    error = UserError(rank, event.step, event.error, event.traceback, attempt.layout)
     if error.is_of_copies:
         if event.sound_step < 0:
             _end_diverged(transition, error, event.ranks)

@@ -194,7 +194,7 @@ def memory_lost_waiting(transition: Transition, lost: MemoryLost) -> None:
     """Read again if the version to resume from was only in memory: nothing has started yet."""
     run = transition.run
     memory_lost(transition, lost)
-    if run.committed_in_memory and run.committed[0] in bad_sources.in_storage(run.bad):
+    if run.committed_in_memory and run.committed[0] in bad_sources.in_storage(run.bad, run.lineage):
         _read_again(transition)
 
 
@@ -337,7 +337,7 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
     run.reads.seen = number >= read_from
     run.lost = event.lost
     if event.stored >= 0:
-        damaged = {*event.damaged, *bad_sources.in_storage(run.bad)}
+        damaged = {*event.damaged, *bad_sources.in_storage(run.bad, run.lineage)}
         stored = versions.newest_stored(run.stored, event.stored, damaged)
         if stored > run.stored:
             # Reads that are still pending may have looked before it was written.
@@ -500,23 +500,26 @@ def _gone(run: MutableRunState) -> str:
 def _refuse_layout(transition: Transition) -> None:
     """Treat an exception in the first step of a layout that never trained as its refusal.
 
-    Other layouts have trained in this run, so the script works. If the script is at fault after
-    all, it raises with those, too.
+    Other layouts have trained in this run, so the script works. If one of those raised the same at
+    the same step, the script is at fault.
     """
     run = transition.run
     layout, cause = run.attempt.layout, run.cause
-    if layout is None or cause is None or cause.kind is not FaultKind.EXCEPTION:
-        return
     bug = budgets.user_bug(run.attempt.raised, run.raised_before)
-    if run.attempt.stepped or not run.fits or bug is None or bug.is_of_all:
+    if layout is None or cause is None or not run.fits or bug is None or bug.is_of_all:
+        return
+    raised_by = [layout, *(one.layout for one in run.raised_before if bug.is_same(one))]
+    if any(Refused(one, WHOLE, "").rules_out(each) for one in raised_by for each in run.fits):
         return
     refused = Refused(layout, WHOLE, f"its first step raised {bug.error}")
-    if any(refused.rules_out(each) for each in run.fits):
-        return
     run.attempt.refused, run.attempt.raised = refused, ()
     run.refused = (*run.refused, refused)
-    evidence = f"{layout}: {refused.why}"
-    run.cause = replace(cause, kind=FaultKind.LAYOUT, guilty=(), evidence=evidence)
+    found = Cause(FaultKind.LAYOUT, (), f"{layout}: {refused.why}", cause.at_s)
+    if cause.kind is FaultKind.EXCEPTION:
+        run.cause = found
+    else:
+        # Another fault ended the attempt meanwhile.
+        run.also += (found,)
 
 
 def _charge(transition: Transition) -> str:

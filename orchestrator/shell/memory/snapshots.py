@@ -135,7 +135,7 @@ class Snapshots:
             good = bad_sources.good(inventories, bad, unreached)
             return versions.newest(good, other, lineage, total_steps=self._total_steps)
 
-        excluded = frozenset(map(checkpoint_name, bad_sources.in_storage(bad)))
+        excluded = frozenset(map(checkpoint_name, bad_sources.in_storage(bad, lineage)))
         stored = self._begin_look(lineage, excluded, has_stored=has_stored)
         answer = await self._find(newest, stored, enough_step, stored_step)
         self._version = answer.version if answer is not None else None

@@ -248,7 +248,7 @@ class Monitor:
 
     def _steps_left_out(self) -> frozenset[int]:
         """Return what may be left out of storage: a step has one manifest, of its newest commit."""
-        return bad_sources.in_storage(self._left_out())
+        return bad_sources.in_storage(self._left_out(), self.starts)
 
     def _check_unreached(self, names: tuple[str, ...]) -> None:
         for name in names:

@@ -335,7 +335,9 @@ class SimCluster(World):
             return  # the machine asks again
         self.monitor.reading(action, self.now_s)
         self.measure()
-        stored = self.storage.newest(action.lineage, bad_sources.in_storage(action.bad))
+        stored = self.storage.newest(
+            action.lineage, bad_sources.in_storage(action.bad, action.lineage)
+        )
         found = versions.newest(
             bad_sources.good(
                 self.memory.inventories(nodes, self.now_s), action.bad, action.unreached
@@ -571,6 +573,7 @@ class SimCluster(World):
         self, attempt: SimAttempt, worker: SimWorker, step: int, refuses: str = ""
     ) -> None:
         """Let the training code of a worker raise, which takes it out of the attempt."""
+        what = "simulated" if not refuses else f"no {refuses} in {attempt.layout}"
         if self.model.is_silent and refuses != DEVICE_MEMORY:
             refuses = ""
         if not refuses:
@@ -585,8 +588,8 @@ class SimCluster(World):
             attempt=attempt.number,
             worker=worker.name,
             step=step,
-            error="ValueError: simulated",
-            traceback="Traceback: ValueError: simulated",
+            error=f"ValueError: {what}",
+            traceback=f"Traceback: ValueError: {what}",
             refuses=refuses,
         )
 

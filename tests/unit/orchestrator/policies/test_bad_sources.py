@@ -50,8 +50,13 @@ def test_a_version_in_storage_says_nothing_of_the_same_step_in_memory() -> None:
     bad = [stored_source(5, 1)]
 
     assert good([_inventory("a", part)], bad) == [_inventory("a", part)]
-    assert in_storage(bad) == {5}
-    assert in_storage([part.source]) == frozenset()
+    assert in_storage(bad, [(1, 0)]) == {5}
+    assert in_storage([part.source], [(1, 0)]) == frozenset()
+
+
+def test_a_later_version_of_the_same_step_is_not_bad() -> None:
+    """A later attempt that resumed from an older step has written the step again."""
+    assert in_storage([stored_source(5, 1)], [(1, 0), (2, 4)]) == frozenset()
 
 
 def test_what_counts_no_more_need_not_be_left_out() -> None:

@@ -3,12 +3,13 @@ from functools import partial
 from orchestrator.fault_kinds import FaultClass
 from orchestrator.policies import BudgetRules, Fault, UserError
 from orchestrator.policies.budgets import charge, overspent, pause_s, user_bug
+from ucp_core.layout import ParallelLayout
 
 RULES = BudgetRules(window_s=100.0, infrastructure_max=2, preemption_max=5, user_max=1)
 
 
 def _error(rank: int, step: int, error: str = "ValueError: bad") -> UserError:
-    return UserError(rank, step, error, f"Traceback of rank {rank}")
+    return UserError(rank, step, error, f"Traceback of rank {rank}", ParallelLayout())
 
 
 def _faults(fault_class: FaultClass, *times_s: float) -> tuple[Fault, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.core import Bounds, RunRules, resume_event
+from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import LayoutRules
 from tests.support.obedient_cluster import Cluster, Refuses
@@ -199,6 +200,49 @@ def test_an_exception_that_meets_every_layout_is_the_scripts() -> None:
 
     assert cluster.finished is not None
     assert "a bad sample" in cluster.finished.reason
+
+
+class LosesANode(Cluster):
+    """Loses another node once two ranks have raised."""
+
+    def _train(self, start: act.StartAttempt) -> list[ev.Event]:
+        events = super()._train(start)
+        if isinstance(events[0], ev.WorkerRaised):
+            events.insert(2, ev.NodeLost(at_s=self.at_s, node="n1", cause="gone"))
+        return events
+
+
+def test_a_layout_is_refused_also_if_a_node_is_lost_meanwhile() -> None:
+    """Seen: the node was the cause, and what all ranks raised was taken for a bug of the script."""
+    cluster = LosesANode(replace(RULES, max_workers=6, layout=LayoutRules(tp=2, cp=3)))
+    cluster.start(6)
+    cluster.refuses = raises("tp", 1)
+    cluster.lose("n2")
+
+    assert cluster.layouts == ["cp=3 x tp=2", "cp=3", "tp=2"]
+    kinds = [one.incident for one in cluster.incidents]
+    assert kinds == ["node_loss", "node_loss", "layout_refused"]
+    assert [str(one.layout) for one in cluster.state.refused] == ["cp=3"]
+    assert cluster.finished is None
+
+
+def test_an_error_that_a_layout_which_trained_raised_too_is_the_scripts() -> None:
+    """Seen: the only layout for the nodes that were left was refused, and the run waited."""
+    error = "ValueError: a bad sample"
+    cluster = Cluster(replace(RULES, min_workers=2, layout=LayoutRules(pp=4)))
+    cluster.start(4)
+    cluster.refuses = lambda _: (error, "")
+    raised = ev.WorkerRaised(
+        at_s=cluster.at_s, attempt=1, worker="w0001", step=2, error=error, traceback="line 7"
+    )
+    # A rank raises in a layout that has trained, and a node is lost before the next attempt.
+    cluster.send(raised, ev.NodeLost(at_s=cluster.at_s, node="n1", cause="gone"))
+
+    assert cluster.layouts == ["pp=4", "pp=2"]
+    assert cluster.state.refused == ()
+    assert cluster.finished is not None
+    assert cluster.finished.outcome == "failed"
+    assert f"raised at step 2: {error}" in cluster.finished.reason
 
 
 @pytest.mark.parametrize("kind", ["DataDiffersError", "MisfitError"])

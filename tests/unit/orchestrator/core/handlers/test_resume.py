@@ -270,6 +270,36 @@ def test_a_start_that_trained_nothing_makes_no_newer_version_count_less() -> Non
     assert resume_event(trained, at_s=5.0, incarnation=3).lineage == ((1, 0), (2, 1))
 
 
+def test_a_damaged_version_stays_left_out_when_the_starts_behind_it_are_forgotten() -> None:
+    """Seen: the start from an older version trained nothing, and the damaged one counted again."""
+    stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
+    event = resume_event(stopped, at_s=2.7, incarnation=2)
+    source = stored_source(2, 1)
+    unloadable = ev.WorkerLeft(
+        at_s=4.2, attempt=2, worker="w0002", how=ev.Leaving.UNLOADABLE, step=2, detail="damaged",
+        damaged=(source,),
+    )  # fmt: skip
+    older = ev.CommittedRead(
+        at_s=4.3, attempt=2, step=1, committed_by=1, skipped=(), number=2, stored=1
+    )
+    events = (event, *_went_on(2)[:3], unloadable, older)
+    left, actions, _ = _journal(RunState(), events, RULES, seq=0)
+    start = [action for action in actions if isinstance(action, act.StartAttempt)][-1]
+    assert (start.attempt, start.resume_step) == (3, 1)
+
+    stop = ev.StopRequested(at_s=4.7, reason="a slip")
+    again = resume_event(_journal(left, (stop,), RULES, seq=0)[0], at_s=5.0, incarnation=3)
+    assert (again.lineage, again.bad) == (((1, 0),), (source,))
+    # Once that start has trained, the damaged version never counts again.
+    formed = ev.WorkerFormed(at_s=4.5, attempt=3, worker="w0002")
+    trained = ev.StepCompleted(at_s=5.0, attempt=3, step=2, step_s=0.5)
+    crash = ev.WorkerExited(at_s=5.1, worker="w0002", cause="crash", detail="")
+    read = replace(older, at_s=5.2, attempt=3, step=2, committed_by=3, number=3, stored=2)
+    ready = ev.WorkerReady(at_s=6.0, worker="w0003", node="b", pid=13)
+    state, _, _ = _journal(left, (formed, trained, crash, read, ready), RULES, seq=0)
+    assert (state.attempt.number, state.attempt.step, state.bad) == (4, 2, ())
+
+
 def test_a_run_goes_back_to_the_version_that_the_user_names() -> None:
     """Newer ones are not finite: they no longer count, in storage or elsewhere."""
     stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
