@@ -53,11 +53,7 @@ class _DuplicateNameError(Exception):
 def read_header(
     store: Store, path: str, file_bytes: int, offset_bytes: int = 0
 ) -> tuple[Header, int]:
-    """Return the header that begins at a byte of a file, and the byte where its data begin.
-
-    Raises:
-        CheckpointCorruptError: Names the file, and the tensor if one is wrong.
-    """
+    """Return the header that begins at a byte of a file, and the byte where its data begin."""
     size = file_bytes - offset_bytes
     text = store.read_range(path, offset_bytes, max(0, min(size, _FIRST_BYTES)))
     stop = _LENGTH_BYTES + _header_bytes(text, size, path)
@@ -81,16 +77,7 @@ def _header_bytes(first: bytes, file_bytes: int, where: str) -> int:
 
 
 def parse_header(text: bytes, data_bytes: int, where: str) -> Header:
-    """Return the header after checks: tensors fill the file without overlap or gap.
-
-    Args:
-        text: The JSON.
-        data_bytes: Bytes of the file after the JSON.
-        where: Path of the file, for messages.
-
-    Raises:
-        CheckpointCorruptError: Names the file, and the tensor if one is wrong.
-    """
+    """Return the header after checks: tensors fill the file without overlap or gap."""
     document = _document(text, where)
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):

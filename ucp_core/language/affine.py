@@ -81,16 +81,7 @@ class _Change(NamedTuple):
 def piece_boxes(
     piece: AffinePiece, whole: Sequence[int], shard: Sequence[int], *, what: str
 ) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Yield the boxes of a piece in the shard, each with its start in the whole tensor.
-
-    Args:
-        whole: Shape of the tensor.
-        shard: Shape of the shard, with as many dims.
-        what: Tensor and rank, for errors.
-
-    Raises:
-        PatternError: The piece exceeds the tensor or shard, or is not made of boxes.
-    """
+    """Yield the boxes of a piece in the shard, each with its start in the whole tensor."""
     if 0 in piece.shape:
         return
     if not len(piece.shape) == len(piece.source_strides) == len(piece.dest_strides):

@@ -69,9 +69,6 @@ class Rules:
         """Check that every rule that is not optional matches a name.
 
         The rules of the fallback belong to families, so they are optional.
-
-        Raises:
-            RulesError: A rule matches no name, which is probably a typo.
         """
         _refuse_idle(self.rules, fqns)
 
@@ -88,11 +85,7 @@ class Rules:
         )
 
     def stages_of(self, fqns: Iterable[str], num_stages: int) -> dict[str, frozenset[int]]:
-        """Return the pipeline stages of each tensor.
-
-        Raises:
-            PatternError: There is no rule for stages, or none for a name.
-        """
+        """Return the pipeline stages of each tensor."""
         stages = self.stages
         if stages is None:
             raise PatternError("the rules do not say which pipeline stage has which tensors")

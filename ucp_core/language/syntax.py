@@ -223,11 +223,7 @@ def _told(detail: Any) -> str:
 
 
 def read_rules(text: str, where: str, families: Collection[str]) -> tuple[Rules, tuple[str, ...]]:
-    """Return the rules of a text and the names of the families that it extends.
-
-    Raises:
-        RulesError: All problems, each with line and column.
-    """
+    """Return the rules of a text and the names of the families that it extends."""
     source = _Text(text, where)
     read = source.read(_Rules, _full(source.value))
     for index, name in enumerate(read.extends):

@@ -29,14 +29,7 @@ class Budget:
         self._lock = Lock()
 
     def draw(self, num_bytes: int, where: str) -> None:
-        """Take ``num_bytes``; they are never returned.
-
-        Args:
-            num_bytes: Estimate of what comes next.
-
-        Raises:
-            MemoryBudgetError: Fewer are left.
-        """
+        """Take ``num_bytes``; they are never returned."""
         with self._lock:
             self._left -= num_bytes
             is_enough = self._left >= 0

@@ -33,12 +33,7 @@ _NDIM_MAX = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumpyArray:
-    """An array of numbers or booleans, as its pickle has it.
-
-    Raises:
-        TypeError: Its dtype is neither a number nor a boolean.
-        ValueError: Its shape does not match its number of bytes.
-    """
+    """An array of numbers or booleans, as its pickle has it."""
 
     shape: tuple[int, ...]  #: The shape of the array; empty for a scalar.
     data: bytes | bytearray  #: Its elements, without gaps.

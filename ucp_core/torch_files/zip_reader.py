@@ -66,15 +66,7 @@ class _Entry(NamedTuple):
 def read_records(
     read: Read, size: int, *, where: str, tail_bytes: int = TAIL_BYTES
 ) -> dict[str, Record]:
-    """Return the records of a zip file of ``size`` bytes by name, in the order of the file.
-
-    Args:
-        read: ``read(offset, length)`` returns bytes of it.
-        tail_bytes: Bytes to read at its end at first.
-
-    Raises:
-        CheckpointCorruptError: It is not a zip file, or is truncated, damaged or compressed.
-    """
+    """Return the records of a zip file of ``size`` bytes by name, in the order of the file."""
     tail_start = max(0, size - tail_bytes)
     tail = read(tail_start, size - tail_start) if size > 0 else b""
     start, length, count = _directory(tail, tail_start, size, read, where)

@@ -141,12 +141,7 @@ class Container:
     def entries(
         self, keys: Mapping[str, TensorKey]
     ) -> tuple[dict[TensorKey, TensorEntry], dict[str, tuple[Extent, ...]]]:
-        """Return the entries of tensors under new names, and the checksums of their files.
-
-        Raises:
-            CheckpointCorruptError: An item contradicts the metadata: another save wrote it.
-            UncoveredRegionError: The chunks of a tensor do not cover it.
-        """
+        """Return the entries of tensors under new names, and the checksums of their files."""
         with collector_paused():
             return self._entries(keys)
 

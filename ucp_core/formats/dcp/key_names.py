@@ -48,13 +48,7 @@ def classify(
     values: Collection[str],
     paths: Mapping[str, tuple[Any, ...]],
 ) -> KeyNames:
-    """Sort the keys of a checkpoint.
-
-    Args:
-        shapes: Shapes of the tensors by key.
-        values: Keys of values that are not tensors.
-        paths: Place of a key in the nested state, if known.
-    """
+    """Sort the keys of a checkpoint."""
     names = KeyNames()
     optimizer: dict[str, re.Match[str]] = {}
     plain: list[str] = []
@@ -180,9 +174,6 @@ def number_names(
         groups: Numbers by group.
         shapes: Shape of each parameter's state, if it is not a single number.
         weights: Shapes by fqn, in the model's order.
-
-    Raises:
-        CheckpointCorruptError: The shapes do not decide.
     """
     wanted = [
         [tuple(shapes[number]) if number in shapes else None for number in group]

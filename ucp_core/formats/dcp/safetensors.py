@@ -28,11 +28,7 @@ _SHARD = re.compile(r"shard-(\d{1,9})-model-\d+-of-\d+\.safetensors")
 
 
 def find_safetensors(container: Container) -> None:
-    """Correct the places of tensors in files that are safetensors.
-
-    Raises:
-        CheckpointCorruptError: A header is damaged, or contradicts the metadata.
-    """
+    """Correct the places of tensors in files that are safetensors."""
     by_file: dict[str, list[tuple[str, StoredTensor, int]]] = defaultdict(list)
     for key, item in container.tensors.items():
         for place, chunk in enumerate(item.chunks):
@@ -119,13 +115,7 @@ def _refs(
     offset_bytes: int,
     wanted: Mapping[str, tuple[Box, str]],
 ) -> dict[str, TensorRef]:
-    """Return where the tensors of one file are, by key.
-
-    Args:
-        file: In the directory.
-        offset_bytes: Where the safetensors begin in it.
-        wanted: The box and dtype that the metadata say, by key.
-    """
+    """Return where the tensors of one file are, by key."""
     path = join(directory, file)
     header, start = read_header(store, path, store.size(path), offset_bytes)
     found = {tensor.name: tensor for tensor in header.tensors}

@@ -38,13 +38,7 @@ _INTEGERS = frozenset(("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U
 
 
 def state_of(container: Container) -> Assembly:
-    """Return the training state in a container.
-
-    Raises:
-        CheckpointCorruptError: An item contradicts the metadata, or two keys have one name.
-        ForeignClassError: A hyper-parameter has an unknown class.
-        UnsupportedVersionError: FSDP1 flattened the weights.
-    """
+    """Return the training state in a container."""
     shapes = {key: item.shape for key, item in container.tensors.items()}
     _refuse_flat(container)
     names = classify(shapes, container.blobs, container.paths)

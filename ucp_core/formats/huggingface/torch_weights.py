@@ -24,9 +24,6 @@ def add(found: Assembly, names: Sequence[str], listed: Mapping[str, str]) -> Non
 
     Args:
         listed: File by tensor, from the index. Empty without an index.
-
-    Raises:
-        CheckpointCorruptError: A file is damaged, is not a state dict, or contradicts the index.
     """
     files = Files(found.store, found.directory)
     files.open(names)

@@ -35,15 +35,7 @@ def arguments_of(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_agreement(path: str, ranks: Sequence[RankFile]) -> None:
-    """Check the files of all ranks.
-
-    Args:
-        path: The folder, for messages.
-        ranks: The files of the ranks, in any order.
-
-    Raises:
-        CheckpointCorruptError: The files belong to several saves.
-    """
+    """Check the files of all ranks."""
     first = ranks[0]
     for saved in ranks:
         mine, others = (

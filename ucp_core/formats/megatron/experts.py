@@ -54,12 +54,7 @@ class Experts(NamedTuple):
         return (self.total or 0) // self.ranks
 
     def global_name(self, name: str, rank: int, file: str) -> str:
-        """Return the name that an expert-parallel rank's parameter has in the whole model.
-
-        Raises:
-            CheckpointCorruptError: The rank has more experts than it should.
-            UnsupportedVersionError: The rank's experts have an unknown form.
-        """
+        """Return the name that an expert-parallel rank's parameter has in the whole model."""
         if not is_expert(name):
             return name
         fused = _FUSED.fullmatch(name)
@@ -95,10 +90,6 @@ class Experts(NamedTuple):
 
         Returns:
             The same elements as ``[experts, out, in]``, and the number of the first expert.
-
-        Raises:
-            UnsupportedVersionError: The arguments do not say how many experts the rank has.
-            CheckpointCorruptError: The parameter's shape contradicts the arguments.
         """
         hidden, ffn, gates = self._sizes(key, ref)
         match = _FUSED_NAME.fullmatch(key.fqn)

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
-from ucp_core.formats.megatron import flat_buffers
 from ucp_core.formats.megatron.experts import Experts, is_expert, is_fused, is_gated
 from ucp_core.formats.shared import (
     Assembly,
     Layouts,
+    Place,
     Rank,
     Vocabulary,
     assign,
     check_numbers,
     is_master_of,
     largest_shape,
+    lay_out,
     tells_padding,
     unclear,
     vocabulary_of,
@@ -50,6 +51,8 @@ _MASTERS = "fp32_from_fp16_params"
 #: Memory that an entry of a nested dict may take.
 _ENTRY_BYTES = 128
 _REMEDY = "save in torch_dist format"
+#: The masters in a flat buffer.
+_FLAT = "param"
 
 
 class RankFile(NamedTuple):
@@ -141,12 +144,7 @@ def _shifted(name: str, offset: int) -> str:
 
 
 def model_of(saved: RankFile, experts: Experts) -> list[ModelPart]:
-    """Return the chunks of one rank's file.
-
-    Raises:
-        CheckpointCorruptError: It holds no tensors of a model.
-        UnsupportedVersionError: Its experts cannot be numbered.
-    """
+    """Return the chunks of one rank's file."""
     keys = sorted(
         (int(match[1] or 0), key) for key in saved.tree if (match := _CHUNK.fullmatch(str(key)))
     )
@@ -237,12 +235,7 @@ def _parts(saved: RankFile, model: Model) -> list[_ChainedOptimizer]:
 
 
 def add_optimizer(files: Files, saved: RankFile, model: Model) -> None:
-    """Add masters and slots of one rank.
-
-    Raises:
-        PatternError: State cannot be matched to parameters.
-        UnsupportedVersionError: There are several optimizers.
-    """
+    """Add masters and slots of one rank."""
     for part in _parts(saved, model):
         tree = part.tree
         inner = tree.get("optimizer", tree) if isinstance(tree, dict) else None
@@ -326,7 +319,7 @@ def _add_distributed(
         pending += kinds.items()
     step = next((g["step"] for g in hyper if isinstance(g.get("step"), int | float)), None)
     tree = files.trees[saved.distributed]
-    for kind, refs in flat_buffers.buffers(tree, saved.distributed, part.place):
+    for kind, refs in _buffers(tree, saved.distributed, part.place):
         dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(kind, kind)
         index = next((i for i, (d, _) in enumerate(pending) if d == dtype), None)
         if index is None:
@@ -336,14 +329,12 @@ def _add_distributed(
                 file=saved.distributed,
             )
         params = dict(pending.pop(index)[1])
-        starts = flat_buffers.find(
-            files.store, files.directory, refs["param"], list(params.items())
-        )
+        starts = _starts(files, refs[_FLAT], list(params.items()))
         for name, start in starts.items():
             weight = params[name]
             model.mastered.add((saved.rank, saved.expert, name))
             for slot, ref in refs.items():
-                key = TensorKey(name, WEIGHT if slot == "param" else slot)
+                key = TensorKey(name, WEIGHT if slot == _FLAT else slot)
                 offset = ref.offset_bytes + start * DTYPE_BYTES[ref.dtype]
                 part_of = ref._replace(
                     shape=weight.shape, strides=weight.strides, offset_bytes=offset
@@ -354,6 +345,63 @@ def _add_distributed(
         trained |= starts.keys()
     own = [param for param in part.params if param[0] in trained]
     return _names_by_decay(model, own, hyper)
+
+
+def _buffers(
+    tree: Any, where: str, place: tuple[int, int]
+) -> Iterator[tuple[str, Mapping[str, TensorRef]]]:
+    """Yield every flat buffer: the dtype of its parameters, and its tensors by slot.
+
+    ``distrib_optim.pt`` holds buffers without names or offsets: all buckets one after the other,
+    without the padding after each and without their ends. Source: ``get_parameter_state_dp_zero``
+    in ``distrib_optimizer.py`` of megatron-core 0.5 to 0.16.
+    """
+    states = tree if isinstance(tree, list) else [tree]
+    index, count = place
+    if len(states) != count or not isinstance(states[index], dict):
+        raise PatternError(
+            f"{where} holds {len(states)} chained optimizers, the model's file {count}, so "
+            f"number {index} cannot be found; {_REMEDY}",
+            file=where,
+        )
+    state = states[index]
+    if not state.get("buckets_coalesced"):
+        raise PatternError(
+            f"{where} is from megatron-core before 0.5; load it there and save again", file=where
+        )
+    for number in sorted(key for key in state if isinstance(key, int)):
+        for dtypes, slots in state[number].items():
+            first = dtypes[0] if isinstance(dtypes, tuple) else dtypes
+            refs = {slot: ref for slot, ref in slots.items() if slot != "numel_unpadded"}
+            shapes = {ref.shape if isinstance(ref, TensorRef) else None for ref in refs.values()}
+            if _FLAT not in refs or len(shapes) > 1 or None in shapes:
+                raise CheckpointCorruptError(
+                    f"{where}: buffer {number} does not hold flat tensors of one size", file=where
+                )
+            yield str(getattr(first, "name", first)).removeprefix("torch."), refs
+
+
+def _starts(
+    files: Files, flat: TensorRef, params: Sequence[tuple[str, TensorRef]]
+) -> dict[str, int]:
+    """Return where each trained parameter begins in a buffer; together they fill it."""
+
+    def refused(number: int | None, why: str) -> PatternError:
+        name, ref = ("", flat) if number is None else params[number]
+        return PatternError(
+            f"{flat.file}: {name or 'a part'} in {ref.file}: {why}: the files come from two "
+            f"saves, or the buffer has another form; {_REMEDY}",
+            file=flat.file,
+            fqn=name,
+        )
+
+    def holds(number: int, place: Place) -> bool:
+        weight = params[number][1]
+        return is_master_of(files.store, files.directory, flat, place.start, weight)
+
+    sizes = [ref.num_elements for _, ref in params]
+    places = lay_out(sizes, [flat.num_elements], holds, refused=refused, is_joined=True)
+    return {params[number][0]: place.start for number, place in places.items()}
 
 
 def _names_by_decay(
@@ -406,11 +454,7 @@ def pattern_rules(
     degree: int,
     tree: Mapping[str, Any],
 ) -> Layouts:
-    """Return the source of patterns: the user's rules, then those of Megatron's names.
-
-    Raises:
-        UnsupportedVersionError: The version is so old that fused projections have another order.
-    """
+    """Return the source of patterns: the user's rules, then those of Megatron's names."""
     version = tree.get("checkpoint_version", 0)
     if degree > 1 and rules is None and not (version and version >= _GROUPED_VERSION):
         raise UnsupportedVersionError(

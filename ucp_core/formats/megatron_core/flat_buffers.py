@@ -9,19 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.errors import UnsupportedVersionError
-from ucp_core.formats.megatron_core.buffer_weights import (
-    Buffer,
-    HeldChunk,
-    Param,
-    holds,
-    holds_grouped,
-    holds_plain,
-)
 from ucp_core.formats.megatron_core.key_names import BucketKey, stack_of
-from ucp_core.formats.shared import grouped_experts, lay_out
+from ucp_core.formats.shared import Buffer, Param, grouped_experts, lay_out
 from ucp_core.geometry import (
     DTYPE_BYTES,
     Box,
@@ -67,29 +60,29 @@ def decoded(
 
     Args:
         models: The model's keys, in order.
-
-    Raises:
-        UnsupportedVersionError: The buffers do not fit the model's weights; the error names the
-            first.
-        CheckpointCorruptError: An item contradicts the metadata.
-        UncoveredRegionError: The buffers do not hold all of a weight.
     """
     named = {key: TensorKey(key, "weight") for key in models}
     model = {key.fqn: entry for key, entry in container.entries(named)[0].items()}
     _check_kinds(container, buckets, model)
     flat, extents = container.entries({key: TensorKey(key, "flat") for key in buckets.values()})
-    buffers = {bucket: Buffer(flat[TensorKey(key, "flat")]) for bucket, key in buckets.items()}
+    buffers = {
+        bucket: Buffer(container.store, container.directory, flat[TensorKey(key, "flat")])
+        for bucket, key in buckets.items()
+    }
     fragments: dict[TensorKey, list[Fragment]] = defaultdict(list)
     for chain, weights in _by_chain(buffers, model):
         params = _by_group(container, chain, weights)
         for group in sorted({bucket.group for bucket in chain}):
             own = {bucket: buffer for bucket, buffer in chain.items() if bucket.group == group}
             for placed in _laid_out(container, group, own, params.get(group, ())):
-                _add_fragments(fragments, placed, own)
+                for bucket, buffer in own.items():
+                    if bucket[:3] == placed.bucket[:3]:
+                        name = TensorKey(placed.param.key, bucket.slot)
+                        fragments[name] += _fragments(placed, buffer)
     entries = []
     for name, found in fragments.items():
         whole = model[name.fqn]
-        dtype = buffers[next(b for b in buffers if b.slot == name.slot)].entry.dtype
+        dtype = buffers[next(b for b in buffers if b.slot == name.slot)].dtype
         parts = tuple(sorted(found))
         entries.append(TensorEntry(key=name, dtype=dtype, shape=whole.shape, fragments=parts))
         prove_entry(entries[-1])
@@ -141,33 +134,30 @@ def _by_group(
     tensors that all ranks of a stage share.
     """
     groups = _groups(container, buffers)
-    owned: dict[_Name, dict[str, list[HeldChunk]]] = {}
+    owned: dict[_Name, dict[str, list[Fragment]]] = {}
     for name, fragment in _in_order(model):
         rank = _rank(container, fragment.file)
         if rank not in groups:
             raise _refused(container, name.key, f"rank {rank} wrote no buffer")
         places = owned.setdefault(name, {})
-        places.setdefault(groups[rank], []).append(
-            HeldChunk(name.key, model[name.key].dtype, fragment)
-        )
+        places.setdefault(groups[rank], []).append(fragment)
     stages = _stages(set(groups.values()), [set(places) for places in owned.values()])
     params: dict[str, list[Param]] = defaultdict(list)
     for name, places in owned.items():
-        stage = stages[next(iter(places))]
+        stage, dtype = stages[next(iter(places))], model[name.key].dtype
         if len(places) == len(stage):
             for group, pieces in places.items():
-                params[group].append(Param(name.key, tuple(pieces), is_replica=False))
+                params[group].append(Param(name.key, dtype, tuple(pieces)))
         elif len(places) == 1:
             ((owner, pieces),) = places.items()
             for group in stage:
-                replica = group != owner
-                params[group].append(Param(name.key, tuple(pieces), replica))
+                params[group].append(Param(name.key, dtype, tuple(pieces), group != owner))
         else:
             raise _refused(
                 container, name.key, f"{len(places)} of {len(stage)} ranks of its stage hold it"
             )
     if _OUTPUT not in model:
-        _add_copies(params, stages, owned.get(_Name(_EMBEDDING, None, None), {}))
+        _add_copies(params, stages, owned.get(_Name(_EMBEDDING, None, None), {}), model)
     return params
 
 
@@ -175,7 +165,7 @@ def _groups(container: Container, buffers: Mapping[BucketKey, Buffer]) -> dict[i
     """Return the group of buffers of each rank."""
     groups: dict[int, str] = {}
     for bucket, buffer in buffers.items():
-        for fragment in buffer.entry.fragments:
+        for fragment in buffer.fragments:
             rank = _rank(container, fragment.file)
             if groups.setdefault(rank, bucket.group) != bucket.group:
                 raise _refused(container, bucket.group, f"rank {rank} also has other optimizers")
@@ -185,15 +175,16 @@ def _groups(container: Container, buffers: Mapping[BucketKey, Buffer]) -> dict[i
 def _add_copies(
     params: dict[str, list[Param]],
     stages: Mapping[str, set[str]],
-    places: Mapping[str, Sequence[HeldChunk]],
+    places: Mapping[str, Sequence[Fragment]],
+    model: Mapping[str, TensorEntry],
 ) -> None:
     """Append the embedding's tied weight to the stages that did not write it."""
     owners = sorted(places, key=_number)
     for stage in {tuple(sorted(stage, key=_number)) for stage in stages.values()}:
         if len(stage) == len(owners) and not set(stage) & set(owners):
             for group, owner in zip(stage, owners, strict=True):
-                copy = Param(_EMBEDDING, tuple(places[owner]), is_replica=True)
-                params[group].append(copy)
+                dtype, own = model[_EMBEDDING].dtype, tuple(places[owner])
+                params[group].append(Param(_EMBEDDING, dtype, own, is_replica=True))
 
 
 def _number(group: str) -> int:
@@ -280,9 +271,7 @@ def _laid_out(
     places = lay_out(
         [param.num_elements for param in params],
         [buffers[bucket].num_elements for bucket in masters],
-        lambda number, place: holds(
-            container, buffers[masters[place.bucket]], place.start, params[number]
-        ),
+        lambda number, place: buffers[masters[place.bucket]].holds(place.start, params[number]),
         refused=refused,
     )
     placed = [_Placed(params[n], masters[at.bucket], at.start) for n, at in places.items()]
@@ -296,68 +285,40 @@ def _ordered(
     apart = [one for one in placed if one.param.may_be_grouped]
     ways = [
         way
-        for way in (holds_plain, holds_grouped)
-        if all(way(container, buffers[one.bucket], one.start, one.param) for one in apart)
+        for way in (Buffer.holds_plain, Buffer.holds_grouped)
+        if all(way(buffers[one.bucket], one.start, one.param) for one in apart)
     ]
     if apart and len(ways) != 1:
         why = "the weights do not show whether its experts are one parameter or several"
         raise _refused(container, apart[0].param.key, why)
-    is_grouped = ways == [holds_grouped]
+    is_grouped = ways == [Buffer.holds_grouped]
     return [one._replace(is_grouped=is_grouped and one in apart) for one in placed]
 
 
-def _add_fragments(
-    fragments: dict[TensorKey, list[Fragment]],
-    placed: _Placed,
-    buffers: Mapping[BucketKey, Buffer],
-) -> None:
-    """Add one parameter's fragments in each slot of its buffer."""
-    for bucket, buffer in buffers.items():
-        if (bucket.buffer, bucket.bucket) != (placed.bucket.buffer, placed.bucket.bucket):
-            continue
-        found = fragments[TensorKey(placed.param.key, bucket.slot)]
-        if placed.is_grouped:
-            found += _grouped(placed, buffer)
-            continue
-        low = placed.start
-        for piece in placed.param.pieces:
-            count = piece.fragment.box.num_elements
-            for start, stop, file, at in buffer.cut(low, low + count):
-                found += _boxes(
-                    piece.fragment.box,
-                    (start - low, stop - low),
-                    (file, at, DTYPE_BYTES[buffer.entry.dtype]),
-                    replica=placed.param.is_replica,
-                )
-            low += count
-
-
-def _grouped(placed: _Placed, buffer: Buffer) -> Iterator[Fragment]:
-    """Yield the fragments of experts that are one parameter."""
-    param, low, itemsize = placed.param, placed.start, DTYPE_BYTES[buffer.entry.dtype]
-    for start, stop, file, at in buffer.cut(low, low + param.num_elements):
-        for box, position, steps in grouped_experts.segments(param.boxes, start - low, stop - low):
-            strides = tuple(step * itemsize for step in steps)
-            first, last = reach(box, box, strides, itemsize)
-            offset = at + (low + position - start) * itemsize
-            size = last - first
-            yield Fragment(box, file, offset, size, None, (), param.is_replica, strides)
-
-
-def _boxes(
-    box: Box, positions: tuple[int, int], place: tuple[str, int, int], *, replica: bool
-) -> Iterator[Fragment]:
-    """Yield the fragments of flat positions of a box.
-
-    ``place`` is file, byte and bytes per element.
-    """
-    file, at, itemsize = place
-    for local in flat_range(box.shape, *positions):
-        start = tuple(a + b for a, b in zip(local.start, box.start, strict=True))
-        stop = tuple(a + b for a, b in zip(local.stop, box.start, strict=True))
-        size = local.num_elements * itemsize
-        yield Fragment(Box(start, stop), file, at, size, None, (), replica)
-        at += size
+def _fragments(placed: _Placed, buffer: Buffer) -> Iterator[Fragment]:
+    """Yield one parameter's fragments in a buffer of its bucket."""
+    param, low, itemsize = placed.param, placed.start, DTYPE_BYTES[buffer.dtype]
+    if placed.is_grouped:
+        for start, stop, file, at in buffer.cut(low, low + param.num_elements):
+            for box, position, steps in grouped_experts.segments(
+                param.boxes, start - low, stop - low
+            ):
+                strides = tuple(step * itemsize for step in steps)
+                first, last = reach(box, box, strides, itemsize)
+                offset = at + (low + position - start) * itemsize
+                size = last - first
+                yield Fragment(box, file, offset, size, None, (), param.is_replica, strides)
+        return
+    for box in param.boxes:
+        for start, stop, file, at in buffer.cut(low, low + box.num_elements):
+            offset = at
+            for local in flat_range(box.shape, start - low, stop - low):
+                begin = tuple(map(add, local.start, box.start))
+                inner = Box(begin, tuple(map(add, local.stop, box.start)))
+                size = local.num_elements * itemsize
+                yield Fragment(inner, file, offset, size, None, (), param.is_replica)
+                offset += size
+        low += box.num_elements
 
 
 def _refused(container: Container, what: str, why: str) -> UnsupportedVersionError:

@@ -151,9 +151,6 @@ def saved(kinds: Mapping[str, object]) -> dict[str, SavedKey]:
 
     Args:
         kinds: Everything that must be equal in every layer of a stack, by the parameter's name.
-
-    Raises:
-        UcpError: A name is not one of Megatron-core's.
     """
     stacks: dict[str, dict[int, dict[str, object]]] = {}
     for fqn, kind in kinds.items():

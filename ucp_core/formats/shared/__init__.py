@@ -10,8 +10,8 @@ that are one parameter, and ``stacked_experts`` finds such experts of ``transfor
 
 from ucp_core.formats.shared import grouped_experts
 from ucp_core.formats.shared.assembly import Assembly
-from ucp_core.formats.shared.evidence import is_master_of, rounded
-from ucp_core.formats.shared.flat_buffers import lay_out
+from ucp_core.formats.shared.evidence import Buffer, Param, is_master_of
+from ucp_core.formats.shared.flat_buffers import Place, lay_out
 from ucp_core.formats.shared.grouped_experts import strides
 from ucp_core.formats.shared.optimizer_order import (
     DISTRIBUTE_IT,

@@ -54,11 +54,7 @@ class Assembly:
         self.entries[entry.key] = entry
 
     def put_number(self, key: TensorKey, value: float) -> None:
-        """Add a number from a pickle as a 0-d tensor.
-
-        Raises:
-            CheckpointCorruptError: No tensor can hold the number, or the name is taken.
-        """
+        """Add a number from a pickle as a 0-d tensor."""
         self.scalars.add(key, value)
         self.put(self.scalars.entries[key])
 
@@ -131,14 +127,7 @@ class Assembly:
         self.items[item] = Item("reseed", note) if is_rng else Item("replicate", "in extra")
 
     def checkpoint(self, source: Mapping[str, Any], *, world_size: int = 0) -> Checkpoint:
-        """Return the checkpoint with everything found.
-
-        Args:
-            source: Format and version of the writer, for people.
-
-        Raises:
-            CheckpointCorruptError: A tensor is tied to a missing one.
-        """
+        """Return the checkpoint with everything found."""
         entries = {**self.entries, **self.scalars.entries}
         used = {fragment.file for entry in entries.values() for fragment in entry.fragments}
         known = {key.fqn for key in entries}

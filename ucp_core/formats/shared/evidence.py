@@ -1,46 +1,133 @@
-"""Checks that a float32 master belongs to a parameter, because it rounds to the parameter's weight.
+"""Checks that float32 masters belong to a parameter, because they round to its weights.
 
-It reads a few elements of both.
+It reads a few elements at either end of each piece of the parameter.
 """
 
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
+from collections.abc import Iterator
 from math import copysign, inf
+from typing import NamedTuple
 
-from ucp_core.geometry import DTYPE_BYTES
+from ucp_core.formats.shared import grouped_experts
+from ucp_core.formats.shared.values import whole_tensor
+from ucp_core.geometry import DTYPE_BYTES, Box, Fragment, TensorEntry, TensorKey
 from ucp_core.storage import Store, join
 from ucp_core.torch_files import TensorRef
 
 #: Elements to compare at either end; parameters that agree in these count as equal.
-_SAMPLE = 32
+_SAMPLE = 64
 _HALVES = ("F16", "BF16")
+
+
+class Param(NamedTuple):
+    """One rank's part of a parameter: fragments, one after the other along dim 0."""
+
+    key: str
+    dtype: str
+    fragments: tuple[Fragment, ...]
+    is_replica: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Return the number of elements that the rank holds."""
+        return sum(box.num_elements for box in self.boxes)
+
+    @property
+    def boxes(self) -> list[Box]:
+        """Return the boxes of the fragments in the model's tensor."""
+        return [fragment.box for fragment in self.fragments]
+
+    @property
+    def may_be_grouped(self) -> bool:
+        """Return whether the part may be several experts in one parameter, in another order."""
+        return grouped_experts.may_be_grouped(self.key, self.boxes)
+
+
+class Buffer:
+    """A flat tensor of one slot of many parameters."""
+
+    def __init__(self, store: Store, directory: str, entry: TensorEntry) -> None:
+        self._store = store
+        self._directory = directory
+        self.dtype = entry.dtype
+        (self.num_elements,) = entry.shape
+        self.fragments = entry.fragments
+        self._starts = [fragment.box.start[0] for fragment in entry.fragments]
+
+    def cut(self, start: int, stop: int) -> Iterator[tuple[int, int, str, int]]:
+        """Yield the parts of ``[start, stop)``: bounds, file, and byte of the first element."""
+        index = max(0, bisect_right(self._starts, start) - 1)
+        for fragment in self.fragments[index:]:
+            first = fragment.box.start[0]
+            low, high = max(start, first), min(stop, fragment.box.stop[0])
+            if first >= stop:
+                break
+            if low < high:
+                at = fragment.offset_bytes + (low - first) * DTYPE_BYTES[self.dtype]
+                yield low, high, fragment.file, at
+
+    def holds(self, start: int, param: Param) -> bool:
+        """Return whether a parameter's weights are at ``start``, in either order."""
+        if start + param.num_elements > self.num_elements:
+            return False
+        return self.holds_plain(start, param) or (
+            param.may_be_grouped and self.holds_grouped(start, param)
+        )
+
+    def holds_plain(self, start: int, param: Param) -> bool:
+        """Return whether the weights are there in order."""
+        for fragment in param.fragments:
+            count = fragment.box.num_elements
+            sample = min(_SAMPLE, count)
+            for skip in {0, count - sample}:
+                if not self._agrees(start + skip, param.dtype, fragment, (skip, sample, 1)):
+                    return False
+            start += count
+        return True
+
+    def holds_grouped(self, start: int, param: Param) -> bool:
+        """Return whether the weights are there in the order of grouped experts."""
+        return all(
+            self._agrees(
+                start + position, param.dtype, param.fragments[index], (first, count, step)
+            )
+            for index, position, count, first, step in grouped_experts.samples(param.boxes, _SAMPLE)
+        )
+
+    def _agrees(self, low: int, dtype: str, weights: Fragment, where: tuple[int, int, int]) -> bool:
+        """Return whether masters from ``low`` on round to weights: first, number and distance."""
+        first, count, step = where
+        size, itemsize = DTYPE_BYTES[self.dtype], DTYPE_BYTES[dtype]
+        masters = b"".join(
+            self._read(file, at, (end - begin) * size)
+            for begin, end, file, at in self.cut(low, low + count)
+        )
+        if len(masters) != count * size:
+            return False
+        begin = weights.offset_bytes + first * itemsize
+        data = self._read(weights.file, begin, ((count - 1) * step + 1) * itemsize)
+        apart = [data[at : at + itemsize] for at in range(0, len(data), step * itemsize)]
+        return rounded(masters, self.dtype, dtype) == b"".join(apart)
+
+    def _read(self, file: str, offset_bytes: int, num_bytes: int) -> bytes:
+        return self._store.read_range(join(self._directory, file), offset_bytes, num_bytes)
 
 
 def is_master_of(
     store: Store, directory: str, masters: TensorRef, start: int, weight: TensorRef
 ) -> bool:
     """Return whether the flat masters from element ``start`` on round to ``weight``."""
-    count = weight.num_elements
-    if start + count > masters.num_elements:
-        return False
     if masters.dtype != weight.dtype and (masters.dtype != "F32" or weight.dtype not in _HALVES):
         return False
     if weight.byte_strides is not None or masters.byte_strides is not None:
         return False
-    size = min(count, _SAMPLE)
-    for first in {0, count - size}:
-        found = _read(store, directory, masters, start + first, size)
-        expected = _read(store, directory, weight, first, size)
-        if rounded(found, masters.dtype, weight.dtype) != expected:
-            return False
-    return True
-
-
-def _read(store: Store, directory: str, ref: TensorRef, first: int, count: int) -> bytes:
-    itemsize = DTYPE_BYTES[ref.dtype]
-    offset = ref.offset_bytes + first * itemsize
-    return store.read_range(join(directory, ref.file), offset, count * itemsize)
+    key = TensorKey("", "weight")
+    flat = whole_tensor(key, masters, (masters.num_elements,))
+    whole = whole_tensor(key, weight)
+    return Buffer(store, directory, flat).holds(start, Param("", weight.dtype, whole.fragments))
 
 
 def rounded(data: bytes, source: str, target: str) -> bytes:

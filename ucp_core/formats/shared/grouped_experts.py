@@ -55,13 +55,7 @@ def strides(rows: int, width: int) -> tuple[int, int, int]:
 
 
 def segments(boxes: Sequence[Box], start: int, stop: int) -> Iterator[Segment]:
-    """Yield the segments at flat positions ``[start, stop)`` of the parameter.
-
-    Args:
-        boxes: All boxes of the tensor that the rank holds, in order.
-        start: First position.
-        stop: One past the last position.
-    """
+    """Yield the segments at flat positions ``[start, stop)`` of the parameter."""
     experts, _, width = boxes[0].shape[-_DIMS:]
     edges = list(accumulate((box.shape[-2] for box in boxes), initial=0))
     total = edges[-1]

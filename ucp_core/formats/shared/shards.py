@@ -57,11 +57,7 @@ class Layouts(Protocol):
     def pattern(
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Pattern, int | None]:
-        """Return the pattern, and the extent of dim 0 without padding if there is padding.
-
-        Raises:
-            PatternError: The pattern is unknown.
-        """
+        """Return the pattern, and the extent of dim 0 without padding if there is padding."""
 
 
 @dataclass(slots=True)
@@ -88,9 +84,6 @@ class Shards:
             ref: The tensor that holds them, side by side.
             shape: Shape of the shard.
             at: Number of the first element in the tensor.
-
-        Raises:
-            CheckpointCorruptError: Another file gives the shard another dtype or shape.
         """
         shard = self._found[key].setdefault(rank, Shard(ref.dtype, shape))
         if (shard.dtype, shard.shape) != (ref.dtype, shape):
@@ -123,11 +116,7 @@ class Shards:
     def add_rows(
         self, key: TensorKey, rank: Rank, ref: TensorRef, first: int, num_rows: int
     ) -> None:
-        """Add a part of a shard that has ``num_rows`` along dim 0: the rows from ``first`` on.
-
-        Raises:
-            CheckpointCorruptError: Another file gives the shard another dtype or shape.
-        """
+        """Add a part of a shard that has ``num_rows`` along dim 0: the rows from ``first`` on."""
         row = prod(ref.shape[1:])
         span = first * row, first * row + ref.num_elements
         self.add_flat(key, rank, ref, (num_rows, *ref.shape[1:]), 0, span)
@@ -182,14 +171,7 @@ class Shards:
         ]
 
     def entries(self, layouts: Layouts) -> dict[TensorKey, TensorEntry]:
-        """Return the whole tensors.
-
-        Raises:
-            PatternError: A pattern is unknown or does not fit. The error names all tensors without
-                a pattern.
-            UncoveredRegionError: Elements are missing, or held twice.
-            CheckpointCorruptError: A rank has no shard.
-        """
+        """Return the whole tensors."""
         made: dict[TensorKey, TensorEntry] = {}
         unknown: dict[str, PatternError] = {}
         placed: dict[tuple[Pattern, tuple[tuple[int, ...], ...]], _PlacedRuns] = {}

@@ -36,9 +36,6 @@ class Files:
 
         Args:
             kinds: Types of value that the files may hold.
-
-        Raises:
-            CheckpointCorruptError: A file is damaged or holds something else.
         """
         wanted = [name for name in dict.fromkeys(names) if name not in self.trees]
         if len(wanted) <= 1:
