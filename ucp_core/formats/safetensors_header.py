@@ -7,16 +7,13 @@ names dtype, shape and ``data_offsets`` of every tensor, then the data without g
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.geometry import DTYPE_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from ucp_core.storage import Store
+from ucp_core.storage import Store
 
 _LENGTH_BYTES = 8
 #: Most headers fit into this first request.

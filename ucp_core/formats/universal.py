@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from ucp_core.formats.safetensors_header import print_header
-from ucp_core.geometry import DTYPE_BYTES, TensorEntry
+from ucp_core.geometry import DTYPE_BYTES, StateMap, TensorEntry
 from ucp_core.numerics import grouped
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ucp_core.geometry import StateMap
 
 #: The default size of the Hugging Face tools.
 FILE_BYTES_MAX = 5_000_000_000

@@ -6,16 +6,13 @@ shard: the form of DeepSpeed's affine maps (``deepspeed/checkpoint/affine.py``, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ucp_core.errors import PatternError, UnsupportedVersionError
 from ucp_core.geometry import Box
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 #: Version of DeepSpeed's affine maps that ``parse_affine_map`` understands.
 AFFINE_MAP_VERSION = 1

@@ -6,16 +6,13 @@ from a foreign file is therefore paid for in advance, by its estimated size, fro
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
-from typing import TYPE_CHECKING
 
 from ucp_core.errors import MemoryBudgetError
 from ucp_core.numerics import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 #: The default limit: the metadata of a million fragments take 4 GiB.
 _MEMORY_BYTES = 6 << 30

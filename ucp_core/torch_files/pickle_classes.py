@@ -7,8 +7,9 @@ plain data, never more than it was given.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from ucp_core.errors import ForeignClassError
 from ucp_core.torch_files.pickle_arrays import NumpyArray
@@ -21,9 +22,6 @@ from ucp_core.torch_files.pickle_tensors import (
     rebuild_tensor,
     rebuild_tensor_v3,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 Allow: TypeAlias = "frozenset[str] | Mapping[str, Callable[..., Any]]"
 

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import gc
 import struct
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.torch_files.budget import Budget, current_budget
@@ -37,9 +38,6 @@ from ucp_core.torch_files.pickle_classes import (
     check_key,
     expect,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 #: The largest pickle to read. The metadata of a million fragments has about 250 MB.
 PICKLE_BYTES_MAX = 1 << 30

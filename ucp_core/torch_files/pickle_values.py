@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from json.encoder import encode_basestring_ascii
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import ForeignClassError
 from ucp_core.torch_files.budget import current_budget
 from ucp_core.torch_files.pickle_arrays import NumpyArray
 from ucp_core.torch_files.pickle_classes import Global, Opaque
 from ucp_core.torch_files.pickle_tensors import TensorRef
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _DEPTH_MAX = 100
 #: Memory of a value beside its text: its place, and the pieces of JSON around it.

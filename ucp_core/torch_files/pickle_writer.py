@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ucp_core.errors import UcpError
 from ucp_core.geometry import DTYPE_BYTES, packed_strides
+from ucp_core.storage import Buffer
 from ucp_core.torch_files.pickle_tensors import DTYPE_NAMES, STORAGES, TORCH_DTYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from ucp_core.storage import Buffer
 
 #: Dtypes with a storage class of their own; torch writes the others as untyped storages.
 _STORAGES = {

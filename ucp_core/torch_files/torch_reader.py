@@ -8,22 +8,18 @@ APPNOTE.TXT 6.3 (zip), and the files that torch 1.6 to 2.13 wrote.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.geometry import DTYPE_BYTES, Extent
-from ucp_core.storage import join
+from ucp_core.storage import Store, join
 from ucp_core.torch_files import zip_reader
 from ucp_core.torch_files.budget import current_budget
 from ucp_core.torch_files.pickle_classes import Global
 from ucp_core.torch_files.pickle_reader import PICKLE_BYTES_MAX, read_pickle
 from ucp_core.torch_files.pickle_tensors import Storage, StorageRef, TensorRef, known_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ucp_core.storage import Store
 
 #: The small records at either end of a zip that holds one tensor.
 EDGE_BYTES = 2048

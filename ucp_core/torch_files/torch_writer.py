@@ -8,15 +8,12 @@ Counterpart: ``ucp_core.torch_files.torch_reader``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
+from ucp_core.storage import Buffer, Store
 from ucp_core.torch_files.pickle_writer import CORE_NAMES, TensorData, pickle_tree
 from ucp_core.torch_files.zip_writer import ALIGNMENT_BYTES, ZipStream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ucp_core.storage import Buffer, Store
 
 #: The name that torch gives to archives without a file name; readers accept any.
 _PREFIX = "archive"

@@ -10,15 +10,13 @@ tensors instead of 2, each a request on an object store. For the directory alone
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError
 from ucp_core.numerics import crc32
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    Read: TypeAlias = Callable[[int, int], bytes]
+Read: TypeAlias = Callable[[int, int], bytes]
 
 #: How much to read from the end at first: the directory of some 800 records, or a whole small file.
 TAIL_BYTES = 64 << 10

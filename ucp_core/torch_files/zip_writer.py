@@ -7,14 +7,11 @@ central directory, where torch puts it, too. Counterpart: ``zip_reader``.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ucp_core.numerics import crc32
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from ucp_core.storage import Buffer
+from ucp_core.storage import Buffer
 
 #: torch maps files and wants storages to begin at such addresses.
 ALIGNMENT_BYTES = 64

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.shared import json_value
 from ucp_core.geometry import Box, Extent, Fragment, TensorEntry, TensorKey, prove_entry
-from ucp_core.storage import join
+from ucp_core.storage import Store, join
 from ucp_core.torch_files import (
     EDGE_BYTES,
     TensorFiles,
@@ -24,11 +25,6 @@ from ucp_core.torch_files import (
     collector_paused,
     read_torch_part,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from ucp_core.storage import Store
 
 #: Suffixes of the files of a save.
 _LEFT = (".distcp", ".metadata.tmp")

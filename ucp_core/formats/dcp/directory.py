@@ -5,15 +5,16 @@ Source: ``torch.distributed.checkpoint.metadata`` and ``.filesystem`` of torch 2
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.formats.dcp.container import Blob, Chunk, Container, StoredTensor
 from ucp_core.formats.dcp.recognition import METADATA_NAME, metadata_names
 from ucp_core.formats.dcp.safetensors import find_safetensors
 from ucp_core.geometry import Box
-from ucp_core.storage import join
+from ucp_core.storage import Store, join
 from ucp_core.torch_files import (
     Global,
     Opaque,
@@ -23,11 +24,6 @@ from ucp_core.torch_files import (
     known_dtype,
     read_pickle,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from ucp_core.storage import Store
 
 _KEY_BYTES_MAX = 4096
 _PATH_PARTS_MAX = 64

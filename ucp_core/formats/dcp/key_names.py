@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.formats.shared import assign
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _OPTIMIZER = re.compile(
     r"(?P<root>(?:[\w-]+\.)*?(?:optim|opt|optimizers?|optimizer_states?|optimizer_state_dict)"

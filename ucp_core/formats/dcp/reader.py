@@ -8,18 +8,14 @@ that ended between two files.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ucp_core.errors import CheckpointNotFoundError, UnsupportedVersionError
 from ucp_core.formats.dcp.directory import read_container
 from ucp_core.formats.dcp.recognition import NAME, metadata_names, parts_of
 from ucp_core.formats.dcp.safetensors import sharded_container
 from ucp_core.formats.dcp.state import state_of
+from ucp_core.language import Rules
+from ucp_core.native import Checkpoint
 from ucp_core.storage import Store, join
-
-if TYPE_CHECKING:
-    from ucp_core.language import Rules
-    from ucp_core.native import Checkpoint
 
 
 def read(

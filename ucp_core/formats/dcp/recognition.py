@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from ucp_core.storage import Store, join
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 NAME = "dcp"
 METADATA_NAME = ".metadata"

@@ -10,19 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.dcp.container import Blob, Chunk, Container, StoredTensor
 from ucp_core.formats.safetensors_header import TensorRange, read_header
 from ucp_core.geometry import DTYPE_BYTES, Box
-from ucp_core.storage import join
+from ucp_core.storage import Store, join
 from ucp_core.torch_files import TensorRef, extents_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from ucp_core.storage import Store
 
 _SHARD = re.compile(r"shard-(\d{1,9})-model-\d+-of-\d+\.safetensors")
 

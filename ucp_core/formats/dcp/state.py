@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError, UnsupportedVersionError
+from ucp_core.formats.dcp.container import Container
 from ucp_core.formats.dcp.key_names import KeyNames, classify, number_names
 from ucp_core.formats.shared import NUMBER_DTYPES, Assembly, number
 from ucp_core.geometry import TensorEntry, TensorKey, packed_strides
 from ucp_core.manifest import Item
 from ucp_core.numerics import crc32
 from ucp_core.torch_files import TensorRef
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    from ucp_core.formats.dcp.container import Container
 
 #: A random generator's state has 5 KB; anything larger belongs to the model.
 _SMALL_BYTES = 64 << 10

@@ -7,15 +7,16 @@ written last and commits. Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.shared import NUMBER_DTYPES, restored
 from ucp_core.geometry import Box, TensorEntry, TensorKey
-from ucp_core.native import check_memory, refuse_taken, stream
-from ucp_core.storage import Store, join, undone
+from ucp_core.native import Checkpoint, Slab, check_memory, refuse_taken, stream
+from ucp_core.storage import Buffer, Store, join, undone
 from ucp_core.torch_files import (
     DTYPE_NAMES,
     Instance,
@@ -25,12 +26,6 @@ from ucp_core.torch_files import (
     pickle_tree,
     torch_file_chunks,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-
-    from ucp_core.native import Checkpoint, Slab
-    from ucp_core.storage import Buffer
 
 #: A loader reads whole chunks even if it needs only a part, and takes 0.3 ms to open each.
 CHUNK_BYTES = 64 << 20

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ucp_core.formats.huggingface.reader import EXTRA_NAME
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from ucp_core.native import Checkpoint
+from ucp_core.native import Checkpoint
 
 _NARROW = ("F16", "BF16")
 #: A note names this many tensors and counts the others.

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ucp_core.formats.huggingface.recognition import (
@@ -25,14 +26,10 @@ from ucp_core.formats.huggingface.recognition import (
 from ucp_core.formats.safetensors_header import Header, TensorRange, read_header
 from ucp_core.formats.shared import Assembly
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
+from ucp_core.language import Rules
 from ucp_core.manifest import Item
 from ucp_core.native import UNFINISHED_NAME, Checkpoint
 from ucp_core.storage import Store, join
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ucp_core.language import Rules
 
 #: Name of the folder's small documents in ``extra``; the writer puts them beside the weights.
 EXTRA_NAME = "huggingface"

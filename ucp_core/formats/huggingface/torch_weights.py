@@ -6,17 +6,12 @@ code in the pickles. Tensors that share their bytes are tied.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.formats.shared import Files, whole_tensor
+from ucp_core.formats.shared import Assembly, Files, whole_tensor
 from ucp_core.geometry import TensorKey
 from ucp_core.torch_files import TensorRef
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ucp_core.formats.shared import Assembly
 
 
 def add(found: Assembly, names: Sequence[str], listed: Mapping[str, str]) -> None:

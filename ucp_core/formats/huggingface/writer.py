@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.huggingface.float32 import kept_in_float32
@@ -16,15 +17,9 @@ from ucp_core.formats.huggingface.reader import EXTRA_NAME
 from ucp_core.formats.huggingface.recognition import INDEX_SUFFIX, SUFFIX
 from ucp_core.formats.safetensors_header import print_header
 from ucp_core.geometry import DTYPE_BYTES, TensorEntry
-from ucp_core.native import check_memory, refuse_taken, stream
+from ucp_core.native import Checkpoint, check_memory, refuse_taken, stream
 from ucp_core.numerics import FLOATS, cast, grouped
-from ucp_core.storage import Store, join, undone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from ucp_core.native import Checkpoint
-    from ucp_core.storage import Buffer
+from ucp_core.storage import Buffer, Store, join, undone
 
 #: The default size of the Hugging Face tools.
 SHARD_BYTES = 5_000_000_000

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.megatron.model import RankFile
 from ucp_core.torch_files import Opaque
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ucp_core.formats.megatron.model import RankFile
 
 _SAME = ("iteration", "checkpoint_version")
 #: Arguments that decide shapes, which all ranks share.

@@ -11,16 +11,13 @@ experts of all ranks.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.formats.shared import strides
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ucp_core.geometry import TensorKey
-    from ucp_core.torch_files import TensorRef
+from ucp_core.geometry import TensorKey
+from ucp_core.torch_files import TensorRef
 
 _SINGLE = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 _GROUPED = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)()")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
 from ucp_core.formats.megatron.experts import Experts, is_expert, is_fused, is_gated
 from ucp_core.formats.shared import (
     Assembly,
+    Files,
     Layouts,
     Place,
     Rank,
@@ -28,11 +30,6 @@ from ucp_core.geometry import DTYPE_BYTES, TensorKey
 from ucp_core.language import Pattern, Replicated, Rules, Unique, builtin_rules
 from ucp_core.manifest import Item
 from ucp_core.torch_files import TensorRef, current_budget
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from ucp_core.formats.shared import Files
 
 WEIGHT = "weight"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")

@@ -8,7 +8,8 @@ so the rules of its family apply unless the user gives others.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -34,14 +35,10 @@ from ucp_core.formats.megatron.recognition import (
     latest,
 )
 from ucp_core.formats.shared import Files, Rank, Shards, refusing_nonsense, vocabulary_of
+from ucp_core.language import Rules
 from ucp_core.manifest import Item
+from ucp_core.native import Checkpoint
 from ucp_core.storage import Store, join
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ucp_core.language import Rules
-    from ucp_core.native import Checkpoint
 
 _DISTRIBUTED_FILE = "distrib_optim.pt"
 _MODEL_KEY = re.compile(r"model\d*")

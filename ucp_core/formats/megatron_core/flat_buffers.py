@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ucp_core.errors import UnsupportedVersionError
+from ucp_core.formats.dcp import Container
 from ucp_core.formats.megatron_core.key_names import BucketKey, stack_of
 from ucp_core.formats.shared import Buffer, Param, grouped_experts, lay_out
 from ucp_core.geometry import (
@@ -27,11 +29,6 @@ from ucp_core.geometry import (
     reach,
 )
 from ucp_core.numerics import FLOATS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from ucp_core.formats.dcp import Container
 
 _FILE_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 #: Experts have an optimizer of their own if their ranks differ from the other parameters' ranks.

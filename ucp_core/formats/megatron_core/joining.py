@@ -11,14 +11,12 @@ In ``transformers`` 5 the experts of a layer are also one tensor, of the same sh
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.dcp import Rows
 from ucp_core.formats.shared import stacked_experts
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _LAYER = r"(?:model\.)?layers\.(?P<layer>\d+)\."
 _IN_LAYER = "decoder.layers.{layer}."

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ucp_core.errors import UcpError
 from ucp_core.geometry import Box, TensorEntry, TensorKey
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _CHAIN = r"(?:chained_\d+\.)?"
 _STATE = re.compile(_CHAIN + r"optimizer\.state\.(?P<slot>[^.]+)\.(?P<key>.+)")

@@ -10,8 +10,9 @@ Megatron-core 0.16 and 0.19.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -25,16 +26,11 @@ from ucp_core.formats.megatron_core import flat_buffers, key_names
 from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, NAME, TRACKER, located
 from ucp_core.formats.shared import Assembly, tells_padding, vocabulary_of
 from ucp_core.geometry import TensorKey
-from ucp_core.language import Cut, place, strip_padding
+from ucp_core.language import Cut, Rules, place, strip_padding
 from ucp_core.manifest import Item
+from ucp_core.native import Checkpoint
 from ucp_core.storage import Store, join
 from ucp_core.torch_files import Opaque, read_torch_file
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from ucp_core.language import Rules
-    from ucp_core.native import Checkpoint
 
 _COMMON_KEY = "common_state/shard_0_1"
 _BACKENDS = ("torch_dist",)

@@ -10,26 +10,19 @@ Megatron-core 0.16, and the files that it saves.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.dcp import Contents, DcpFiles, TensorPlace, hyper
 from ucp_core.formats.megatron_core import key_names
-from ucp_core.formats.megatron_core.joining import joined
+from ucp_core.formats.megatron_core.joining import Joined, joined
 from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, TRACKER
 from ucp_core.formats.shared import number_of, restored
-from ucp_core.geometry import TensorKey
-from ucp_core.native import check_memory, refuse_taken, stream
-from ucp_core.storage import join, undone
+from ucp_core.geometry import TensorEntry, TensorKey
+from ucp_core.native import Checkpoint, check_memory, refuse_taken, stream
+from ucp_core.storage import Store, join, undone
 from ucp_core.torch_files import Instance, write_torch_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from ucp_core.formats.megatron_core.joining import Joined
-    from ucp_core.geometry import TensorEntry
-    from ucp_core.native import Checkpoint
-    from ucp_core.storage import Store
 
 _CONFIG = {
     "sharded_backend": "torch_dist",

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
-from ucp_core.formats.shared.shards import Shards
+from ucp_core.formats.shared.shards import Layouts, Shards
 from ucp_core.formats.shared.values import Scalars, json_value
 from ucp_core.geometry import Extent, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import Item, Kind, Manifest
 from ucp_core.native import Checkpoint
 from ucp_core.numerics import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ucp_core.formats.shared.shards import Layouts
-    from ucp_core.storage import Store
+from ucp_core.storage import Store
 
 
 @dataclass(slots=True)

@@ -11,10 +11,8 @@ Sources: ``_ParamAndGradBuffer`` in ``param_and_grad_buffer.py`` of megatron-cor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 #: Parameters begin at multiples of this many elements.
 _ALIGNMENT = 64

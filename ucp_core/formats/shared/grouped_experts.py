@@ -11,13 +11,11 @@ Source: ``GroupedMLP.sharded_state_dict`` in ``megatron/core/transformer/moe/exp
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ucp_core.geometry import Box, flat_range
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _KEY = re.compile(r".*\.experts\.linear_fc[12]\.weight")
 _DIMS = 3

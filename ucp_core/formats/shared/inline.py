@@ -6,14 +6,11 @@ its bytes. So they are put into a file in memory, whose name begins with ``@``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from ucp_core.errors import StorageError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ucp_core.storage import ReadRange, Store
+from ucp_core.storage import ReadRange, Store
 
 #: The usual name of this file.
 INLINE_NAME = "@inline"

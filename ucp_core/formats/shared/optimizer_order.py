@@ -7,16 +7,14 @@ order, which their shapes must fit in one way only.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError, PatternError
 from ucp_core.torch_files import TensorRef
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    Shape = tuple[int, ...]
+Shape = tuple[int, ...]
 
 #: Advice to the user: for optimizers that can keep names, and for others.
 NAME_THEM = (

@@ -8,19 +8,16 @@ cover it.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import add, mul, sub
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ucp_core.errors import CheckpointCorruptError, PatternError
 from ucp_core.geometry import DTYPE_BYTES, Box, Fragment, TensorEntry, TensorKey, flat_range
 from ucp_core.language import Cut, Pattern, Placement, extract, place, plain, strip_padding, union
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from ucp_core.torch_files import TensorRef
+from ucp_core.torch_files import TensorRef
 
 
 class Rank(NamedTuple):

@@ -8,12 +8,9 @@ gate and up in turn (GPT-OSS, Llama 4).
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from ucp_core.errors import UcpError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _KINDS = ("gate_up", "down")
 _DIMS = 3

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.storage import join
+from ucp_core.geometry import Extent
+from ucp_core.storage import Store, join
 from ucp_core.torch_files import TorchFile, current_budget, read_torch_file, use_budget
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ucp_core.geometry import Extent
-    from ucp_core.storage import Store
 
 #: Unpickling holds the interpreter lock, so threads help only while requests wait.
 THREADS_MAX = 16

@@ -11,16 +11,13 @@ Sources: ``build_tokenizer`` and ``NullTokenizer`` of Megatron-LM, core 0.5 to 0
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
+from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.language import Cut, Pattern
 from ucp_core.manifest import Item
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ucp_core.geometry import TensorEntry, TensorKey
 
 _NAMES = re.compile(
     r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.(weight|bias)"
