@@ -15,7 +15,7 @@ SOURCES = (*PACKAGES, "tests")
 NO_OFFERS = {"__future__", "typing", "ucp_core.lazy"}
 
 
-def test_nobody_reaches_past_a_door() -> None:
+def test_no_room_reaches_past_a_door() -> None:
     """An import of another room's file breaks when that room is tidied."""
     rooms = {_module(path) for path in python_files(*PACKAGES) if path.name == "__init__.py"}
     past = [

@@ -19,6 +19,12 @@ _OPENINGS: Final = re.compile(
 _WORDS: Final = re.compile(
     r"\b(?:nobody|is\s+told\s+of|is\s+waited\s+for|anew|of\s+late|any\s+more)\b", re.IGNORECASE
 )
+#: The same in the name of a function.
+_NAMES: Final = re.compile(
+    r"^\s*(?:async\s+)?def\s+(?:test_(?:who|whoever|whose|of|nor)_\w+"
+    r"|\w*(?:nobody|_anew|_of_late|_any_more|is_told_of|is_waited_for)\w*)",
+    re.MULTILINE,
+)
 #: Begins an item of a list or an entry such as ``name: meaning``.
 _ITEM: Final = re.compile(r"\s*(?:[-*>#]+ |\d+\. |\*{0,2}[\w.`]+: |\| )")
 _COMMENT: Final = re.compile(r"^(?P<code>\s*|.*\s{2})#:? (?P<text>.*)$")
@@ -54,6 +60,17 @@ def test_no_sentence_hides_who_acts() -> None:
     ]
 
     assert not found, f"{len(found)} paragraphs:\n" + "\n".join(found)
+
+
+def test_no_name_hides_who_acts() -> None:
+    """The name of a test is a claim, and is read in a report without its docstring."""
+    found = [
+        f"{relative(path)}: {name.strip()}"
+        for path in python_files()
+        for name in _NAMES.findall(path.read_text(encoding="utf-8"))
+    ]
+
+    assert not found, f"{len(found)} names:\n" + "\n".join(found)
 
 
 @functools.cache

@@ -46,7 +46,7 @@ def test_two_commands_lead_from_an_empty_folder_to_steps(tmp_path: Path) -> None
     assert (tmp_path / "out/model.safetensors").exists()
 
 
-def test_a_node_that_is_lost_before_the_first_step_is_told_and_left_at_once(tmp_path: Path) -> None:
+def test_a_node_lost_before_the_first_step_is_reported_and_left_at_once(tmp_path: Path) -> None:
     """Eight lines of "waiting" followed, and only the report told that a machine was gone."""
     (tmp_path / "train.py").write_text(
         "import time\nimport torch\nfrom torch.nn.functional import cross_entropy\n"

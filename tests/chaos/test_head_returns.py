@@ -42,7 +42,7 @@ def cluster() -> Iterator[NetworkCluster]:
         yield made
 
 
-def test_nobody_notices_a_head_that_is_away_for_a_minute(
+def test_training_does_not_notice_a_head_that_is_away_for_a_minute(
     cluster: NetworkCluster, tmp_path: Path
 ) -> None:
     """Its controller is another process on another boot, and must end what it has not begun."""

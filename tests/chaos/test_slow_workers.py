@@ -68,7 +68,7 @@ def test_a_run_leaves_a_worker_that_takes_three_times_as_long(
 
 
 @pytest.mark.parametrize("cluster", [4], indirect=True)
-def test_a_pause_is_suspected_and_nobody_is_left(cluster: HostedCluster, tmp_path: Path) -> None:
+def test_a_pause_is_suspected_and_no_worker_is_left(cluster: HostedCluster, tmp_path: Path) -> None:
     """It costs 20 s once; from outside, a recompile looks like an evaluation."""
     summary = train(cluster, tmp_path, 40, what="pause", by=20.0)
 

@@ -402,7 +402,7 @@ def forget_late(place: Place) -> list[float]:
     return took_s
 
 
-def test_nobody_waits_for_a_group_whose_peer_hangs(tmp_path: Path) -> None:
+def test_no_rank_waits_for_a_group_whose_peer_hangs(tmp_path: Path) -> None:
     """The thread that drops the last reference to it waits in gloo until the timeout."""
     with running(forget_late, 2, tmp_path) as ranks:
         took_s = ranks.results()[0]

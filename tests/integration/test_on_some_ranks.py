@@ -144,7 +144,7 @@ def test_a_second_way_of_data_parallelism_around_the_model_is_named(
         assert f"{line} puts {named} around the model" in left.outcome.error
 
 
-def test_who_knows_what_parts_are_may_call_for_them_on_all_ranks(run: Run) -> None:
+def test_a_script_that_knows_parts_may_use_them_on_all_ranks(run: Run) -> None:
     """However late one of them comes."""
     lefts = run.train(script("3:sleep:1", "3:whole"), num_workers=3)
 
@@ -183,7 +183,7 @@ def test_the_file_of_whole_weights_is_the_version_of_its_step(
     assert all(torch.isfinite(one).all() for one in saved.values())
 
 
-def test_storage_that_takes_no_file_is_told_by_every_rank(run: Run) -> None:
+def test_every_rank_reports_storage_that_takes_no_file(run: Run) -> None:
     """Rank 0 alone writes; the others would wait for it in the next tensor."""
     (run.directory / "saved").write_text("in the way")
     lefts = run.train(script("3:save"), num_workers=3)

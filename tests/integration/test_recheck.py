@@ -52,7 +52,7 @@ def test_checks_change_no_bit_and_convict_no_rank(run: Run) -> None:
     assert len(digests) == 1
 
 
-def test_of_two_workers_neither_is_blamed_for_what_only_a_third_could_say(run: Run) -> None:
+def test_neither_of_two_workers_is_blamed_where_only_a_third_could_tell(run: Run) -> None:
     """One of them is wrong, the same each time."""
     (left, _) = run.train(corrupt("matmul:4:1:5:22"), num_workers=2)
 

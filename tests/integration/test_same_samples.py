@@ -48,9 +48,7 @@ def test_workers_with_other_orders_are_refused_by_name(how: str, tmp_path: Path)
 
 @pytest.mark.parametrize("how", ["index", "loader"])
 @pytest.mark.parametrize("wrong", ["nothing", "chance"])
-def test_what_differs_by_rounding_or_chance_convicts_nobody(
-    how: str, wrong: str, tmp_path: Path
-) -> None:
+def test_rounding_and_chance_convict_no_machine(how: str, wrong: str, tmp_path: Path) -> None:
     """Nodes may have other processors; and what is not the same twice says nothing of files."""
     assert isinstance(trained(tmp_path, how, wrong), Completed)
     again = trained(tmp_path, how, wrong, steps=6, num_workers=3, behind=3)

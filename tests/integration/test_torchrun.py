@@ -124,7 +124,7 @@ def test_an_error_on_one_rank_ends_the_job_and_names_it(tmp_path: Path) -> None:
     assert "ValueError: rank 1 of the script" in printed
 
 
-def test_a_rank_that_does_not_compute_alike_is_told_before_the_first_step(tmp_path: Path) -> None:
+def test_a_rank_that_computes_otherwise_is_named_before_the_first_step(tmp_path: Path) -> None:
     """Each step would be right on its own, and its bits depend on where a worker is."""
     job = launched(tmp_path, 2, "0", "odd")
     assert job.wait(SECONDS_MAX) != 0

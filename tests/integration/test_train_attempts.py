@@ -168,7 +168,7 @@ def test_a_damaged_checkpoint_is_loaded_by_no_rank_and_told_by_who_needs_it(
 
 
 @pytest.mark.parametrize("how", ["peer dies", "fence"])
-def test_who_found_damage_tells_it_though_the_attempt_ends_before_all_have_loaded(
+def test_damage_is_reported_though_the_attempt_ends_before_all_have_loaded(
     run: Run, text: DataSettings, how: str
 ) -> None:
     """Else the next attempts would meet it again, for ever."""
@@ -211,7 +211,7 @@ def test_an_attempt_that_resumes_from_the_last_step_still_ends_the_run(
     assert {**result(run), "attempt": 1} == pytest.approx(before)
 
 
-def test_an_exception_of_the_script_is_told_from_its_frames_on(run: Run) -> None:
+def test_an_exception_of_the_script_begins_with_its_frames(run: Run) -> None:
     """The user must see the script's own line first, not the loop around it."""
     chosen = Settings(
         run=RunSettings(
@@ -237,7 +237,7 @@ def test_an_exception_of_the_script_is_told_from_its_frames_on(run: Run) -> None
     [("raise SystemExit(4)\n", "raise SystemExit(4)"), ("pass\n", "")],
     ids=["exits", "ends"],
 )
-def test_a_script_that_never_begins_to_train_is_told_without_our_frames(
+def test_a_script_that_never_begins_to_train_gets_an_error_without_our_frames(
     run: Run, script: str, line: str
 ) -> None:
     """It has hundreds of lines to look for the mistake in already."""

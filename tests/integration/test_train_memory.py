@@ -149,7 +149,7 @@ def test_a_best_step_that_storage_lacks_is_stored_before_training_continues(
     assert result(run)["best"]["step"] in stored_steps(run)
 
 
-def test_all_ranks_keep_the_pace_that_the_first_is_told(
+def test_all_ranks_keep_the_pace_of_the_first(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
     """They would wait for each other forever if one of them stored what others do not."""

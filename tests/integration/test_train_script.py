@@ -76,7 +76,7 @@ def test_the_same_script_learns_the_same_in_several_workers(tmp_path: Path) -> N
     assert abs(together["final_loss"] - alone["final_loss"]) < 1e-5
 
 
-def test_a_script_that_never_calls_run_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_never_calls_run_gets_an_error(tmp_path: Path) -> None:
     """Nothing else would show: the script itself ends well."""
     (tmp_path / "idle.py").write_text("x = 1\n")
 

@@ -136,7 +136,7 @@ def test_an_attempt_may_end_before_anybody_asks_how(tmp_path: Path) -> None:
     ]
 
 
-def test_whatever_a_script_raises_is_told(tmp_path: Path) -> None:
+def test_any_error_of_a_script_is_reported(tmp_path: Path) -> None:
     """A cancelled task of asyncio is no Exception: it would end the thread without an outcome."""
     script = tmp_path / "cancelled.py"
     script.write_text(

@@ -74,7 +74,7 @@ def verdict_on(rows: list[WorkerReport], *, for_s: float) -> Hang | None:
 
 
 @given(hung_attempts())
-def test_the_planted_rank_is_named_or_nobody(case: tuple[list[WorkerReport], int]) -> None:
+def test_only_the_planted_rank_is_ever_named(case: tuple[list[WorkerReport], int]) -> None:
     """Ranks that have finished their program compute and wait nowhere: they look idle, too."""
     rows, guilty = case
 

@@ -90,7 +90,7 @@ def leave(data: st.DataObject, rank: Rank, step: int) -> None:
 
 @settings(max_examples=3 * settings().max_examples)
 @given(st.data())
-def test_whoever_leaves_or_dies_whenever_the_newest_common_version_stays(
+def test_the_newest_common_version_stays_whichever_worker_leaves_or_dies(
     data: st.DataObject,
 ) -> None:
     """A rank knows what all had agreed on, not what they have finished since."""

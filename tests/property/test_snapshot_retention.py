@@ -57,7 +57,7 @@ def test_a_writer_spares_what_is_pinned_and_the_newest_that_counts(
             assert (old.attempt, old.step) < newest or len(same) > 1
 
 
-def test_what_is_in_use_is_told_by_the_name() -> None:
+def test_a_version_in_use_is_known_by_its_name() -> None:
     """A worker's newest arena, also one it could not get; copies of what a peer has; parities."""
     names = ["w1.1", "w1.2", "w2.1", "w3.1", "aa/w1.1", "aa/w1.2", "bb/w1.1"]
     names += ["parity/0.4", "parity/0.5"]

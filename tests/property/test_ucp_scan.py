@@ -88,7 +88,7 @@ def _plan(need: list[Part], source: Manifest) -> ReadPlan:
 
 @settings(deadline=None)
 @given(SEEDS, st.data())
-def test_what_is_wrong_is_told_as_ever(seed: int, data: st.DataObject) -> None:
+def test_both_ways_refuse_the_same(seed: int, data: st.DataObject) -> None:
     """Text that was changed and sealed again: what one way refuses, the other refuses alike.
 
     Numbers are changed most, because the form of the text is all that columns are told from.
@@ -229,7 +229,7 @@ def test_a_box_that_reaches_out_of_its_tensor_is_not_found() -> None:
         _plan([Part(key, entry.dtype, entry.shape, out)], source)
 
 
-def test_a_tensor_that_nobody_saved_is_named() -> None:
+def test_a_tensor_that_no_rank_saved_is_named() -> None:
     """In a table as in any map."""
     data, *_ = _saved(3, 2)
     with pytest.raises(UncoveredRegionError, match="is not in the checkpoint"):

@@ -340,7 +340,7 @@ class History:
         self.monitor.outcome = None
         self.expected = "completed"
         cluster.raises_at.clear()
-        cluster.storage.claim_anew()
+        cluster.storage.claim_again()
         self._begin_claim()
 
     def _begin_claim(self) -> None:

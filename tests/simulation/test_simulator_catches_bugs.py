@@ -159,7 +159,7 @@ def _wait_on(transition: Transition, *_: Any) -> None:
     transition.run.deadline_s = transition.now_s + 1.0
 
 
-def _begin_anew(transition: Transition, event: ev.RunResumed) -> None:
+def _restart(transition: Transition, event: ev.RunResumed) -> None:
     transition.run = MutableRunState(incarnation=event.incarnation)
     formation.wait(transition)
 
@@ -173,7 +173,7 @@ def _take_it_for_the_end(*_: Any) -> list[bytes]:
     return []
 
 
-def _nobody(_transition: Transition) -> list[Node]:
+def _no_nodes(_transition: Transition) -> list[Node]:
     """Take no node for one that is taken soon."""
     return []
 
@@ -272,7 +272,7 @@ BUGS = {
         recovery, "leave_out", _take_what_was_being_read, ("S6",), first_seed=450
     ),
     "forgets the history of a run that is resumed": Bug(
-        TABLE, ev.RunResumed, row(_begin_anew, over=_begin_anew), ("S1", "S3", "L1")
+        TABLE, ev.RunResumed, row(_restart, over=_restart), ("S1", "S3", "L1")
     ),
     "does not read what a run that is resumed has committed": Bug(
         TABLE,
@@ -302,7 +302,7 @@ BUGS = {
     "does not replace who is not reached": Bug(
         demand, "replace_unreached", _never_look, ("L1",), first_seed=120
     ),
-    "begins where a node is about to be taken": Bug(reach, "due", _nobody, ("L3",)),
+    "begins where a node is about to be taken": Bug(reach, "due", _no_nodes, ("L3",)),
     "strikes the ends of lost links": Bug(TABLE, ev.LinksProbed, row(_strike_the_ends), ("S5",)),
     "takes a run directory for its own for ever": Bug(
         Storage, "owns", _always, ("S2",), first_seed=200

@@ -78,7 +78,7 @@ class StoreConformance(ABC):
         assert store.read(join(root, "m")) == b"first"
         assert store.list(root) == ("m",)
 
-    def test_of_many_exclusive_writers_one_wins(self, place: tuple[Store, str]) -> None:
+    def test_one_of_many_exclusive_writers_wins(self, place: tuple[Store, str]) -> None:
         """Ranks that finish together all try to commit."""
         if self.looks_first:
             pytest.skip("the storage behind this store cannot write exclusively")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from workers.collectives.attempt import Attempt, Leftovers
 from workers.collectives.group import BACKENDS, RecordedGroup, build_group
 from workers.collectives.places import Places
-from workers.collectives.torch_names import clear_mesh_caches, count_groups_anew, is_registered
+from workers.collectives.torch_names import clear_mesh_caches, is_registered, restart_group_count
 from workers.collectives.waiting import helpers
 
 #: Slack for gloo's threads to end after the timeout of an operation.
@@ -101,7 +101,7 @@ def form(
         # Attempt numbers only grow, so older ones are never requested again.
         _process.aborted = {number for number in _process.aborted if number >= attempt}
     store = current.connect(store_host, store_port, rank)
-    count_groups_anew()
+    restart_group_count()
     dist.init_process_group(
         BACKENDS[backend],
         store=dist.PrefixStore(f"attempt{attempt}", store),

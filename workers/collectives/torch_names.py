@@ -21,10 +21,10 @@ __all__ = [
     "REDUCE_SCATTER_COALESCED",
     "check_exchange",
     "clear_mesh_caches",
-    "count_groups_anew",
     "distributed_c10d",
     "is_registered",
     "new_gloo",
+    "restart_group_count",
 ]
 
 _HAS_NEW_NAMES: Final = hasattr(dist.ProcessGroup, "reduce_scatter_single")
@@ -56,7 +56,7 @@ def new_gloo(
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def count_groups_anew() -> None:
+def restart_group_count() -> None:
     """Make torch name the next groups as in a process that has created none.
 
     It names groups by a count, and a group that was aborted while it formed stays counted. A new

@@ -205,7 +205,7 @@ def _start(transition: Transition) -> None:
         num_bad_at_start=len(run.bad),
     )
     run.reads = Reads(num=run.reads.num)
-    search.start_anew(transition)
+    search.restart(transition)
     transition.enter(Phase.FORMING, search.form_deadline_s(transition))
     transition.actions.append(
         StartAttempt(

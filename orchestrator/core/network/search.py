@@ -86,7 +86,7 @@ def give_up(transition: Transition) -> None:
     transition.run.network = transition.run.network._replace(until_s=inf)
 
 
-def start_anew(transition: Transition) -> None:
+def restart(transition: Transition) -> None:
     """Forget what was searched for and found in the last attempt."""
     forget(transition)
     network = transition.run.network

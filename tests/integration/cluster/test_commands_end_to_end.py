@@ -108,7 +108,7 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
 
 
 @pytest.mark.chaos
-def test_stop_is_told_to_the_controller_after_one_that_is_stopped(
+def test_the_controller_after_a_stopped_one_gets_the_stop(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     """The request was lost: the run trained on, and the command reported no answer."""
@@ -194,7 +194,7 @@ def test_the_doctor_asks_every_node(
 
 
 @pytest.mark.chaos
-def test_a_run_that_is_ended_by_force_leaves_nobody_behind(
+def test_a_run_that_is_ended_by_force_leaves_no_process(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     """On a cluster that lives on, its workers would keep what others wait for."""

@@ -78,7 +78,7 @@ def test_second_process_dies_in_each_phase_of_recovery(
 
 
 @pytest.mark.chaos
-def test_a_controller_that_dies_while_a_run_ends_leaves_nobody_behind(
+def test_a_controller_that_dies_while_a_run_ends_leaves_no_process(
     begin_endless: Callable[..., Launched],
 ) -> None:
     """The next incarnation finds a run that is over, and has no worker that it could end."""

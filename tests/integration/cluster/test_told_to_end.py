@@ -77,7 +77,7 @@ def test_a_worker_that_gets_sigterm_or_sigint_leaves_with_its_step_saved(
     assert incident.lost_steps == 0
 
 
-def test_a_run_that_is_told_to_stop_stores_at_once_what_memory_holds(
+def test_a_stopped_run_stores_at_once_what_memory_holds(
     begin_endless: Callable[..., Launched], tmp_path: Path
 ) -> None:
     """A supervisor that asked it to end waits for 30 s, and a step may take longer."""

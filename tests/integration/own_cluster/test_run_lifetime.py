@@ -107,7 +107,7 @@ def test_an_outage_of_storage_does_not_end_the_command_and_ctrl_c_does(command: 
 
 
 @pytest.mark.chaos
-def test_output_that_nobody_reads_stops_the_run(command: Command) -> None:
+def test_output_without_a_reader_stops_the_run(command: Command) -> None:
     """As with `everstep run ... | head`: a person has seen enough, or the terminal is gone."""
     read, write = os.pipe()
     process = command.start(stdout=write)

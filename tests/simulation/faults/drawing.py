@@ -397,7 +397,7 @@ def lose_head(cluster: SimCluster, rng: Random) -> None:
 
 
 def _begin_claim(cluster: SimCluster) -> None:
-    cluster.storage.claim_anew()
+    cluster.storage.claim_again()
     # Steps committed by now must not be lost.
     cluster.monitor.left(cluster, cluster.monitor.attempt)
     cluster.monitor.yielded = None

@@ -30,7 +30,7 @@ class Storage:
         self.commits: dict[tuple[int, int], Commit] = {}
         self.claim = 1
 
-    def claim_anew(self) -> None:
+    def claim_again(self) -> None:
         """Claim the run directory again."""
         self.claim += 1
 

@@ -36,7 +36,7 @@ def test_redone_step_counts_as_it_was_last_taken(tmp_path: Path) -> None:
     assert [record.loss for record in read_run(str(tmp_path)).steps] == [3.0, 2.0]
 
 
-def test_what_was_lost_does_not_count_though_nobody_took_it_again(tmp_path: Path) -> None:
+def test_lost_steps_do_not_count_before_they_are_redone(tmp_path: Path) -> None:
     """A run that is stopped soon after a recovery ends before the step that its workers were at."""
     lines = [_line(1, 1, 3.0), _line(2, 1, 2.5), _line(3, 1, 2.2), _line(2, 2, 2.0)]
     (tmp_path / "metrics").mkdir()

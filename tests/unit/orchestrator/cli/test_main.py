@@ -36,7 +36,7 @@ def test_a_result_is_printed_as_text_and_as_json(tmp_path: Path) -> None:
     assert json.loads(machine.stdout) == {"report": f"{tmp_path}/report.html"}
 
 
-def test_the_end_of_a_run_is_told_in_sentences_with_what_to_do_next(
+def test_the_end_of_a_run_is_printed_in_sentences_with_what_to_do_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Sixteen raw keys, the digest of the weights first, hid where the checkpoint is."""
@@ -156,7 +156,7 @@ def test_another_word_for_a_command_names_the_one_that_is_meant(word: str) -> No
     assert f"Did you mean '{'run' if word == 'resume' else 'status'}'?" in result.output
 
 
-def test_a_name_that_is_nearly_that_of_a_configuration_is_told(tmp_path: Path) -> None:
+def test_a_name_close_to_that_of_a_configuration_is_suggested(tmp_path: Path) -> None:
     """An example of ours, or a file beside the one that is missing."""
     (tmp_path / "train.yaml").write_text("run: {directory: x}\n")
 

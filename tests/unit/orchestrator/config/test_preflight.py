@@ -113,7 +113,7 @@ train: {{stpes: 3}}
     ],
     ids=["no directory", "no section", "no text", "no numbers"],
 )
-def test_the_world_is_not_asked_about_what_nobody_wrote(
+def test_only_keys_that_were_written_are_checked_against_the_world(
     text: str, paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-in for a broken key would be used, or refused, as if it were meant."""

@@ -365,7 +365,7 @@ def test_an_interval_is_a_number_or_auto(value: str, wrong: str) -> None:
     assert refused.value.facts["problems"] == [f"command line: snapshot.every_steps: {wrong}"]
 
 
-def test_a_cloud_that_nobody_here_knows_is_refused_with_those_that_are_known() -> None:
+def test_an_unknown_cloud_is_refused_with_the_known_ones() -> None:
     """Its notices would be waited for in vain; a command can ask for them."""
     text = "notices: {cloud: oracle, endpoint: 'https://10.0.0.1', file: notice, command: a 'b}\n"
 
@@ -505,7 +505,7 @@ def test_a_topology_that_contradicts_itself_is_refused() -> None:
     assert "topology.zones: c is no rack; topology.racks names a, b" in told
 
 
-def test_every_problem_of_a_list_is_told() -> None:
+def test_every_problem_of_a_list_is_reported() -> None:
     """The first one drops the whole list; the second looked for it there."""
     found = _problems(CLUSTER + "capacity: [{usd_per_hour: -1}, {zones: a}]\n")
 

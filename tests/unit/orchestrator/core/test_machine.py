@@ -352,7 +352,7 @@ def test_a_hint_never_avoids_a_node() -> None:
     assert len(state.attempt.members) == 2
 
 
-def test_members_whose_lease_ran_out_are_taken_back_and_nobody_is_blamed() -> None:
+def test_members_whose_lease_ran_out_are_taken_back_without_blame() -> None:
     """The controller had been cut off from all of them; they stopped, and it hears them again."""
     left = [
         ev.WorkerLeft(at_s=60.0, attempt=1, worker=w, how=Leaving.YIELDED, step=7, detail="")
@@ -426,7 +426,7 @@ def test_where_the_rest_is_too_small_a_notice_ends_in_storage() -> None:
     assert (state.phase, state.attempt.number, state.attempt.step) == (Phase.FORMING, 2, 900)
 
 
-def test_who_was_not_taken_in_time_trains_on() -> None:
+def test_a_worker_that_was_not_taken_in_time_trains_on() -> None:
     """A drained node stays until somebody ends it; the run must not wait for that for ever."""
     waiting = _waiting_below_the_minimum()
     assert next_deadline_s(waiting) == 40.0 + BOTH.bounds.drain_lead_s
@@ -573,7 +573,7 @@ def _killed(state: RunState, at_s: float) -> tuple[RunState, list[tuple[str, str
     return state, [(one.worker, one.reason) for one in kills]
 
 
-def test_a_process_that_loads_modules_is_waited_for_up_to_ten_times_the_bound() -> None:
+def test_a_process_that_loads_modules_gets_up_to_ten_times_the_bound() -> None:
     """Eight workers that each needed 61 s to import were killed at 60 s, and began again."""
     state = _starting(1)
     for at_s in range(50, 610, 50):
@@ -583,7 +583,7 @@ def test_a_process_that_loads_modules_is_waited_for_up_to_ten_times_the_bound() 
     assert killed[0][1] == "not ready after 609 s, so it was killed"
 
 
-def test_of_processes_that_are_late_together_one_is_killed_at_a_time() -> None:
+def test_one_of_several_late_processes_is_killed_at_a_time() -> None:
     """The machine makes all of them late: all would be late again."""
     state = _starting(3)
     assert _killed(state, 59.0)[1] == []

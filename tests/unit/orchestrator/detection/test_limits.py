@@ -52,7 +52,7 @@ def test_a_slow_tail_of_steps_does_not_prolong_the_wait_for_a_stopped_process() 
     assert limits_from(1.0, step_s_p50=0.3).suspect_s == limits_from(1.0).suspect_s
 
 
-def test_a_stopped_process_is_waited_for_as_long_as_doing_without_it_costs() -> None:
+def test_the_wait_for_a_stopped_process_is_as_long_as_a_replacement_costs() -> None:
     """A step is then redone; for a long one, 0.55 s would be too early."""
     assert limits_from(0.2, step_s_p50=0.1).stopped_s == 0.55
     assert limits_from(9.0, step_s_p50=8.0).stopped_s == 8.0

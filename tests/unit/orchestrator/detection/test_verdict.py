@@ -100,7 +100,7 @@ def test_a_device_that_has_not_reached_what_its_process_called_stands_still() ->
     )
 
 
-def test_nobody_is_named_before_the_limit() -> None:
+def test_no_rank_is_named_before_the_limit() -> None:
     """A pause shorter than the bound happens: a download, a child that compiles, a checkpoint."""
     assert judged(*watch(rows_with(w2=absent("w2", 2)), for_s=119.0)) is None
     assert judged(*watch(rows_with(w2=stop(absent("w2", 2))), for_s=0.5)) is None
@@ -272,7 +272,7 @@ def test_the_network_may_be_looked_at_long_before_anything_is_proven() -> None:
         assert isinstance(found, Stalled) == is_stalled
 
 
-def test_different_operations_of_one_number_are_told_but_blame_nobody() -> None:
+def test_different_operations_of_one_number_are_reported_without_blame() -> None:
     """The program is wrong on one side, and nothing says which."""
     other = replace(
         calm("w2", 2), groups=(group("world", WORLD, 9, waiting_s=2.0, op="broadcast"),)
@@ -307,7 +307,7 @@ def test_different_sizes_of_one_call_are_told_too() -> None:
     assert "all_reduce of 64 bytes; rank 2 called all_reduce of 128 bytes" in verdict.evidence
 
 
-def test_another_type_is_told_and_so_are_calls_that_differed_before() -> None:
+def test_another_type_is_reported_and_so_are_calls_that_differed_before() -> None:
     """The message blames the program, and sends no user to look for a broken network."""
     at = replace(group("world", WORLD, 9, waiting_s=2.0), dtype=1, history=77)
     rows = [replace(row, groups=(at,)) for row in rows_with()]
@@ -446,14 +446,14 @@ def test_a_frozen_rank_that_is_alone_is_named_a_little_later() -> None:
     assert (verdict.guilty, verdict.rule) == (("w0",), "silent")
 
 
-def test_all_beats_silent_names_nobody() -> None:
+def test_all_beats_silent_names_no_rank() -> None:
     """A machine that stood still as a whole looks like this for a moment after it goes on."""
     rows = [replace(row, beat_age_s=9.0) for row in rows_with()]
 
     assert judged(*watch(rows, for_s=2.0)) is None
 
 
-def test_all_stopped_names_nobody() -> None:
+def test_all_stopped_names_no_rank() -> None:
     """A user that stops a whole job does not want it evicted."""
     rows = [stop(row) for row in rows_with()]
 
@@ -502,7 +502,7 @@ def test_a_rank_with_a_collective_started_ahead_can_be_named() -> None:
     assert verdict.guilty == ("w2",)
 
 
-def test_a_gap_in_the_reports_blames_nobody() -> None:
+def test_a_gap_in_the_reports_blames_no_rank() -> None:
     """A laptop that slept an hour: every age is an hour, and no worker has done anything wrong."""
     state, at_s = watch(rows_with(w2=absent("w2", 2)), for_s=119.0)
     state, at_s = watch(rows_with(w2=absent("w2", 2)), for_s=2.0, state=state, from_s=at_s + 3600.0)
@@ -621,7 +621,7 @@ def test_a_pause_of_a_minute_is_no_fault_in_any_phase(phase: WorkerPhase) -> Non
 
 @pytest.mark.parametrize("phase", IN_OWN_CODE)
 @pytest.mark.parametrize("share", [0.1, 1.0, 8.0])
-def test_who_computes_is_not_named_before_the_others_give_up(
+def test_a_rank_that_computes_is_not_named_before_the_others_give_up(
     phase: WorkerPhase, share: float
 ) -> None:
     """A recompile, an evaluation: a tenth of a processor is what an overloaded machine leaves."""
@@ -645,7 +645,7 @@ def test_who_computes_is_not_named_before_the_others_give_up(
     [(WorkerPhase.BACKWARD, 1.0), (WorkerPhase.FORWARD, 0.0), (WorkerPhase.SCRIPT, 0.5)],
     ids=["recompiles", "sleeps in the forward pass", "evaluates"],
 )
-def test_fifty_pauses_of_a_minute_strike_nobody_and_hide_nothing(
+def test_fifty_pauses_of_a_minute_blame_no_rank_and_hide_no_fault(
     phase: WorkerPhase, share: float
 ) -> None:
     """The others wait all the while. A rank that is stopped afterwards is named as soon as ever."""
@@ -748,7 +748,7 @@ def test_a_script_has_no_more_time_than_the_collectives_of_the_others() -> None:
     assert judged(state, at_s, collectives_fail_s=90.0) is None
 
 
-def test_all_may_compute_for_long_where_nobody_waits() -> None:
+def test_all_may_compute_for_long_while_no_rank_waits() -> None:
     """An epoch begins, and every rank reads its data again."""
     reading = [calm(worker, rank) for rank, worker in enumerate(WORKERS)]
 

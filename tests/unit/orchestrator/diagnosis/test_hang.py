@@ -36,7 +36,7 @@ def only(*operations: Operation, **known: object) -> Verdict:
     return verdict
 
 
-def test_who_did_not_call_what_the_others_wait_in_is_absent() -> None:
+def test_a_rank_that_did_not_make_the_others_call_is_absent() -> None:
     verdict = only(
         *(call(r, 1, done=True) for r in WORLD), *(call(r, 2, at=2.0) for r in (0, 1, 3))
     )
@@ -47,7 +47,7 @@ def test_who_did_not_call_what_the_others_wait_in_is_absent() -> None:
     )
 
 
-def test_who_waits_for_another_in_another_group_is_not_blamed() -> None:
+def test_a_rank_that_waits_in_another_group_is_not_blamed() -> None:
     """Rank 1 is behind in the world because it waits for rank 3: who is behind is not guilty."""
     pair = (1, 3)
     verdict = only(
@@ -83,14 +83,14 @@ def test_a_call_made_ahead_does_not_make_its_rank_look_like_a_waiting_one() -> N
     assert only(*rows, call(3, 1, comm="dp", members=(2, 3), ahead=True)).guilty.ranks == (3,)
 
 
-def test_who_waits_inside_a_span_of_its_own_waits() -> None:
+def test_a_rank_that_waits_inside_its_own_span_waits() -> None:
     rows = [*(call(r, 1, done=True, at=0.0) for r in WORLD), *(call(r, 2) for r in (0, 1))]
     inside = [span(3, "forward", 1.5), call(3, 1, comm="tp", members=(2, 3), at=1.6)]
 
     assert only(*rows, *inside).guilty.ranks == (2,)
 
 
-def test_who_reads_data_while_all_wait_is_told_so() -> None:
+def test_a_rank_that_reads_data_while_all_wait_is_named() -> None:
     rows = [*(call(r, 1, done=True, at=0.0) for r in WORLD), *(call(r, 2) for r in (0, 1, 2))]
 
     assert only(*rows, span(3, "data", 0.5)).kind is FaultKind.SLOW_DATA
@@ -125,7 +125,7 @@ def test_both_ends_of_one_transfer_are_a_dead_link_and_no_mismatch() -> None:
     assert (verdict.kind, verdict.guilty.links) == (FaultKind.LINK_DEAD, ((0, 2),))
 
 
-def test_a_collective_that_all_called_blames_nobody_and_says_what_is_missing() -> None:
+def test_a_collective_that_all_called_blames_no_rank_and_says_what_is_missing() -> None:
     verdict = only(*(call(r, 1) for r in WORLD))
 
     assert (verdict.kind, verdict.guilty.ranks) == (FaultKind.UNDECIDED, ())

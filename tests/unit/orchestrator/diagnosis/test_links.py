@@ -76,7 +76,7 @@ def test_a_machine_that_talks_to_itself_is_taken_for_no_other() -> None:
     assert not dead(flows, WORKERS, 5.0)
 
 
-def test_transfers_are_told_by_node_and_only_of_late() -> None:
+def test_transfers_are_reported_by_node_and_only_if_recent() -> None:
     first = _flow("w0", "10.0.0.1", "10.0.0.2", acked_bytes=1000, busy_us=100)
     flows = _joined(first)
     for at_s, acked_bytes in ((5.0, 3000), (6.0, 4000)):
@@ -199,7 +199,7 @@ def test_what_was_suspected_and_is_as_fast_as_others_is_not_slow() -> None:
     assert slow({}, [("a", "b")], RANKS, {}) == []
 
 
-def test_a_node_may_be_slow_both_ways_and_of_two_nodes_nobody_is_told_apart() -> None:
+def test_a_node_may_be_slow_both_ways_and_two_nodes_cannot_be_told_apart() -> None:
     rates = {pair: 1e7 if "b" in pair else 1e8 for pair in permutations(NODES, 2)}
     (both,) = slow(rates, [("a", "b"), ("b", "c")], RANKS, {})
     assert (both.kind, [each.kind for each in both.alternatives]) == (

@@ -54,7 +54,7 @@ def even(
 
 
 @pytest.mark.parametrize("kind", ["slow_compute", "slow_data"])
-def test_a_slow_rank_is_suspected_in_time_and_nobody_else(kind: str) -> None:
+def test_a_slow_rank_is_suspected_in_time_and_no_other(kind: str) -> None:
     """In 4 steps where it takes 3 times as long, in 10 where 1.5 times.
 
     Where sizes differ from one micro-batch to the next, digests do not tell what is owed to them.
@@ -244,7 +244,7 @@ def test_a_slow_node_is_convicted_within_fifteen_steps(
     ],
     ids=["slow", "slow with noise", "slow for three steps", "recompiles one after the other"],
 )
-def test_what_is_as_slow_in_each_step_is_told_from_what_comes_and_goes(
+def test_steady_slowness_differs_from_slowness_that_comes_and_goes(
     factors: list[float], *, is_steady: bool
 ) -> None:
     watched = Watched([(0, 0)] * 4)
@@ -256,7 +256,7 @@ def test_what_is_as_slow_in_each_step_is_told_from_what_comes_and_goes(
     assert not any(steady for step, steady in said if step < 24), "four steps in a row"
 
 
-def test_one_that_is_no_longer_steadily_slow_is_told_to_be_so() -> None:
+def test_a_rank_that_is_no_longer_steadily_slow_is_reported_so() -> None:
     watched = Watched([(0, 0)] * 4)
     for step in range(1, 28):
         watched.step(even(step, slow=[1] if 20 <= step < 26 else []))
@@ -349,7 +349,7 @@ BEHIND = replace(group("world", range(3), 0), num_ahead=2)
         ({"os_state": "Z"}, FaultKind.DEAD, "gone"),
     ],
 )
-def test_who_holds_the_others_up_is_suspected_after_three_seconds(
+def test_a_rank_that_delays_the_others_is_suspected_after_three_seconds(
     known: dict[str, object], kind: FaultKind, says: str
 ) -> None:
     held = Held()
@@ -385,7 +385,7 @@ def test_one_pause_does_not_make_pauses_usual() -> None:
     assert held.wait(10, 4.0)
 
 
-def test_nobody_is_suspected_in_the_first_step_which_compiles() -> None:
+def test_no_rank_is_suspected_in_the_first_step_which_compiles() -> None:
     held = Held()
     assert held.live.suspicions == ()
     rows = [

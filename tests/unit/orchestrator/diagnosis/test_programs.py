@@ -71,7 +71,7 @@ def test_uneven_payloads_are_a_fault_only_where_something_hangs() -> None:
     assert verdicts(stuck) == [(FaultKind.MISMATCH, (1,))]
 
 
-def test_of_two_that_differ_the_other_replica_says_which_is_wrong() -> None:
+def test_the_other_replica_says_which_of_two_is_wrong() -> None:
     """Each tensor-parallel pair disagrees by itself one to one."""
     pairs = [run(PROGRAM, rank, members=(0, 2), comm="tp0") for rank in (0, 2)]
     pairs += [run(PROGRAM, rank, members=(1, 3), comm="tp1") for rank in (1, 3)]

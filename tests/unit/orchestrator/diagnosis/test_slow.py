@@ -51,11 +51,11 @@ def test_the_one_slow_worker_of_a_real_job_is_named_alone() -> None:
     assert named(iter(rows)) == [(FaultKind.SLOW_COMPUTE, (0,))]
 
 
-def test_unequal_stages_of_a_real_job_blame_nobody() -> None:
+def test_unequal_stages_of_a_real_job_blame_no_rank() -> None:
     assert named(iter(straggler_operations(STRAGGLERS / "ST.parquet"))) == []
 
 
-def test_a_slow_rank_is_told_with_its_node_and_since_when() -> None:
+def test_a_slow_rank_is_reported_with_its_node_and_since_when() -> None:
     (verdict,) = told(steps(4, lambda rank, step: (1.5 if rank == 2 and step >= 6 else 1.0, 0)))
 
     assert (verdict.guilty.ranks, verdict.guilty.nodes) == ((2,), ("n2",))
@@ -63,7 +63,7 @@ def test_a_slow_rank_is_told_with_its_node_and_since_when() -> None:
     assert "1.50 times as long as ranks 0, 1, 3, from step 6 on" in verdict.evidence
 
 
-def test_of_two_peers_the_own_past_decides() -> None:
+def test_the_own_past_decides_between_two_peers() -> None:
     late = steps(2, lambda rank, step: (1.6 if rank == 1 and step >= 9 else 1.0, 0))
     ever = steps(2, lambda rank, _: (1.6 if rank == 1 else 1.0, 0))
     both = steps(2, lambda _, step: (1.6 if step >= 9 else 1.0, 0))
@@ -116,7 +116,7 @@ def test_a_slow_node_does_not_hide_behind_its_own_ranks(num_nodes: int) -> None:
     assert named(iter(rows)) == [(FaultKind.SLOW_COMPUTE, (rank,)) for rank in slow]
 
 
-def test_one_that_is_alone_on_its_stage_is_told_with_doubt() -> None:
+def test_a_slow_rank_alone_on_its_stage_is_reported_with_doubt() -> None:
     rows = [
         replace(one, place=(0, one.rank, 0))
         for one in steps(2, lambda r, step: (1.6 if step > 7 and r else 1.0, 0))
@@ -130,7 +130,7 @@ def test_one_that_is_alone_on_its_stage_is_told_with_doubt() -> None:
 
 
 @pytest.mark.parametrize("pauses", [{3}, {3, 9, 15}, {7, 8}])
-def test_pauses_blame_nobody(pauses: set[int]) -> None:
+def test_pauses_blame_no_rank(pauses: set[int]) -> None:
     """A recompile, an evaluation, a checkpoint."""
     assert (
         named(steps(4, lambda rank, step: (4.9 if rank == 1 and step in pauses else 1.0, 0))) == []
@@ -185,7 +185,7 @@ def test_a_place_of_the_matrix_is_a_link_a_row_its_sender_and_a_column_its_recei
     assert named(mesh(lambda _, b: b == 1)) == [(FaultKind.SLOW_RECEIVER, (1,))]
 
 
-def test_nobody_is_blamed_for_the_transfers_of_a_late_peer() -> None:
+def test_no_rank_is_blamed_for_the_transfers_of_a_late_peer() -> None:
     assert named(mesh(lambda *_: False, late=(0, 1))) == []
 
 

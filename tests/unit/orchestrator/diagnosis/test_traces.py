@@ -8,14 +8,14 @@ from tests.support.traces import CLEAN, PLANTED, answer, clean, planted
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-def test_a_planted_fault_is_named_and_nobody_else(kind: str) -> None:
+def test_a_planted_fault_is_named_and_no_other(kind: str) -> None:
     trace = planted(kind, seed=0)
 
     assert answer(trace) == [(trace.kind, trace.ranks, trace.links)], trace.what
 
 
 @pytest.mark.parametrize("kind", CLEAN)
-def test_nobody_is_named_in_a_run_without_a_fault(kind: str) -> None:
+def test_a_run_without_a_fault_names_no_rank(kind: str) -> None:
     trace = clean(kind, seed=0)
 
     assert answer(trace) == [], trace.what

@@ -155,7 +155,7 @@ def test_a_recovery_says_what_it_waits_for_only_if_it_takes_long() -> None:
     assert [line for line in lines if "Stops" in line or "forms" in line] == []
 
 
-def test_a_lost_node_is_told_at_once_also_before_the_first_step() -> None:
+def test_a_lost_node_is_printed_at_once_also_before_the_first_step() -> None:
     """Eight lines of "waiting" followed, and only the report told that a machine was gone."""
     lost = {**status_document()["nodes"][0], "state": "lost"}
     lines = _shown(_waiting(3, "starting"), *[_waiting(4, "starting", nodes=[lost])] * 2)
@@ -170,7 +170,7 @@ def test_a_lost_node_is_told_at_once_also_before_the_first_step() -> None:
     assert [line for line in known if "f6a90903" in line] == ["node_loss: node f6a90903: gone"]
 
 
-def test_a_drain_is_told_once_while_its_seconds_run_down() -> None:
+def test_a_drain_is_printed_once_while_its_seconds_run_down() -> None:
     """A run of two minutes had 125 lines that a node goes in 30 s, in 29 s, and so on."""
     node = {**status_document()["nodes"][0], "state": "draining", "notice": "drained from the page"}
     told = [status_document(nodes=[{**node, "taken_in_s": left_s}]) for left_s in (30, 29, 28)]
@@ -206,7 +206,7 @@ def test_a_pipe_gets_plain_lines_though_colours_are_forced(
     assert "\x1b[2K" not in shown
 
 
-def test_every_wait_is_told_at_the_start_the_shortest_first() -> None:
+def test_every_wait_is_printed_at_the_start_the_shortest_first() -> None:
     """A bound that is not told is a surprise later; two that are out of order hide each other."""
     config = load("run: {directory: runs/x}\nworkers: {max: 2}\nrecovery: {patience: 6}\n")
     limits = limits_from(0.0, patience=config.patience)

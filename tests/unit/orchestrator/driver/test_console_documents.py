@@ -20,7 +20,7 @@ def _lines(status: dict[str, Any], *, verbose: bool = False) -> list[str]:
     return [" ".join(line.split()) for line in output.getvalue().splitlines()]
 
 
-def test_who_is_where_can_be_read_and_copied_in_a_narrow_terminal() -> None:
+def test_names_and_places_can_be_copied_from_a_narrow_terminal() -> None:
     """A process id that was cut off ends the wrong process."""
     lines = _lines(status_document())
 
@@ -69,7 +69,7 @@ def test_a_machine_that_is_taken_has_a_line() -> None:
     ]
 
 
-def test_what_a_recovery_waits_for_is_told() -> None:
+def test_the_console_says_what_a_recovery_waits_for() -> None:
     """It may be for hours, with all nodes in good health."""
     status = status_document(phase="reading", waits_for="checkpoints/: storage does not answer")
     assert _lines(status)[1] == (
@@ -81,7 +81,7 @@ def test_what_a_recovery_waits_for_is_told() -> None:
     )
 
 
-def test_what_other_runs_need_is_told() -> None:
+def test_the_console_says_what_other_runs_need() -> None:
     """A run that trains on half its workers looks as if nodes were lost."""
     status = status_document(shared={"limit": 2, "runs": ["urgent-1"]})
     assert "at most 2 workers: other runs need the rest (urgent-1)" in _lines(status)
@@ -104,7 +104,9 @@ def test_the_bounds_of_waits_are_shown_on_request() -> None:
         (0, 0, "saves: a checkpoint"),
     ],
 )
-def test_a_link_that_stretches_the_interval_is_told(due: int, taken: int | None, line: str) -> None:
+def test_the_console_names_a_link_that_stretches_the_interval(
+    due: int, taken: int | None, line: str
+) -> None:
     """A user who reads "each step" while four of five are skipped expects to lose less."""
     status = status_document()
     status["cadence"] |= {"snapshot_steps": due, "snapshot_taken_steps": taken}

@@ -42,7 +42,7 @@ def test_dumps_of_real_hangs_name_the_ranks_that_were_struck(
     assert f"Fault ranks: {list(ranks)}" in (DUMPS / hang / "fault_injection.log").read_text()
 
 
-def test_a_missing_dump_is_told_and_its_rank_is_not_named(tmp_path: Path) -> None:
+def test_a_missing_dump_is_reported_and_its_rank_is_not_named(tmp_path: Path) -> None:
     for path in (DUMPS / "lock_gil_2nd").glob("_dump_*"):
         if path.name not in {"_dump_10", "_dump_15"}:
             (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -379,7 +379,7 @@ def test_links_that_were_suspected_are_told_from_the_incident(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", [FaultKind.NOT_FINITE, FaultKind.DIVERGED])
-def test_what_the_run_found_out_is_told_from_its_incident(tmp_path: Path, kind: FaultKind) -> None:
+def test_the_incident_says_what_the_run_found_out(tmp_path: Path, kind: FaultKind) -> None:
     """No record of operations shows numbers."""
     found = Incident(
         number=1, kind=kind, verdict=kind, evidence="step 2: rank 1", places=((1, "w0001", "a"),)
@@ -396,7 +396,7 @@ def test_what_the_run_found_out_is_told_from_its_incident(tmp_path: Path, kind: 
 @pytest.mark.parametrize(
     ("kind", "verdict", "confidence"), [("crash", FaultKind.DEAD, 1.0), ("node_loss", "", 0.5)]
 )
-def test_a_death_is_told_from_its_incident_and_not_from_what_it_cut_short(
+def test_a_death_comes_from_its_incident_and_not_from_what_it_cut_short(
     tmp_path: Path, kind: str, verdict: str, confidence: float
 ) -> None:
     """The records end while a healthy rank computes, which others wait for."""
@@ -421,7 +421,7 @@ def test_a_death_is_told_from_its_incident_and_not_from_what_it_cut_short(
         ("crash", "dead", [(FaultKind.DEAD, (1,)), (FaultKind.FROZEN, (0, 3))]),
     ],
 )
-def test_what_the_kernel_said_of_the_members_is_told_of_the_incident(
+def test_the_incident_has_what_the_kernel_said_of_the_members(
     tmp_path: Path, kind: str, verdict: str, told: list[tuple[FaultKind, tuple[int, ...]]]
 ) -> None:
     """Two ranks were stopped at once. Records name the one that others waited for."""

@@ -56,7 +56,7 @@ def test_a_run_that_is_over_or_whose_cluster_is_gone_cannot_be_stopped(
 
 
 @pytest.mark.parametrize("returns", [False, True])
-def test_a_head_that_comes_back_is_waited_for(
+def test_the_driver_waits_for_a_head_that_comes_back(
     address: str, *, returns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its run trains on, so the command must not report that training has stopped."""

@@ -37,7 +37,7 @@ def holder(directory: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_of_two_commands_that_begin_a_run_one_waits_for_the_other(tmp_path: Path) -> None:
+def test_two_commands_that_begin_a_run_take_turns(tmp_path: Path) -> None:
     """Both would begin it, on a cluster each, and train into one directory."""
     directory, said = str(tmp_path / "run"), []
 

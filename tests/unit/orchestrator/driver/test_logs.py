@@ -77,7 +77,7 @@ def test_the_pieces_of_a_log_in_an_object_store_are_one_log(tmp_path: Path) -> N
     assert [line.text for line in lines] == ["first", "second", "last"]
 
 
-def test_of_a_progress_bar_the_last_state_counts(tmp_path: Path) -> None:
+def test_the_last_state_of_a_progress_bar_counts(tmp_path: Path) -> None:
     """A bar that redraws itself a thousand times is one line in a terminal."""
     (tmp_path / "controller.json").write_text("{}")
     _append(tmp_path, 1, "rank0", "10 %\r50 %\r100 %\n")

@@ -101,7 +101,7 @@ def test_a_node_whose_keeper_has_not_said_who_it_is_has_no_process_yet() -> None
     assert [(row["raylet_pid"], row["keeper_pid"]) for row in document["nodes"]] == [(None, None)]
 
 
-def test_a_run_that_is_over_has_nobody_and_nothing_any_more(tmp_path: Path) -> None:
+def test_a_run_that_is_over_has_no_workers_and_no_nodes(tmp_path: Path) -> None:
     """Its cluster may be gone for weeks, and its nodes may be others' or gone."""
     _run_in(tmp_path)
     (tmp_path / SUMMARY).write_text("{}")
@@ -112,7 +112,7 @@ def test_a_run_that_is_over_has_nobody_and_nothing_any_more(tmp_path: Path) -> N
     assert (document["workers"], document["nodes"], document["pending_capacity"]) == ([], [], 0)
 
 
-def test_a_loss_that_is_no_number_is_told_as_unknown(tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_is_unknown(tmp_path: Path) -> None:
     """It is null in the metrics, which is the last line of a run that diverged."""
     _run_in(tmp_path)
     (tmp_path / "metrics").mkdir()

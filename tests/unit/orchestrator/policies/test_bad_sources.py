@@ -68,7 +68,7 @@ def test_what_counts_no_more_need_not_be_left_out() -> None:
     assert still_bad(bad, ((1, 0), (2, 5), (3, 8))) == (stored_source(5, 1),)
 
 
-def test_a_keeper_is_told_of_its_own_buffers_and_people_of_all() -> None:
+def test_a_keeper_learns_of_its_own_buffers_and_users_of_all() -> None:
     """A keeper with another's source would look for an arena that it has not."""
     part = _part("w.1", buffer=2, sequence=8)
     bad = [replace(part, node="aa").source, stored_source(5, 1)]

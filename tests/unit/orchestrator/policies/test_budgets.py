@@ -44,7 +44,7 @@ def test_no_progress_ends_the_run() -> None:
     assert "without a new committed step" in spent
 
 
-def test_attempts_that_nobody_can_explain_end_the_run_after_an_hour() -> None:
+def test_unexplained_attempts_end_the_run_after_an_hour() -> None:
     """A network that resets connections is mended in that time; a broken program never is."""
     most = RULES.unexplained_max
     spent = partial(overspent, (), num_undecided=0, rules=RULES)

@@ -82,7 +82,7 @@ def test_steps_of_milliseconds_say_nothing_of_the_next_seconds() -> None:
         is_agreed=st.booleans(),
     )
 )
-def test_nobody_is_left_before_waiting_has_cost_as_much_as_the_change(facts: SlowFacts) -> None:
+def test_no_worker_is_left_before_waiting_has_cost_as_much_as_the_change(facts: SlowFacts) -> None:
     rules, growth = SlowRules(), GrowthRules()
     decision = decide(facts, rules, growth)
     lost_s = (facts.now_s - facts.since_s) * facts.lost_share
@@ -111,7 +111,7 @@ def test_nobody_is_left_before_waiting_has_cost_as_much_as_the_change(facts: Slo
         {"step_s": 0.0},
     ],
 )
-def test_one_is_waited_for_where_that_costs_less_or_the_budget_is_spent(
+def test_the_run_waits_for_a_slow_worker_where_that_costs_less_or_the_budget_is_spent(
     changed: dict[str, object],
 ) -> None:
     assert not convicts(**changed)

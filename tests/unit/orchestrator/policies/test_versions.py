@@ -227,7 +227,7 @@ def test_losing_everything_goes_back_to_storage_and_waits() -> None:
     ("lose", "said"),
     [(["x"], "is no node"), ([""], "is no node"), (["worker:w0009"], "w0009 is not in the run")],
 )
-def test_who_is_not_in_the_run_cannot_be_lost(lose: list[str], said: str) -> None:
+def test_a_node_outside_of_the_run_cannot_be_lost(lose: list[str], said: str) -> None:
     """A typing error would otherwise be answered with good news."""
     with pytest.raises(ConfigError, match=said):
         plan_recovery(FACTS, lose)

@@ -111,14 +111,14 @@ def test_a_place_whose_worker_is_starting_is_not_open() -> None:
     ]
 
 
-def test_of_a_run_that_trains_start_up_is_no_news() -> None:
+def test_start_up_is_no_news_once_a_run_trains() -> None:
     """In its first minute it is nearly all of the time."""
     began = [("waiting", 0.0, 90.0), ("training", 90.0, 100.0)]
 
     assert advice(_stats(spans=began, outcome=""), [], goal=400) == []
 
 
-def test_who_is_named_is_counted_by_node_and_kind() -> None:
+def test_named_workers_are_counted_by_node_and_kind() -> None:
     """Workers get new names at each start, and the machine below them stays."""
     hang = _failure("a", kind="hang")
     growth = Incident(kind="growth", places=((0, "w0", "b"),))

@@ -70,7 +70,7 @@ def test_samples_are_not_called_tokens(tmp_path: Path) -> None:
     assert document["cost"]["usd_per_million_tokens"] is None
 
 
-def test_start_up_is_told_apart_from_goodput(tmp_path: Path) -> None:
+def test_start_up_does_not_count_against_goodput(tmp_path: Path) -> None:
     """5.5 s of 20.5 are start-up; all else is steps."""
     document = _document(write_run(tmp_path))
 
@@ -211,7 +211,7 @@ def test_recovery_counts_from_detection_where_the_fault_has_no_instant(tmp_path:
     assert sum(incident.phases_s.values()) == pytest.approx(incident.recovery_s)
 
 
-def test_a_planned_change_yields_and_fences_nobody(tmp_path: Path) -> None:
+def test_a_planned_change_yields_and_fences_no_worker(tmp_path: Path) -> None:
     """Both end with the last member out; the one is a fault and the other a finished step."""
     growth = Fault(step=20, kind="growth", guilty=(), pause_s=1.0, lost_steps=0, workers_after=4)
     incident = read_run(str(write_run(tmp_path, faults=(growth,)))).incidents[0]
@@ -271,7 +271,7 @@ def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
     assert _document(tmp_path)["incidents"][0]["evidence"] == "<script>alert(1)</script>"
 
 
-def test_what_was_not_loaded_is_told_and_blames_nobody(tmp_path: Path) -> None:
+def test_a_version_that_was_not_loaded_is_reported_without_blame(tmp_path: Path) -> None:
     """Hundreds of buffers may be damaged at once; the page has room for some."""
     write_run(tmp_path, faults=(CRASH,))
     path = tmp_path / "incidents" / "0001" / "incident.json"
@@ -285,7 +285,7 @@ def test_what_was_not_loaded_is_told_and_blames_nobody(tmp_path: Path) -> None:
     assert read_run(str(tmp_path)).incidents[0].who == "\N{EN DASH}"
 
 
-def test_undecided_is_said_when_nobody_was_proven_guilty(tmp_path: Path) -> None:
+def test_an_incident_without_proof_is_undecided(tmp_path: Path) -> None:
     """An empty cell would read as a fault of the table."""
     hang = Fault(step=20, kind="hang", guilty=(), pause_s=1.0, lost_steps=0, workers_after=4)
     write_run(tmp_path, faults=(hang,))

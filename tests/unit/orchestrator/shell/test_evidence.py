@@ -68,7 +68,7 @@ def test_a_kill_in_a_hang_waits_for_the_evidence() -> None:
     asyncio.run(play())
 
 
-def test_a_keeper_that_does_not_answer_holds_nobody_up_for_long() -> None:
+def test_a_keeper_that_does_not_answer_delays_evidence_briefly() -> None:
     """Its node may be what failed."""
 
     async def play() -> None:

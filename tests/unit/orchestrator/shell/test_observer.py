@@ -90,7 +90,7 @@ def test_costs_are_known_between_two_digests_and_steps_by_percentile() -> None:
     assert observer.costs == {}
 
 
-def test_a_stall_is_told_again_only_after_twice_the_time() -> None:
+def test_a_stall_is_reported_again_only_after_twice_the_time() -> None:
     """Each time keepers look at the network; a stall may last, and reports come ten a second."""
     now_s = [100.0]
     posted: list[Event] = []
@@ -109,7 +109,7 @@ def test_a_stall_is_told_again_only_after_twice_the_time() -> None:
     assert all(later >= 2.0 * sooner for sooner, later in pairwise(told))
 
 
-def test_a_dead_link_is_told_however_long_steps_take() -> None:
+def test_a_dead_link_is_reported_however_long_steps_take() -> None:
     """With steps of a minute a stall would be noticed after two."""
     now_s = [100.0]
     posted: list[Event] = []
@@ -137,7 +137,7 @@ def test_a_dead_link_is_told_however_long_steps_take() -> None:
     assert (said.at_s, one.since_s) == (101.0, 99.5)
 
 
-def test_what_a_step_sends_is_told_once_it_is_known_and_when_it_changes() -> None:
+def test_bytes_of_a_step_are_reported_once_known_and_when_they_change() -> None:
     posted: list[Event] = []
     observer = _observer(lambda: 100.0, posted.append)
     observer.begin(ATTEMPT, ("w0", "w1"), 0)
@@ -185,7 +185,7 @@ def test_what_keepers_timed_is_suspected_beside_what_reports_tell() -> None:
     ]
 
 
-def test_who_computes_in_a_fenced_attempt_is_told_when_it_changes() -> None:
+def test_a_change_of_the_workers_that_compute_in_a_fenced_attempt_is_reported() -> None:
     """Reports come ten a second, and most members leave in milliseconds."""
     now_s = [100.0]
     posted: list[Event] = []

@@ -18,7 +18,7 @@ def _sent(step: int, **num_bytes: int) -> Sent:
     return Sent(step, groups)
 
 
-def test_what_a_rank_sends_in_a_step_is_told_by_axis() -> None:
+def test_the_bytes_of_a_step_are_reported_by_axis() -> None:
     """Pairs of stages are groups of their own, and a last stage sends nothing on."""
     first = (_sent(10, world=50, dp_shard_of_0=1000, pp_of_0=0), _sent(20, world=99,
              dp_shard_of_0=2000, pp_of_0=400, pp_of_1=200))  # fmt: skip
@@ -55,7 +55,7 @@ def test_a_rank_sends_tokens_to_each_other_one_with_experts() -> None:
     assert step_flows(ParallelLayout(dp_shard=4), ["a", "b", "c", "d"], {"ep": 9.0}) == {}
 
 
-def test_who_made_no_step_or_has_left_says_nothing() -> None:
+def test_a_rank_without_a_step_or_that_left_says_nothing() -> None:
     one = _sent(10, dp_shard_of_0=1000)
 
     assert measured([(one, one), (one, Sent(20, ()))]) == {}

@@ -20,7 +20,7 @@ def source(tmp_path: Path) -> str:
     return str(directory)
 
 
-def test_a_pipeline_is_told_by_its_stages_and_tied_layers(source: str, tmp_path: Path) -> None:
+def test_a_pipeline_needs_its_stages_and_tied_layers(source: str, tmp_path: Path) -> None:
     """Lists have to come through a command line that has none."""
     target = ("--stage", "1", "--dp", "2", "--stages", "0,2", "--tied", "embed=0,3")
 

@@ -113,7 +113,7 @@ def test_verify_reads_what_has_no_checksum_and_says_what_that_leaves_open(tmp_pa
         ("ep=3", ["ep=3 must divide"]),
     ],
 )
-def test_a_wrong_layout_is_told_with_every_problem_and_the_axes(
+def test_a_wrong_layout_is_refused_with_every_problem_and_the_axes(
     source: Path, layout: str, problems: list[str]
 ) -> None:
     """In words of the command, not of a constructor."""

@@ -229,7 +229,7 @@ def test_leftovers_of_another_source_are_not_taken_in(tmp_path: Path) -> None:
     assert_holds(result.checkpoint, changed)
 
 
-def test_a_changed_source_begins_anew(tmp_path: Path) -> None:
+def test_a_changed_source_restarts_the_conversion(tmp_path: Path) -> None:
     """Touched files may hold anything."""
     foreign = ForeignRecords(tmp_path / "foreign")
 
@@ -364,7 +364,7 @@ def test_a_stream_is_not_continued_with_bytes_that_its_marker_does_not_tell(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_of_two_streams_into_one_directory_the_first_one_stops(tmp_path: Path, ends: bool) -> None:  # noqa: FBT001
+def test_the_first_of_two_streams_into_one_directory_stops(tmp_path: Path, ends: bool) -> None:  # noqa: FBT001
     """Each would commit files that the other one overwrote."""
     first, second, changed = _alike(tmp_path)
     store = MemoryStore()

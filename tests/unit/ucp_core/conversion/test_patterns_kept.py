@@ -41,7 +41,7 @@ def _converted(tmp_path: Path, tp: int) -> Checkpoint:
     return open_checkpoint(LocalStore(), out)
 
 
-def test_what_the_rules_said_is_told_of_every_slot(tmp_path: Path) -> None:
+def test_a_manifest_has_what_the_rules_said_of_every_slot(tmp_path: Path) -> None:
     """Afterwards no file shows whether a tensor was put together as its model had it."""
     patterns = _converted(tmp_path, 2).manifest.patterns
 
@@ -51,7 +51,7 @@ def test_what_the_rules_said_is_told_of_every_slot(tmp_path: Path) -> None:
     assert TensorKey("norm.weight", "step") not in patterns, "it was in no shard"
 
 
-def test_what_is_told_can_be_given_as_rules_again(tmp_path: Path) -> None:
+def test_patterns_of_a_manifest_can_be_given_as_rules_again(tmp_path: Path) -> None:
     """Words of its own would have to be translated by whoever wants to convert more."""
     patterns = _converted(tmp_path, 2).manifest.patterns
     told = [{"match": key.fqn, "pattern": p} for key, p in patterns.items() if key.slot == "weight"]
@@ -78,7 +78,7 @@ def test_inspect_shows_patterns_and_ties(tmp_path: Path) -> None:
     assert all(item["ties"] == [] for item in found)
 
 
-def test_what_the_source_says_of_itself_is_told_with_the_padding(tmp_path: Path) -> None:
+def test_a_manifest_has_what_the_source_says_of_itself_with_the_padding(tmp_path: Path) -> None:
     """A vocabulary that was padded has fewer rows than its shards together."""
     info = {
         "universal_checkpoint_version": 0.2,

@@ -360,7 +360,7 @@ def test_two_conversions_do_not_write_one_directory(tmp_path: Path) -> None:
     convert_to(source, tmp_path / "out")
 
 
-def test_a_lock_that_a_killed_conversion_left_for_a_moment_is_waited_for(
+def test_a_conversion_waits_for_the_lock_that_a_killed_one_left_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its children have it too, and let go of it as soon as they run."""

@@ -62,7 +62,7 @@ def _write(
     ("first", "second"),
     [*zip(_FOREIGN, _FOREIGN, strict=True), ("dcp", "universal"), ("universal", "huggingface")],
 )
-def test_of_two_writers_into_one_folder_the_second_is_refused(
+def test_the_second_of_two_writers_into_one_folder_is_refused(
     sources: dict[str, Checkpoint], place: tuple[Store, str], first: str, second: str, fails: str
 ) -> None:
     """Each replaced files of the other, or deleted them when it failed, and both exited with 0."""

@@ -108,7 +108,7 @@ def test_missing_and_added_bytes_count(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_the_place_of_the_damage_is_told(kind: str) -> None:
+def test_the_place_of_the_damage_is_reported(kind: str) -> None:
     """Around the borders of blocks: the tensor, its box, and the bytes of one block."""
     size = (5 << 20) // 2
     data = bytes(range(256)) * (size // 256)

@@ -48,7 +48,7 @@ def _sealed(body: bytes) -> bytes:
     return body + b',"crc32":"%08x"}\n' % crc32(body)
 
 
-def test_every_problem_is_told_at_once(native: dict[str, Any]) -> None:
+def test_every_problem_is_reported_at_once(native: dict[str, Any]) -> None:
     """One at a time would mean one run of the program for each."""
     fragment = native["tensors"]["wte"]["slots"]["weight"]["fragments"][0]
     native["step"] = -1

@@ -468,7 +468,7 @@ class _ForgetfulStore(MemoryStore):
         self.facts = self._later
 
 
-def test_a_storage_that_refuses_the_newest_sends_nobody_to_an_older_one() -> None:
+def test_no_reader_goes_to_an_older_version_if_storage_refuses_the_newest() -> None:
     """It may answer a moment later; a block that the disk cannot read is damage."""
     for errno, damaged in ((None, None), (EIO, (8,))):
         store = _ForgetfulStore(missing=False, errno=errno)

@@ -194,7 +194,7 @@ def test_a_message_that_arrives_damaged_is_refused() -> None:
 
 
 @pytest.mark.parametrize("at", ["the first of many chunks", "the only chunks"])
-def test_a_rank_whose_copy_arrives_damaged_leaves_nobody_waiting(
+def test_a_rank_whose_copy_arrives_damaged_leaves_no_rank_waiting(
     at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It alone sees it, and the others would wait for it in the next round, or train on."""

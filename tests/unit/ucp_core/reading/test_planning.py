@@ -93,7 +93,7 @@ def test_work_is_shared_by_bytes() -> None:
     assert _plan(Box((3,), (3,)), _map((1024,), Box.full((1024,)))).work_lists(1) == []
 
 
-def test_what_nobody_holds_is_named() -> None:
+def test_a_region_that_no_rank_holds_is_named() -> None:
     """And whether the tensor is unknown or only a part is missing."""
     have = _map((8,), Box((0,), (4,)))
 

@@ -42,7 +42,7 @@ def test_the_newest_claim_owns_the_directory(place: tuple[Store, str]) -> None:
         older.require(within_s=RECENT_S)
 
 
-def test_of_two_claims_of_one_number_one_fails(place: tuple[Store, str]) -> None:
+def test_one_of_two_claims_of_one_number_fails(place: tuple[Store, str]) -> None:
     """Two people run the directory at the same instant on two clusters."""
     store, run = place
 

@@ -190,7 +190,7 @@ def test_rows_that_are_in_the_page_cache_are_not_announced(
     assert kernel.announced == []
 
 
-def test_a_row_behind_the_end_of_a_file_is_told(tmp_path: Path) -> None:
+def test_a_row_behind_the_end_of_a_file_is_reported(tmp_path: Path) -> None:
     """The kernel answers a read that must not wait as it does one behind the end: by less."""
     path = tmp_path / "f"
     path.write_bytes(bytes(19 * 16384 + 4999))
@@ -239,7 +239,7 @@ def test_what_fits_is_written_though_no_more_can_be_reserved(tmp_path: Path) -> 
     assert (tmp_path / "f").stat().st_size == 40 << 20
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_file(tmp_path: Path) -> None:
     """By the kernel's own refusal: a device that is full, and a limit on the size of files."""
     store = LocalStore()
     with pytest.raises(StorageError, match=r"/dev/full does not fit: the file system is full"):
@@ -277,7 +277,7 @@ def test_a_relative_path_becomes_absolute(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("url", ["", "nosuch://x/y"])
-def test_a_url_that_nobody_serves_is_refused(url: str) -> None:
+def test_a_url_of_no_known_service_is_refused(url: str) -> None:
     """With our own error, not with fsspec's or an import's."""
     with pytest.raises(StorageError):
         open_store(url)
@@ -369,7 +369,7 @@ def test_bytes_that_went_out_are_not_appended_twice(
     assert path.read_bytes() == b"line\n"
 
 
-def test_an_error_that_stays_is_told_after_some_attempts(
+def test_an_error_that_stays_is_raised_after_some_attempts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A directory that was removed on the server is stale for good: no call waits for ever."""

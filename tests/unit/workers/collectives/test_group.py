@@ -176,7 +176,7 @@ def test_a_synchronous_call_lets_go_of_its_work(attempt: Attempt, name: str) -> 
     assert held == [False, False, True]
 
 
-def test_a_call_that_is_waited_for_later_keeps_its_work(attempt: Attempt) -> None:
+def test_a_call_with_a_later_wait_keeps_its_work(attempt: Attempt) -> None:
     """A mark of such a wait is behind the caller's own work: only NCCL's work tells the end."""
     with FakeTensorMode():
         for _ in range(2):
@@ -300,7 +300,7 @@ def test_pairs_are_connected_once_all_members_have_come(attempt: Attempt) -> Non
     assert not attempt.aborted.is_set()
 
 
-def test_an_error_on_the_device_is_told_and_ends_the_attempt(
+def test_an_error_on_the_device_is_reported_and_ends_the_attempt(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host calls nothing that would raise it: it waits for the device, for ever."""

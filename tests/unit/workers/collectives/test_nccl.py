@@ -57,7 +57,7 @@ class Refusing:
         raise RuntimeError("Future for ProcessGroup abort timed out after 60000 ms")
 
 
-def test_communicators_are_aborted_together_and_nobody_waits() -> None:
+def test_communicators_are_aborted_together_without_a_wait() -> None:
     """One after the other, each would wait for the next one for ever (pytorch#119797)."""
     together = threading.Barrier(4)
     communicators = [Communicator(together) for _ in range(3)]

@@ -56,7 +56,7 @@ def test_lines_of_all_files_in_their_order(
         found[4]
 
 
-def test_the_index_is_made_once_and_anew_for_other_files(
+def test_the_index_is_made_once_and_again_for_other_files(
     write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write("a.jsonl", "".join(f"{n}\n" for n in range(10, 30)))

@@ -109,7 +109,7 @@ def test_reading_changes_no_random_number_of_the_script(dataset: Noisy, num_befo
     assert numbers(lambda: take(loader, 5, ranks=[[0, 1, 2, 3]])) == numbers(lambda: None)
 
 
-def test_who_says_that_nothing_is_drawn_is_believed() -> None:
+def test_a_dataset_that_claims_to_draw_nothing_is_believed() -> None:
     """Its batches are the same; what it draws after all is the script's."""
     random.seed(1)
     expected = random.random()
@@ -142,7 +142,7 @@ def test_an_error_of_the_dataset_reaches_the_script(num_workers: int) -> None:
         take(DataLoader(Faulty(), num_workers=num_workers), 1, ranks=[[0]])
 
 
-def test_a_reader_that_dies_is_told_and_not_waited_for() -> None:
+def test_a_reader_that_dies_is_an_error_at_once() -> None:
     with pytest.raises(DataError, match=r"has died \(out of memory\?\)"):
         take(DataLoader(Deadly(), num_workers=1), 1, ranks=[[0]])
 

@@ -169,7 +169,7 @@ def test_ten_kinds_of_hang_show_the_line_that_hangs(
     assert again.count(" in train\n") == 1
 
 
-def test_of_a_process_that_cannot_write_the_kernel_tells(
+def test_the_kernel_tells_of_a_process_that_cannot_write(
     stuck: dict[str, Subject], tmp_path: Path
 ) -> None:
     """A stopped process runs no handler, and a dead one has left what it wrote when it died."""

@@ -119,7 +119,7 @@ frame #0: c10::Error::Error(c10::SourceLocation) + 0x96 (0x7f0000000000 in /x/li
         (TORCH, "what():  CUDA error: an illegal memory access was encountered"),
     ],
 )
-def test_an_abort_is_told_by_its_error_and_not_by_addresses(
+def test_an_abort_is_reported_by_its_error_and_not_by_addresses(
     written: str, told: str, tmp_path: Path
 ) -> None:
     """The last lines are frames of native code, which say nothing to a reader of the terminal."""
@@ -130,7 +130,7 @@ def test_an_abort_is_told_by_its_error_and_not_by_addresses(
     assert found.text == f"process {pid} died of SIGABRT; its last output: {told}"
 
 
-def test_of_a_process_that_has_not_ended_nothing_is_told() -> None:
+def test_a_process_that_has_not_ended_has_no_ending() -> None:
     """Ray may say that it died before the kernel does, and "it died" would be all that is kept."""
     endings = Endings()
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as process:
@@ -174,7 +174,7 @@ def group() -> Iterator[Path]:
     made.rmdir()
 
 
-def test_the_kernel_s_kill_for_want_of_memory_is_told_from_others(
+def test_the_kernels_kill_for_want_of_memory_differs_from_others(
     group: Path, tmp_path: Path
 ) -> None:
     """Both are SIGKILL, and what to do about them differs."""
@@ -204,7 +204,7 @@ def test_a_kill_that_came_long_before_is_no_cause(tmp_path: Path) -> None:
     assert told == [True, True, True, False]
 
 
-def test_of_a_process_that_was_gone_before_only_its_files_are_known(
+def test_only_the_files_of_a_process_that_was_gone_before_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It died while it started, before it had a progress record."""

@@ -220,7 +220,7 @@ def test_a_store_that_fails_for_a_moment_is_tried_again(
     assert problems.lines() == ()
 
 
-def test_a_full_store_is_an_event_and_the_next_version_is_tried_anew(
+def test_a_full_store_is_an_event_and_the_next_version_is_tried(
     table: ArenaTable, problems: Problems, persisting: Persisting
 ) -> None:
     """Training must not fail for it; people must hear of it."""

@@ -97,7 +97,7 @@ def test_what_is_nowhere_is_silent_and_what_refuses_is_not() -> None:
 
 
 @pytest.mark.parametrize("num_answer", [0, 1])
-def test_only_who_reaches_nobody_is_cut_off(num_answer: int) -> None:
+def test_only_a_node_that_reaches_no_other_is_cut_off(num_answer: int) -> None:
     """Where the head is gone and others are there, the controller comes back."""
 
     async def play(here: tuple[str, int]) -> int:

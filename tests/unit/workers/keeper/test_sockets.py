@@ -110,7 +110,7 @@ def test_both_ends_of_a_connection_are_seen_and_one_is_frozen(
     assert "ffff" not in sender.here[0], "both ends write an address alike"
 
 
-def test_only_news_is_told_and_now_and_then_everything(
+def test_only_news_is_reported_and_now_and_then_everything(
     frozen: Connect,
 ) -> None:
     taken, pid = frozen(HOSTS[0], 100)

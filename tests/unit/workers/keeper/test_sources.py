@@ -205,7 +205,7 @@ def test_when_no_holder_is_left_that_is_said(keeper: MakeKeeper) -> None:
     assert found.damaged == [near.source(0)]
 
 
-def test_an_error_that_is_nobodys_fault_ends_it(keeper: MakeKeeper) -> None:
+def test_an_error_without_a_bad_source_ends_the_load(keeper: MakeKeeper) -> None:
     """Another holder of the same bytes would fail alike, for ever."""
 
     def fill(_: Checkpoint) -> None:

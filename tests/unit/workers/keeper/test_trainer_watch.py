@@ -121,7 +121,7 @@ def test_what_a_lost_node_left_goes_with_the_run_and_what_lives_stays(tmp_path: 
     assert not run.exists()
 
 
-def test_page_of_an_older_process_kills_nobody(tmp_path: Path) -> None:
+def test_the_page_of_an_older_process_kills_no_process(tmp_path: Path) -> None:
     """Pids are used again: the start time on the page tells whether it is still the same one."""
     page = ProgressRecord.create(progress_path(tmp_path, "w0001"), worker="w0001")
     data = bytearray(progress_path(tmp_path, "w0001").read_bytes())

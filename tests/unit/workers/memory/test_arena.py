@@ -325,7 +325,7 @@ def test_waiting_for_pins_is_not_disturbed_by_other_news() -> None:
     table.drop("w0001.1")
 
 
-def test_a_guest_that_is_stopped_keeps_nobody_waiting(
+def test_a_guest_that_is_stopped_delays_no_owner(
     served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process can be stopped between its first and its second word."""
@@ -374,7 +374,7 @@ def test_a_worker_that_asks_again_gets_the_same_memory(served: Path) -> None:
     second.close()
 
 
-def test_whoever_speaks_nonsense_at_the_door_is_refused_and_the_next_is_served(
+def test_nonsense_at_the_door_is_refused_and_the_next_client_is_served(
     served: Path,
 ) -> None:
     """One bad process must not take the node's snapshots with it."""
@@ -446,7 +446,7 @@ def _left(table: ArenaTable, name: str, step: int, *, body_bytes: int = 8192) ->
     return held
 
 
-def test_who_takes_a_dead_workers_place_goes_on_in_its_memory() -> None:
+def test_a_replacement_goes_on_in_the_memory_of_a_dead_worker() -> None:
     """At once, within the same budget; and who was told the old name still finds what is there."""
     dead: set[str] = set()
     table = ArenaTable(budget_bytes=3 * 8192, dead=lambda: dead)

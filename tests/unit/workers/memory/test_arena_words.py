@@ -67,7 +67,7 @@ def test_a_pin_survives_whoever_set_it(arena: Arena) -> None:
     other.close()
 
 
-def test_nobody_waits_for_a_copy_that_nobody_makes(arena: Arena) -> None:
+def test_no_rank_waits_for_a_copy_that_no_peer_makes(arena: Arena) -> None:
     """Without a peer there is nothing to be behind of."""
     _write(arena, 1)
     assert not arena.copy_behind()
@@ -129,7 +129,7 @@ def _duplicate(arena: Arena) -> int:
     return os.dup(arena.fd)
 
 
-def test_what_is_kept_is_told_as_long_as_it_is_held(arena: Arena) -> None:
+def test_a_kept_version_is_listed_as_long_as_it_is_held(arena: Arena) -> None:
     """A mirror spares its copy of it; a version gone here would fill a buffer for nothing."""
     first = _write(arena, 1)
     assert arena.kept() is None

@@ -121,7 +121,7 @@ def test_its_layers_are_the_units(tmp_path: Path, kind: str) -> None:
     assert units == ["model.layers.0", "model.layers.1"]
 
 
-def test_what_cannot_be_is_told_with_its_key(tmp_path: Path) -> None:
+def test_an_impossible_value_is_refused_with_its_key(tmp_path: Path) -> None:
     """Before anything starts; the other sizes would be ignored."""
     write_config(tmp_path, "Llama")
     config = json.loads((tmp_path / "config.json").read_text())

@@ -121,7 +121,7 @@ class Hanging(MemoryStore):
         return super().write_atomic(path, data, fsync=fsync, exclusive=exclusive)
 
 
-def test_a_store_that_hangs_holds_nobody_up() -> None:
+def test_a_store_that_hangs_delays_no_output() -> None:
     """Training prints in every step, and a recovery waits for no output of the last attempt."""
     store = Hanging()
     output = OutputLog(store, "run", attempt=1, rank=0)

@@ -11,7 +11,7 @@ from workers.errors import TaskError
 from workers.process.termination import explain_handlers
 
 
-def test_a_script_in_a_worker_is_told_that_it_needs_no_handler(
+def test_a_handler_of_a_script_in_a_worker_is_refused_as_needless(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python says "signal only works in main thread", which does not help."""

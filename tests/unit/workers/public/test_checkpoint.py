@@ -84,7 +84,7 @@ def test_an_async_save_has_the_state_at_its_call(tmp_path: Path) -> None:
     assert equal(other, (model, optimizer))
 
 
-def test_a_failed_write_is_told_at_the_next_call_and_can_be_repeated(tmp_path: Path) -> None:
+def test_a_failed_write_raises_at_the_next_call_and_can_be_repeated(tmp_path: Path) -> None:
     """A full disk: otherwise the script trains on for days without a checkpoint."""
     model, optimizer = trained()
     (tmp_path / "step-00000001").write_text("a file where a folder should be")

@@ -48,7 +48,7 @@ def test_no_lease_is_needed_without_a_keeper(tmp_path: Path) -> None:
     assert not has_run_out(tmp_path)
 
 
-def test_a_keeper_that_was_stopped_could_hear_nobody(
+def test_a_keeper_that_was_stopped_could_hear_no_beat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine of which everything stood still for an hour trains on."""

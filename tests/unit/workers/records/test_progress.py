@@ -306,7 +306,7 @@ ctypes.PyDLL(None).usleep(900_000_000)
 """
 
 
-def test_a_held_interpreter_is_told_from_a_process_in_which_nothing_runs(path: Path) -> None:
+def test_a_held_interpreter_differs_from_a_process_in_which_nothing_runs(path: Path) -> None:
     """Neither beats nor uses processor time; the one may be well, the other stands still."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", HELD, str(path)], stdout=pipe) as child:

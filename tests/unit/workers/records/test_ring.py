@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "w0.ring"
 
 
-def test_a_collective_that_is_waited_for_shows_how_long(path: Path) -> None:
+def test_a_collective_shows_how_long_the_rank_has_waited_for_it(path: Path) -> None:
     """Entered, not finished, with the payload: what a verdict is made of."""
     ring = RecordRing(path, attempt=3, num_ranks=4)
     world = ring.group("world", WORLD)
@@ -113,7 +113,7 @@ def test_a_finished_one_settles_the_earlier_ones(path: Path) -> None:
     assert ring.num_in_flight() == 0
 
 
-def test_on_a_device_the_oldest_that_it_reached_is_waited_for(path: Path) -> None:
+def test_a_device_waits_for_the_oldest_collective_that_it_reached(path: Path) -> None:
     """The host cannot see when a stream waits, so whatever the device has reached counts."""
     ring = RecordRing(path, attempt=3, num_ranks=4)
     world = ring.group("world", WORLD)

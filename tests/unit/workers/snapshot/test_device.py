@@ -201,7 +201,7 @@ def test_pieces_with_gaps_between_them_are_the_same_state(
     assert copy.counts.num_bytes == 4 * sum(map(len, data))
 
 
-def test_an_update_waits_for_a_copy_that_nobody_has_begun(tmp_path: Path) -> None:
+def test_an_update_waits_for_a_copy_that_has_not_begun(tmp_path: Path) -> None:
     """The other thread may not have come to it, and every credit may be another rank's."""
     targets, sources, data = tensors()
     with running(0, computes_first=True) as device:
@@ -313,7 +313,7 @@ def test_checksums_that_are_known_are_not_made_again(tmp_path: Path) -> None:
         assert copy.run(data, known=known) == found
 
 
-def test_who_comes_again_gets_the_checksums_again(tmp_path: Path) -> None:
+def test_a_returning_owner_gets_the_checksums_again(tmp_path: Path) -> None:
     """A fence kept what was copied from being completed; the final snapshot completes it."""
     targets, sources, data = tensors()
     with running(0) as device:
@@ -345,7 +345,7 @@ def test_a_copy_that_failed_is_never_taken_for_whole(fails_at: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize("where", ["here", "device"])
-def test_a_credit_is_waited_for_and_not_for_ever(where: str, tmp_path: Path) -> None:
+def test_the_wait_for_a_credit_is_bounded(where: str, tmp_path: Path) -> None:
     """Another rank of the node has it, for as long as this one waits and longer."""
     targets, sources, data = tensors()
     with running(0) as device, Credits(tmp_path, 1).one() as has_one:

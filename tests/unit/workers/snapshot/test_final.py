@@ -51,7 +51,7 @@ def test_what_all_ranks_have_and_what_is_newer_is_spared() -> None:
 
 
 @pytest.mark.parametrize("pinned", [0, 1, 2, None])
-def test_of_all_that_counts_the_newest_common_version_is_left(pinned: int | None) -> None:
+def test_the_newest_common_version_is_left(pinned: int | None) -> None:
     """Another rank may have died with the newest one under way: the one before is what is left."""
     for order in itertools.permutations(range(3)):
         buffers = [held(buffer, 5 + place) for place, buffer in enumerate(order)]
@@ -226,7 +226,7 @@ def test_a_rank_leaves_its_state_however_long_the_last_one_waited_for_passes(
 
 @pytest.mark.usefixtures("waiting")
 @pytest.mark.parametrize("simulated", [0], indirect=True)
-def test_who_leaves_without_a_final_snapshot_waits_for_no_passes(rank: Rank, node: Node) -> None:
+def test_a_worker_without_a_final_snapshot_waits_for_no_passes(rank: Rank, node: Node) -> None:
     """After the last step there is none, nor any pass; the next attempt would be held up."""
     assert rank.writer.close()
     assert node.steps() == [5]

@@ -236,7 +236,7 @@ def test_a_model_that_tells_of_no_passes_is_not_waited_for(
 
 
 @pytest.mark.parametrize("who", ["hurry", "wait", "hold_update", "end"])
-def test_whoever_waits_for_a_copy_does_not_wait_for_passes(
+def test_a_wait_for_a_copy_is_no_wait_for_passes(
     who: str, tmp_path: Path, device: SimulatedDevice
 ) -> None:
     """The run is over, or a worker leaves: there are no more."""
@@ -254,7 +254,7 @@ def test_whoever_waits_for_a_copy_does_not_wait_for_passes(
             assert torch.equal(targets[0], sources[0])
 
 
-def test_a_training_that_does_something_else_is_waited_for_only_so_long(
+def test_the_wait_for_a_training_that_does_something_else_is_bounded(
     tmp_path: Path, device: SimulatedDevice
 ) -> None:
     """It evaluates, say; until the snapshot is whole its node's loss costs a step more."""
@@ -263,7 +263,7 @@ def test_a_training_that_does_something_else_is_waited_for_only_so_long(
     assert torch.equal(targets[0], sources[0])
 
 
-def test_no_credit_is_held_while_a_pass_is_waited_for(
+def test_no_credit_is_held_during_the_wait_for_a_pass(
     tmp_path: Path, device: SimulatedDevice
 ) -> None:
     """Other ranks of the node could use it."""

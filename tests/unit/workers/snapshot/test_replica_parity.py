@@ -289,7 +289,7 @@ def test_a_parity_counts_once_the_records_of_all_are_behind_it(tmp_path: Path) -
         assert [each.rank for each in record.members if each] == [1, 2, 0]
 
 
-def test_memory_that_is_refused_for_a_parity_costs_no_snapshot_and_holds_nobody_up(
+def test_memory_that_is_refused_for_a_parity_costs_no_snapshot_and_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The own one is worth as much as before; the parity follows once there is room."""

@@ -12,7 +12,7 @@ def in_s(seconds: float) -> float:
     return time.monotonic() + seconds
 
 
-def test_who_waits_for_memory_has_it_for_what_came_later_too(rank: Rank) -> None:
+def test_memory_once_granted_serves_later_versions_too(rank: Rank) -> None:
     """The optimizer's state is not there before the first step, whose end is waited at."""
     rank.writer.prepare(captured(0, state()[:3]))
     entries = state()
@@ -22,7 +22,7 @@ def test_who_waits_for_memory_has_it_for_what_came_later_too(rank: Rank) -> None
     assert rank.writer.wait(1)
 
 
-def test_who_waits_for_memory_does_not_wait_for_long(rank: Rank, node: Node) -> None:
+def test_the_wait_for_memory_is_short(rank: Rank, node: Node) -> None:
     """A keeper may be gone, memory may be refused, the attempt may be over."""
     assert not rank.writer.get_ready(captured(1, state()), in_s(0))
     node.restart(budget_bytes=1000)
@@ -31,7 +31,7 @@ def test_who_waits_for_memory_does_not_wait_for_long(rank: Rank, node: Node) -> 
     assert not rank.writer.get_ready(captured(1, state(num_rows=50_000)), in_s(600))
 
 
-def test_a_snapshot_that_nobody_copies_yet_is_waited_for(rank: Rank, node: Node) -> None:
+def test_a_rank_waits_for_a_snapshot_that_is_not_copied_yet(rank: Rank, node: Node) -> None:
     """To be behind a peer needs one that copies; after a change none does for a moment."""
     entries = state()
     assert rank.ready(entries)

@@ -239,7 +239,7 @@ def test_a_restarted_keeper_is_handed_the_memory_with_the_next_snapshot(
     assert node.steps() == [1, 2]
 
 
-def test_a_keeper_that_is_another_one_while_it_is_told_does_not_count_as_told(
+def test_a_notice_to_a_keeper_that_was_replaced_meanwhile_does_not_count(
     rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets a notice of memory that it was never handed, and would never be handed."""
@@ -319,7 +319,7 @@ def test_a_restarted_keeper_is_handed_the_memory_when_an_attempt_ends(
     assert node.steps() == [1]
 
 
-def test_a_restarted_keeper_is_told_though_a_dead_peer_holds_all_snapshots_back(
+def test_a_restarted_keeper_gets_notices_while_a_dead_peer_holds_all_snapshots_back(
     rank: Rank, node: Node
 ) -> None:
     """A dead keeper wrote that a peer copies, and would not take it back."""

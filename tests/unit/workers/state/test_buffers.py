@@ -301,7 +301,7 @@ def test_running_statistics_are_refused_unless_they_are_averaged(tmp_path: Path)
             train(tmp_path, task(batch_normed, averages=averages), steps=1)
 
 
-def test_a_name_of_no_buffer_is_told(tmp_path: Path) -> None:
+def test_a_name_of_no_buffer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"average_buffers names tabel, [\s\S]* there are table"):
         train(tmp_path, task(lambda: Scaled(type), averages=["tabel"]), steps=1)
 

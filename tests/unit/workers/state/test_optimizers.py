@@ -140,7 +140,7 @@ def test_muon_is_let_be_where_every_worker_has_whole_matrices(layout: ParallelLa
         "SGD",
     ],
 )
-def test_who_treats_every_element_alike_is_let_be(name: str) -> None:
+def test_an_elementwise_optimizer_is_accepted(name: str) -> None:
     """For these, and not for Muon, two halves of a matrix move as the whole does."""
     kind = getattr(torch.optim, name)
     whole, halves = (
@@ -153,7 +153,7 @@ def test_who_treats_every_element_alike_is_let_be(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [SHARDS, MIXED, SEQUENCES], ids=str)
-def test_a_class_that_nobody_knows_is_refused_on_parts_unless_declared(
+def test_an_unknown_class_is_refused_on_parts_unless_declared(
     layout: ParallelLayout,
 ) -> None:
     """LAMB, SOAP and Shampoo have state of any shape, and the curve depends on the workers."""
@@ -212,7 +212,7 @@ def train(
     run(task, directory=str(directory), settings=Settings(train=small))
 
 
-def test_a_script_is_told_before_it_trains(tmp_path: Path) -> None:
+def test_a_script_is_refused_before_it_trains(tmp_path: Path) -> None:
     """A run that ends in its second step has taken the machines by then."""
     with pytest.raises(TaskError, match=r"step 1\n[\s\S]*StateError: optimizer Adafactor"):
         train(tmp_path, torch.optim.Adafactor, steps=2)
@@ -365,7 +365,7 @@ def test_an_optimizer_over_the_models_own_parameters_is_as_good(tmp_path: Path) 
         (torch.optim.Adagrad, "keeps state for"),
     ],
 )
-def test_an_optimizer_over_other_parameters_is_told_what_to_do(
+def test_an_optimizer_over_other_parameters_is_refused_with_what_to_do(
     kind: Callable[..., Any], why: str, tmp_path: Path
 ) -> None:
     """It would train something else."""

@@ -126,9 +126,7 @@ def tensors_of(value: float, *, num: int, fqn: str = "norm") -> list[LocalTensor
 
 
 @pytest.mark.parametrize("num", [1, 200])
-def test_of_what_several_ranks_saved_one_copy_counts_if_all_are_equal(
-    tmp_path: Path, num: int
-) -> None:
+def test_one_copy_of_several_ranks_counts_if_all_are_equal(tmp_path: Path, num: int) -> None:
     """Small records are read value by value, large ones as columns."""
     write(tmp_path / "equal", tensors_of(1.0, num=num), 1, 2)
     write(tmp_path / "equal", tensors_of(1.0, num=num), 0, 2)

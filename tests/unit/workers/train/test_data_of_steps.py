@@ -83,7 +83,7 @@ def test_a_dataset_is_read_as_by_a_loader_of_ours(
     ],
     ids=["shuffled", "single", "batch_sampler", "iterable"],
 )
-def test_a_loader_of_batches_is_told_what_to_hand_over(tmp_path: Path, loader: Any) -> None:
+def test_a_loader_of_batches_is_refused_with_what_to_hand_over(tmp_path: Path, loader: Any) -> None:
     """Its batches would be taken for samples, and a step would see twice as many."""
     with pytest.raises(DataError, match=r"everstep\.DataLoader\(loader\.dataset, collate_fn="):
         DataLoader(loader)
@@ -107,7 +107,7 @@ def test_what_is_no_dataset_is_refused_by_name(tmp_path: Path, data: Any) -> Non
     ],
     ids=["none", "float", "frame"],
 )
-def test_what_looks_like_data_is_told_what_to_hand_over(
+def test_other_data_is_refused_with_what_to_hand_over(
     tmp_path: Path, data: Any, advice: str
 ) -> None:
     """An assertion, a KeyError and a float that "can be iterated only once" did not help."""
@@ -115,7 +115,7 @@ def test_what_looks_like_data_is_told_what_to_hand_over(
         seen_in(tmp_path, data)
 
 
-def test_a_stream_cannot_be_rechecked_and_is_told_the_ways_out(tmp_path: Path) -> None:
+def test_a_stream_cannot_be_rechecked_and_the_error_names_the_ways_out(tmp_path: Path) -> None:
     """Its samples are read once, so no worker could compute those of another one again."""
     ways = r"train\.recheck has .* from a stream .*: hand over samples by index, .*recheck: 0"
     with pytest.raises(TaskError, match=ways):

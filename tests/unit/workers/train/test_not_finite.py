@@ -212,7 +212,7 @@ def test_two_in_a_row_again_and_again_end_nothing(tmp_path: Path) -> None:
     assert found.skipped == [2, 3, 5, 6, 8]
 
 
-def test_what_happens_again_and_again_is_told_ever_more_seldom(
+def test_repeated_events_are_reported_ever_more_seldom(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each is an incident with a folder of its own, and a line in the terminal."""
@@ -287,7 +287,7 @@ def test_a_scaler_leaves_out_what_overflows_and_that_counts_for_nothing(
         train(tmp_path / "gradient", bad, SPOILS["gradient"], scale=16.0, steps=30)
 
 
-def test_an_evaluation_that_is_not_finite_is_told(
+def test_an_evaluation_that_is_not_finite_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends nothing: the weights are what they were."""

@@ -72,7 +72,7 @@ def train(session: Session) -> None:
     assert len(views) + len(losses) + seen + best + anew > 0
 
 
-def test_what_changes_in_place_is_told_once_by_its_name(
+def test_a_value_that_changes_in_place_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Most that a loop holds is made again in each step, is saved, or never changes."""

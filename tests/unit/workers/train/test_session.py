@@ -200,7 +200,7 @@ def test_the_work_of_each_micro_batch_is_recorded(
 
 
 @pytest.mark.parametrize("look", [evaluate, predict])
-def test_who_looks_at_the_model_before_an_update_changes_nothing(
+def test_reading_the_model_before_an_update_changes_nothing(
     look: Callable[[Session, nn.Module], object], make_attempts: Callable[[str], Attempts]
 ) -> None:
     """A pass without a backward pass leaves the weights gathered: the next step took those."""
@@ -305,7 +305,7 @@ def test_what_a_hook_of_the_optimizer_does_to_weights_is_part_of_the_step(
     assert plain.weights_digest() != whole.weights_digest()
 
 
-def test_who_looks_at_the_model_before_it_is_filled_changes_nothing(
+def test_reading_the_model_before_it_is_filled_changes_nothing(
     make_attempts: Callable[[str], Attempts],
 ) -> None:
     """As a summary of its layers does: the first step took what the memory held until then."""
@@ -334,7 +334,7 @@ def test_a_version_may_hold_a_frozen_layer_that_the_model_has_no_more(
     assert attempts.train(fit, steps=4, resume=(2, 1)) == Completed(attempt=2, step=4)
 
 
-def test_who_leaves_before_it_has_loaded_has_done_all_that_the_attempt_resumes_from(
+def test_a_worker_that_leaves_before_it_loads_is_at_the_step_of_the_resume(
     make_attempts: Callable[[str], Attempts],
 ) -> None:
     """Said to have done nothing, any older version in memory would count as the newest there is."""
@@ -393,7 +393,7 @@ def test_without_memory_it_is_measured_how_long_a_checkpoint_takes(
     assert costs().checkpoint_busy_s > 0
 
 
-def test_who_is_fenced_in_a_step_begins_no_further_micro_batch_of_it(
+def test_a_fenced_worker_begins_no_further_micro_batch_of_the_step(
     make_attempts: Callable[..., Attempts],
 ) -> None:
     """Others wait for it meanwhile. Without a collective in the next pass it would not hear."""

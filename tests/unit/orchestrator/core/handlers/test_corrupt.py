@@ -120,7 +120,7 @@ def test_without_a_version_before_the_last_check_it_starts_over() -> None:
     assert history.of(StartAttempt)[-1].resume_step == 0
 
 
-def test_of_the_only_node_only_the_worker_that_errs_is_left() -> None:
+def test_only_the_worker_that_errs_is_left_on_the_only_node() -> None:
     """Without the others there would be no run, and their devices are well."""
     history = History(4, nodes="aaa")
     history.raised(2, sound_step=5)

@@ -128,7 +128,7 @@ def test_workers_move_back_in_numbers_that_a_layout_can_use() -> None:
     assert not [each for each in actions if isinstance(each, act.ReleaseReservation)]
 
 
-def test_nobody_moves_for_what_is_not_better() -> None:
+def test_no_worker_moves_for_a_node_that_is_not_better() -> None:
     """A pause for nothing, again and again, would be all that comes of it."""
     state = _on_second_choice()
     state, actions = _fold(

@@ -126,7 +126,7 @@ def test_a_node_whose_keeper_stays_away_is_given_up() -> None:
     assert state.fleet.nodes[0].keeper_by_s == inf
 
 
-def test_the_wait_for_a_keeper_begins_anew_with_a_controller() -> None:
+def test_the_wait_for_a_keeper_restarts_with_a_controller() -> None:
     """There was no controller to hear that it is back."""
     state, _ = _fold(RunState(), *STARTED, ev.KeeperDied(at_s=20.0, node="a", detail=""))
     state, _ = _fold(

@@ -263,7 +263,7 @@ def test_a_program_that_never_got_through_a_step_is_given_up_within_minutes() ->
     assert run.at_s < 180.0
 
 
-def test_the_status_says_that_the_network_is_waited_for() -> None:
+def test_the_status_says_that_the_run_waits_for_the_network() -> None:
     """Nothing else tells why a run with all its workers stands still."""
     run = _Run()
     run.leave(ev.Leaving.PEER_LOST)
@@ -310,7 +310,7 @@ def test_what_the_transport_says_twice_counts_though_a_probe_finds_nothing() -> 
     assert run.members() == ["a", "c", "d"]
 
 
-def test_keepers_that_do_not_answer_hold_nobody_up() -> None:
+def test_keepers_that_do_not_answer_delay_no_start() -> None:
     """One of the two ends says enough; where none does, the bound ends the wait."""
     run = _Run()
     run.silent = {"b"}

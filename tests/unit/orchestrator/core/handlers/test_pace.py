@@ -45,7 +45,7 @@ def _measured(costs: SaveCosts = COSTS, attempt: int = 1) -> ev.SavesMeasured:
     return ev.SavesMeasured(at_s=3.0, attempt=attempt, costs=costs)
 
 
-def test_what_is_chosen_is_told_once_with_the_reason() -> None:
+def test_a_chosen_interval_is_reported_once_with_the_reason() -> None:
     """The reason tells the interval that is kept, also the one that the user asked for."""
     state, _ = _fold(RunState(), *START)
     state, (told,) = _fold(state, _measured())

@@ -111,7 +111,7 @@ def test_a_run_without_a_journal_does_not_fall_behind_what_storage_had() -> None
     assert not any(isinstance(action, act.StartAttempt) for action in actions)
 
 
-def test_what_is_missing_is_waited_for_as_at_the_first_start() -> None:
+def test_a_resume_waits_for_missing_workers_as_at_the_first_start() -> None:
     """The first of two workers to be ready again must not begin alone at once."""
     rules = replace(RULES, max_workers=2)
     stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
@@ -196,7 +196,7 @@ def test_a_run_does_not_fall_behind_what_it_committed(
     assert resume_event(state, at_s=3.7, incarnation=3).stored == known
 
 
-def test_storage_that_is_silent_is_waited_for_while_memory_is_behind_it() -> None:
+def test_a_resume_waits_for_silent_storage_while_memory_is_behind_it() -> None:
     """A keeper holds an older step than the one that is committed, and storage answers later."""
     stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
     event = replace(resume_event(stopped, at_s=2.7, incarnation=2), stored=4)

@@ -160,7 +160,7 @@ def test_what_is_asked_for_or_unused_is_given_first() -> None:
     assert len(run.members()) == 3
 
 
-def test_of_alternatives_the_worst_is_given_back_and_all_are_asked_for_again() -> None:
+def test_the_worst_alternative_is_given_back_and_all_are_requested_again() -> None:
     """Otherwise a refused request stays open, and would take nodes that the other run waits for."""
     run = Fold(CHOICE)
     run(ev.ReservationGranted(at_s=1.0, reservation=1, node="cheap"))

@@ -202,7 +202,9 @@ def test_another_rank_that_is_slow_on_the_new_node_is_convicted() -> None:
         (3.0, replace(RULES, total_steps=44)),
     ],
 )
-def test_one_is_waited_for_where_no_other_layout_is_faster(times: float, rules: RunRules) -> None:
+def test_the_run_waits_for_a_slow_worker_where_no_other_layout_is_faster(
+    times: float, rules: RunRules
+) -> None:
     """Half of the workers take twice as long."""
     run = cluster(rules)
     run.begin(times)
@@ -211,7 +213,7 @@ def test_one_is_waited_for_where_no_other_layout_is_faster(times: float, rules: 
     assert all(one.incident != "slow" for one in run.incidents)
 
 
-def test_a_suspicion_that_ends_in_time_convicts_nobody() -> None:
+def test_a_suspicion_that_ends_in_time_convicts_no_worker() -> None:
     run = cluster()
     run.begin()
     run.train(4)
@@ -307,7 +309,7 @@ def test_the_node_is_used_again_after_a_while() -> None:
     assert not run.state.fleet.nodes[1].draining
 
 
-def test_a_hang_of_one_that_was_suspected_is_told_with_the_suspicion_first() -> None:
+def test_a_hang_of_a_suspected_worker_is_reported_with_the_suspicion_first() -> None:
     run = cluster()
     run.begin()
     run.send(

@@ -219,7 +219,7 @@ def test_what_happens_before_the_first_step_is_no_recovery() -> None:
     assert stats.startup_s == 29.0
 
 
-def test_start_up_is_told_apart_from_goodput() -> None:
+def test_start_up_does_not_count_against_goodput() -> None:
     """2 of 8 s are start-up, which no fault has cost: the rest is all steps."""
     stats = _stats(START)
 
@@ -297,7 +297,7 @@ def test_steps_that_were_done_while_the_controller_was_away_are_counted() -> Non
     assert (stats.step, stats.lost_steps) == (12, 0)
 
 
-def test_a_restart_that_disturbs_nobody_is_still_on_record() -> None:
+def test_a_restart_that_disturbs_no_step_is_on_record() -> None:
     """No attempt ends, so only the controller's own event tells of it."""
     restart = (
         ev.ControllerStarted(at_s=9.0, incarnation=2),
@@ -364,7 +364,7 @@ def test_what_the_newest_attempt_loaded_is_summed_over_its_workers() -> None:
     assert _stats((*START, *CRASH, *formed)).loaded == {"local memory": 12, "storage": 1}
 
 
-def test_what_could_not_be_loaded_is_told_with_the_recovery_that_met_it() -> None:
+def test_an_unreadable_version_is_reported_with_the_recovery_that_met_it() -> None:
     """Also with the fault that the recovery was for, and with no later one."""
     bad: tuple[ev.Event, ...] = (
         ev.WorkerLeft(
@@ -389,7 +389,7 @@ def test_what_could_not_be_loaded_is_told_with_the_recovery_that_met_it() -> Non
     assert unloadable.guilty == ()
 
 
-def test_a_damaged_version_in_storage_is_told_with_the_recovery_that_passed_it_over() -> None:
+def test_a_damaged_version_in_storage_is_reported_with_the_recovery_that_passed_it_over() -> None:
     """No worker tries to load it, so none can say that it is damaged."""
     line = "step-00000004: manifest.json is cut short"
     read = ev.CommittedRead(

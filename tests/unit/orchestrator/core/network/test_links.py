@@ -40,7 +40,7 @@ def test_a_node_without_any_link_is_the_one_that_is_left_out() -> None:
     assert links.described([*pairs, ("c", "a")]) == "node c has no connection with 3 others"
 
 
-def test_a_link_without_one_way_is_told_from_one_without_both() -> None:
+def test_a_link_without_one_way_differs_from_one_without_both() -> None:
     """A firewall may stop one of them, and people look for it at its end."""
     assert links.described([("b", "a")]) == "no connection from node b to node a"
     assert links.described([("b", "a"), ("a", "b")]) == "no connection between nodes a and b"
@@ -117,7 +117,7 @@ def test_a_lost_link_is_probed_at_once_and_then_ever_more_rarely() -> None:
     assert len(probes_s) < 160
 
 
-def test_who_does_not_answer_heals_no_link() -> None:
+def test_a_silent_node_heals_no_link() -> None:
     """Silence of a keeper says nothing about its network."""
     known = _cut(("a", "b"))
     half = links.noted(known, lost=(), heard=("a",), asked=(("a", "b"),), now_s=5.0)

@@ -54,7 +54,7 @@ def test_only_names_of_the_machine_have_a_number() -> None:
         assert worker_number(name) == -1
 
 
-def test_of_many_nodes_those_in_trouble_are_described_and_all_are_counted() -> None:
+def test_nodes_in_trouble_are_described_and_all_are_counted() -> None:
     """A document with a row for each of 80,000 workers had 16 MB, once a second."""
     workers = {
         number: Worker(

@@ -77,7 +77,7 @@ def test_workers_that_share_a_gpu_are_told_what_that_costs() -> None:
         ("NCCL_SOCKET_IFNAME", "^=lo", ""),
     ],
 )
-def test_a_variable_that_names_no_interface_is_told(name: str, value: str, said: str) -> None:
+def test_a_variable_that_names_no_interface_is_reported(name: str, value: str, said: str) -> None:
     """The workers die when they meet, and their words are of torch."""
     problem = interface_problem({name: value}, ["lo", "eth0", "docker0"])
 

@@ -226,7 +226,7 @@ def test_without_snapshots_storage_serves_every_failure() -> None:
     assert stored.reason.startswith("checkpoint every")
 
 
-def test_a_store_that_stalls_nobody_is_not_kept_busy_all_the_time() -> None:
+def test_a_store_that_stalls_no_step_is_not_kept_busy_all_the_time() -> None:
     """Keepers write it, which costs training nothing that could be measured."""
     facts = replace(FACTS, persist=Tier(stall_s=0.0, busy_s=0.05))
 

@@ -45,7 +45,7 @@ def _memory_bytes(facts: RedundancyFacts, plan: RedundancyPlan) -> dict[str, int
         (1, 799, Mechanism.NONE, 600),
     ],
 )
-def test_of_four_nodes_memory_decides_the_mechanism(
+def test_memory_decides_the_mechanism_on_four_nodes(
     tolerance: int, headroom_bytes: int, mechanism: Mechanism, memory_bytes: int
 ) -> None:
     """At the last byte; a copy is read faster than a parity is decoded, so it comes first.

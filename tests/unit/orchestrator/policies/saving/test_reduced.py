@@ -20,7 +20,7 @@ def test_time_at_reduced_redundancy_ends_at_the_look_that_finds_it_whole() -> No
     assert noted(time, 23.0, is_reduced=True).for_s == 2.0
 
 
-def test_nobody_is_told_before_redundancy_is_reduced_for_long() -> None:
+def test_only_redundancy_that_stays_reduced_is_reported() -> None:
     """Every recovery reduces it for a moment; users would ignore an alert for each."""
     begun = [(0.0, True), (ALERT_S - 1, True)]
 

@@ -117,7 +117,7 @@ def test_a_slow_link_is_timed_and_told_within_ten_seconds() -> None:
     assert 1.5 < times == pytest.approx(1.0 / told.step_ratio)
 
 
-def test_a_node_that_hears_slowly_is_told_with_what_it_hears() -> None:
+def test_a_slow_receiver_is_reported_with_its_rates() -> None:
     lab = _Lab()
     lab.pass_s(10)
     lab.slow = {("a", "b"), ("c", "b")}
@@ -165,7 +165,7 @@ def test_a_link_is_suspected_no_longer_once_it_was_seen_to_be_fast_again() -> No
     assert [len(found) for _, found, _, _ in lab.suspected] == [1, 0]
 
 
-def test_nobody_is_timed_while_nobody_trains() -> None:
+def test_no_transfer_is_timed_without_training() -> None:
     lab = _Lab()
     lab.training = ()
     lab.slow = {("a", "b")}

@@ -212,7 +212,7 @@ def test_a_drain_from_before_a_restart_holds_and_can_be_taken_back() -> None:
     ]
 
 
-def test_the_end_of_the_controllers_machine_is_told_though_no_worker_is_there(
+def test_the_end_of_the_controllers_machine_is_reported_without_workers_there(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A head has no room for workers, and the cluster may go with it."""

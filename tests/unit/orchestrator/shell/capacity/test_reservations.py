@@ -105,7 +105,7 @@ def test_reservations_are_given_back_while_ray_does_not_place_them_those_that_wa
     ]
 
 
-def test_a_reservation_that_is_given_back_as_it_is_placed_is_granted_to_nobody(
+def test_a_reservation_given_back_as_it_is_placed_is_not_granted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both are seen to in one turn of the loop: the controller ended, and was begun again."""

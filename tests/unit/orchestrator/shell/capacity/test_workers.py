@@ -62,7 +62,7 @@ def test_a_worker_that_cannot_be_reached_after_a_restart_is_killed(
     assert posted.empty()
 
 
-def test_nobody_is_put_beside_a_worker_that_may_still_live(
+def test_no_worker_starts_beside_one_that_may_still_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A kill is lost with the network; it is told again until the node says that it worked."""
@@ -123,7 +123,7 @@ def test_nobody_is_put_beside_a_worker_that_may_still_live(
 
 
 @pytest.mark.parametrize("why", ["killed", "over"])
-def test_ray_that_does_not_answer_holds_up_nobody_and_what_it_starts_late_is_ended(
+def test_a_silent_ray_delays_no_start_and_its_late_workers_are_ended(
     monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """The loop stood still until Ray's head had taken in each process."""
@@ -187,7 +187,7 @@ SHORT = f"{DIED} Task was killed due to the node running low on memory.\nMemory 
         (SHORT, Ending(""), "out_of_memory", "Ray ended process 77: its node was running low on"),
     ],
 )
-def test_why_a_process_died_is_told_as_far_as_anybody_knows(
+def test_a_death_is_reported_with_the_cause_as_far_as_it_is_known(
     told: str, known: Ending, cause: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray's own words name three possible causes, and a person would have to look at the node."""

@@ -181,7 +181,7 @@ def test_nodes_of_another_user_are_left_out() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root makes a network of its own")
-def test_a_machine_without_an_ipv4_address_is_told_so_at_once() -> None:
+def test_a_machine_without_an_ipv4_address_is_refused_at_once() -> None:
     """Ray's head waits three times for 30 s, and says that it waited for a file."""
     program = "from orchestrator.shell import require_loopback; require_loopback()"
     done = subprocess.run(

@@ -49,7 +49,7 @@ class Ended(Handle):
 
 
 @pytest.mark.parametrize("kind", [Handle, Ended])
-def test_who_did_not_answer_is_said_and_asked_again_once_it_is_back(
+def test_a_silent_keeper_is_named_and_asked_again_once_it_is_back(
     monkeypatch: pytest.MonkeyPatch, kind: type[Handle]
 ) -> None:
     """Back at once or not: what only it holds was not looked at."""
@@ -115,7 +115,7 @@ class Late(Handle):
         return await super()._held()
 
 
-def test_a_keeper_that_is_late_is_asked_again_if_it_holds_what_nobody_else_does(
+def test_a_late_keeper_that_alone_holds_a_part_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a busy machine half a second is soon over, and storage is ten steps behind."""
@@ -139,7 +139,7 @@ def test_a_keeper_that_is_late_is_asked_again_if_it_holds_what_nobody_else_does(
     ]  # fmt: skip
 
 
-def test_a_late_keeper_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_waits_once_for_a_late_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have died with its machine, and this is not known yet."""
     monkeypatch.setattr(module, "ASK_S", 0.05)
     monkeypatch.setattr(module, "LATE_S", 0.05)

@@ -208,7 +208,7 @@ def test_what_is_bad_is_passed_over_in_either_tier() -> None:
     assert parts == ()
 
 
-def test_a_keeper_is_told_what_it_is_to_hold_no_longer() -> None:
+def test_a_keeper_learns_which_versions_to_drop() -> None:
     """Neither a rank nor another keeper may be offered it again."""
     bad = (PartRef(node="aa", arena="w0.0", held=held(7, 0)).source, stored_source(7, 1))
 
@@ -306,7 +306,7 @@ def test_racks_that_nodes_share_are_told_as_trouble() -> None:
     assert "rack r" in shared
 
 
-def test_a_node_without_the_label_that_names_racks_is_told_as_trouble() -> None:
+def test_a_node_without_the_label_of_its_rack_is_reported_as_trouble() -> None:
     """A label that is misspelt names no rack of any node, and protects nothing."""
 
     async def act(made: Snapshots, handles: Handles) -> Any:
@@ -365,7 +365,7 @@ def test_a_version_that_must_be_computed_gives_way_at_the_end() -> None:
     assert with_keepers(MemoryStore(), act) == ((7, "memory"), [[(1, 6)], [(1, 6)]])
 
 
-def test_what_a_dead_keeper_said_protects_nobody() -> None:
+def test_reports_of_a_dead_keeper_protect_no_version() -> None:
     """The alert has to come while its memory is away, and to end when the next one has told."""
 
     async def act(made: Snapshots, handles: Handles) -> Any:

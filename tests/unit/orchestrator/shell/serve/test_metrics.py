@@ -219,9 +219,7 @@ _SUSPECTED_LINK = {"kind": "slow_link", "rank": "1 to 2", "worker": "", "node": 
         ("incident_cost_usd_total", {"kind": "hang"}, 0.25),
     ],
 )
-def test_a_value_is_told_with_its_labels(
-    name: str, labels: dict[str, str], expected: float | None
-) -> None:
+def test_a_value_has_its_labels(name: str, labels: dict[str, str], expected: float | None) -> None:
     """An unknown value has no series: a zero would be drawn."""
     of_run = {"run": "small", "run_id": "small-1"}
     found = _registry().get_sample_value(f"everstep_{name}", {**of_run, **labels})
@@ -229,7 +227,7 @@ def test_a_value_is_told_with_its_labels(
     assert found == expected
 
 
-def test_an_incident_is_told_when_it_was_found_and_of_whom(
+def test_an_incident_has_its_time_and_its_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A mark on a curve must not move: the time is the same at each scrape."""
@@ -344,7 +342,7 @@ def test_the_list_for_people_has_every_metric_with_its_labels() -> None:
     ] == []
 
 
-def test_no_board_asks_for_what_nobody_tells() -> None:
+def test_no_board_asks_for_an_unknown_metric() -> None:
     """Its panel would stay empty, also where no Prometheus is installed that shows it."""
     found = list(_registry().collect())
     told = {f"{one.name}_total" if one.type == "counter" else one.name for one in found}
@@ -356,7 +354,7 @@ def test_no_board_asks_for_what_nobody_tells() -> None:
     assert asked - told == set()
 
 
-def test_no_rule_waits_for_what_nobody_tells() -> None:
+def test_no_rule_waits_for_an_unknown_metric() -> None:
     """Prometheus finds nothing wrong with a rule on a metric that was renamed: it never fires."""
     told: dict[str, set[str]] = {}
     for metric in _registry().collect():

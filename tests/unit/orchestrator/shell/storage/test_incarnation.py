@@ -140,7 +140,7 @@ def test_a_claim_that_was_superseded_begins_no_incarnation(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_compacting", [True, False])
-def test_what_a_superseded_controller_journals_counts_for_nobody(
+def test_records_of_a_superseded_controller_do_not_count(
     tmp_path: Path, *, is_compacting: bool
 ) -> None:
     """It looks every few seconds who owns the directory, and decides on until then."""
@@ -164,7 +164,7 @@ def test_what_a_superseded_controller_journals_counts_for_nobody(
     assert numbers == sorted(set(numbers))
 
 
-def test_a_resume_goes_back_to_the_newest_finite_version_if_it_is_told_to(tmp_path: Path) -> None:
+def test_a_resume_can_go_back_to_the_newest_finite_version(tmp_path: Path) -> None:
     """Newer ones no longer count, as if an attempt had resumed there."""
     run = Journaled(config_at(tmp_path))
     run.grow(60)

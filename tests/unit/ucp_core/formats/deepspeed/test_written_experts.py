@@ -139,7 +139,7 @@ def test_experts_with_gate_and_up_in_turn_are_refused() -> None:
         write(source.save(store, "s"), store, "out", memory_bytes=MEMORY_BYTES, dp=2, ep=2)
 
 
-def test_groups_that_were_cut_for_their_size_are_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_were_cut_for_their_size_are_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with fewer experts has fewer groups of them, as DeepSpeed makes them."""
     monkeypatch.setattr(experts, "_GROUP_ELEMENTS_MAX", 40)
     store = MemoryStore()

@@ -51,7 +51,7 @@ def test_arguments_of_another_model_are_refused(tmp_path: Path) -> None:
         read(made.write(tmp_path))
 
 
-def test_buffers_that_no_rank_has_any_more_are_asked_for(tmp_path: Path) -> None:
+def test_buffers_that_no_rank_has_are_refused(tmp_path: Path) -> None:
     """Without them the optimizer has no state, and its groups no parameters."""
     made = Megatron(tp=2, distributed=True)
     for name in [name for name in made.trees if name.endswith("distrib_optim.pt")]:

@@ -269,7 +269,7 @@ def test_experts_without_ranks_of_their_own_are_in_the_groups_of_the_rest() -> N
     assert loaded(checkpoint, name, "step") == 4.0
 
 
-def test_who_is_in_no_group_for_sure_has_the_step_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_in_no_sure_group_has_the_step_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learning rates of their own make more groups than the rule knows of; steps are the same."""
     twice = [megatron_files.GROUPS[0], {**megatron_files.GROUPS[0], "max_lr": 0.25}]
     monkeypatch.setattr(megatron_files, "GROUPS", [*twice, megatron_files.GROUPS[1]])

@@ -144,7 +144,7 @@ def test_no_answer_ends_the_watch(server: Metadata, answer: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["echo 'x", " ", "/no/such/command"])
-def test_a_command_that_cannot_be_run_is_told(command: str) -> None:
+def test_a_command_that_cannot_be_run_is_reported(command: str) -> None:
     """One with an open quote ended the keeper as it began."""
     with _watching(command=command) as watch:
         _wait(lambda: bool(watch.problems()))
@@ -176,7 +176,7 @@ def _dripping(begin: bytes) -> str:
     return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_google_is_asked_anew_after_an_etag_that_it_refuses(server: Metadata) -> None:
+def test_google_is_asked_again_after_an_etag_that_it_refuses(server: Metadata) -> None:
     """The question that waits for a change was refused for ever, and no preemption was seen."""
     server.say(GCP_PREEMPTED, "FALSE")
     server.say(GCP_MAINTENANCE, "NONE")
@@ -202,7 +202,7 @@ def test_an_event_of_azure_that_has_begun_is_the_same_at_each_look(server: Metad
     assert source.look() == first
 
 
-def test_an_endpoint_that_nobody_knows_how_to_ask_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_endpoint_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was not asked, and nothing said so."""
     monkeypatch.setattr(machine, "_DMI", Path("/nowhere"))
     with _watching(cloud="auto", endpoint="http://127.0.0.1:9") as watch:
@@ -225,7 +225,7 @@ def test_each_source_has_advice_of_its_own(tmp_path: Path) -> None:
     assert told[1] == f"the file {file} does not answer: broken (see notices.file)"
 
 
-def test_a_service_that_does_not_answer_is_told_once_and_takes_nothing_back(
+def test_a_service_that_does_not_answer_is_reported_once_and_revokes_no_notice(
     server: Metadata, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A service may restart, and a machine of no cloud has none: both must cost nothing."""

@@ -220,7 +220,7 @@ def test_a_follower_that_stops_asking_is_left_alone(
 
 
 @pytest.mark.usefixtures("patient")
-def test_nothing_is_waited_for_once_it_is_broken_off(arena: Arena, client: WireClient) -> None:
+def test_a_listing_that_is_broken_off_waits_no_longer(arena: Arena, client: WireClient) -> None:
     """A keeper that is given a new order waits for this one to end."""
     news = client.list_arenas(after=-1, timeout_s=0.0).news
     threading.Timer(0.1, client.abort).start()

@@ -301,7 +301,7 @@ def test_a_broken_connection_is_made_again(
     assert _copies(ours)[-1] == (1, 5)
 
 
-def test_a_peer_that_forgot_what_was_copied_is_told_again(
+def test_a_peer_that_forgot_the_copied_versions_gets_them_again(
     theirs: ArenaTable, source: Arena, ours: ArenaTable, server: WireServer, mirrors: Mirrors
 ) -> None:
     """The connection broke before it heard: its ranks would wait for a copy that is there."""
@@ -314,7 +314,7 @@ def test_a_peer_that_forgot_what_was_copied_is_told_again(
     assert eventually(lambda: source.is_followed() and not source.copy_behind())
 
 
-def test_a_follower_is_told_again_what_was_copied_over_a_new_connection(
+def test_a_new_connection_lists_the_copied_versions_again(
     theirs: ArenaTable, source: Arena, ours: ArenaTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A range goes on by itself where its connection broke off, and the peer has forgotten who had
@@ -371,7 +371,7 @@ def test_nothing_half_is_ever_a_copy(
     slow.close()
 
 
-def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
+def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_reported(
     theirs: ArenaTable, source: Arena, ours: ArenaTable, mirrors: Mirrors
 ) -> None:
     """A peer too slow for good: the one version that both have must outlive all that are not."""
@@ -394,7 +394,7 @@ def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
     slow.close()
 
 
-def test_memory_that_is_refused_is_a_problem_and_holds_nobody_up(
+def test_memory_that_is_refused_is_a_problem_and_delays_no_peer(
     theirs: ArenaTable,
     source: Arena,
     server: WireServer,

@@ -235,7 +235,7 @@ def test_parts_that_outgrow_their_parities_are_protected_all_the_same(nodes: lis
     assert not any(node.problems for node in nodes)
 
 
-def test_a_broken_connection_is_made_anew(nodes: list[_Node]) -> None:
+def test_a_broken_connection_is_made_again(nodes: list[_Node]) -> None:
     """Networks do that; it needs no report."""
     with _protecting(nodes, 2):
         for step in range(1, 5):
@@ -248,7 +248,7 @@ def test_a_broken_connection_is_made_anew(nodes: list[_Node]) -> None:
     assert not any(node.problems for node in nodes)
 
 
-def test_memory_that_is_refused_is_a_problem_and_holds_nobody_up() -> None:
+def test_memory_that_is_refused_is_a_problem_and_delays_no_peer() -> None:
     """One node of the group has no room: its group is not protected, and trains."""
     with ExitStack() as stack:
         nodes = [stack.enter_context(_node(place, (place,))) for place in range(2)]
@@ -262,7 +262,7 @@ def test_memory_that_is_refused_is_a_problem_and_holds_nobody_up() -> None:
             assert eventually(lambda: not any(arena.copy_behind() for arena in arenas))
 
 
-def test_parities_are_copied_by_nobody(nodes: list[_Node]) -> None:
+def test_no_peer_copies_parities(nodes: list[_Node]) -> None:
     """They are redundancy already, and no rank's version."""
     assert is_parity(parity_name(0, 1))
     assert is_copy(parity_name(0, 1))

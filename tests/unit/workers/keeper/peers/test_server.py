@@ -160,7 +160,7 @@ def test_what_is_asked_for_ahead_is_sent_without_being_asked_again(held_back: _H
     max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_who_asks_for_one_thing_and_reads_another_gets_what_he_reads(
+def test_a_client_gets_what_it_reads_whatever_it_requested(
     server: WireServer, arena: Arena, calls: list[tuple[bool, list[tuple[int, int]]]]
 ) -> None:
     """A load that ends early leaves unwanted bytes on the connection."""
@@ -229,7 +229,7 @@ def test_little_is_under_way_to_a_near_peer_and_as_much_as_it_takes_to_a_far_one
     assert not is_near or (after[0] <= 256 << 10 and after[1] <= 1 << 20)
 
 
-def test_whoever_does_not_know_the_secret_gets_nothing(server: WireServer, arena: Arena) -> None:
+def test_a_client_without_the_secret_gets_nothing(server: WireServer, arena: Arena) -> None:
     """The state of a model is worth stealing, and the port is open to the whole network."""
     (held,) = arena.versions()
     target = bytearray(10)
@@ -379,7 +379,7 @@ def test_a_peer_that_never_works_is_given_up(server: WireServer, arena: Arena) -
     bridge.close()
 
 
-def test_nonsense_on_the_port_hurts_nobody(server: WireServer, arena: Arena) -> None:
+def test_nonsense_on_the_port_does_no_harm(server: WireServer, arena: Arena) -> None:
     """Scanners knock at every port."""
     with socket.create_connection(server.address) as scanner:
         scanner.sendall(os.urandom(200))
@@ -403,7 +403,7 @@ def test_a_rate_limit_is_kept(table: ArenaTable, arena: Arena) -> None:
     server.close()
 
 
-def test_who_sends_slowly_is_not_silent_for_long(table: ArenaTable, arena: Arena) -> None:
+def test_a_slow_sender_is_not_silent_for_long(table: ArenaTable, arena: Arena) -> None:
     """A peer that hears nothing for 5 s gives up, and ranks wait for none that takes nothing.
 
     At 1 MiB a second a chunk of 4 MiB was sent after 4 s without a word, to one peer alone.
@@ -419,7 +419,7 @@ def test_who_sends_slowly_is_not_silent_for_long(table: ArenaTable, arena: Arena
     server.close()
 
 
-def test_who_shares_a_limit_with_many_is_not_kept_waiting_for_long(
+def test_a_reader_that_shares_a_limit_with_many_waits_briefly(
     table: ArenaTable, arena: Arena
 ) -> None:
     """A hundred workers that load at once would each hear nothing for longer than they wait."""
@@ -437,7 +437,7 @@ def test_who_shares_a_limit_with_many_is_not_kept_waiting_for_long(
     server.close()
 
 
-def test_whoever_comes_while_no_file_can_be_opened_is_served_afterwards(
+def test_a_client_that_comes_while_no_file_can_be_opened_is_served_afterwards(
     server: WireServer, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many may load at once, from a keeper that may open few files."""

@@ -57,7 +57,7 @@ def test_a_slow_way_is_timed_for_no_longer_and_told_as_slow() -> None:
     assert took_s >= WITHIN_S
 
 
-def test_who_is_not_reached_or_knows_no_secret_is_not_timed(server: WireServer) -> None:
+def test_an_unreachable_peer_or_one_without_the_secret_is_not_timed(server: WireServer) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         with pytest.raises(OSError, match="refused"):

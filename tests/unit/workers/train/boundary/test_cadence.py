@@ -61,7 +61,7 @@ def test_steps_between_two_snapshots_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("durably", [False, True])
-def test_who_leaves_takes_its_state_along_though_a_rank_is_behind(
+def test_a_leaving_worker_takes_its_state_along_though_a_rank_is_behind(
     durably: bool,  # noqa: FBT001
 ) -> None:
     """Planned changes lose no step; whether memory is enough depends on who goes."""
@@ -108,7 +108,7 @@ def test_ranks_wait_once_after_the_first_step_that_is_due_for_a_snapshot() -> No
 
 
 @pytest.mark.parametrize("agreed", [Signals(leaves=True), Signals(leaves=True, no_memory=True)])
-def test_who_leaves_does_not_wait_for_memory(agreed: Signals) -> None:
+def test_a_leaving_worker_does_not_wait_for_memory(agreed: Signals) -> None:
     """A machine is about to go; without memory its state goes to storage."""
     plan = cadence()
 

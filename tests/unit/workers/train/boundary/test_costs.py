@@ -6,7 +6,7 @@ from workers.protocol import Pace
 from workers.train.boundary.costs import SaveMeter
 
 
-def test_a_step_is_told_without_the_saves_that_it_began_with() -> None:
+def test_the_time_of_a_step_leaves_out_the_saves_that_it_began_with() -> None:
     """A step is timed from update to update, so what was saved behind one counts to the next."""
     meter = SaveMeter()
     for _ in range(3):

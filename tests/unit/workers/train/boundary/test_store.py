@@ -162,7 +162,7 @@ def test_a_step_waits_for_room_and_is_stored_then(monkeypatch: pytest.MonkeyPatc
     assert committed_step(store) == 1
 
 
-def test_nobody_waits_for_room_after_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_waits_for_room_after_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next attempt needs the process."""
     monkeypatch.setattr(store_module, "_FULL_PAUSE_S", 0.01)
     store, fenced = _Filling(), threading.Event()
@@ -227,7 +227,7 @@ def test_a_wait_ends_by_the_fence() -> None:
     assert background.close()
 
 
-def test_a_peer_that_never_writes_is_told_as_a_lost_peer() -> None:
+def test_a_peer_that_never_writes_counts_as_lost() -> None:
     """It is a fault of the world, not of the training code."""
     store, fenced = MemoryStore(), threading.Event()
     background = storing(store, fenced, num_workers=2)

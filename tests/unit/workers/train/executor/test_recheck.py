@@ -38,7 +38,7 @@ def test_what_stands_alone_is_wrong(results: list[list[int]], odd: tuple[int, ..
 
 
 @given(st.integers(3, 8), st.data())
-def test_of_three_or_more_any_one_that_errs_is_named(num_ranks: int, data: st.DataObject) -> None:
+def test_any_one_of_three_or_more_that_errs_is_named(num_ranks: int, data: st.DataObject) -> None:
     """Whether it errs once, sometimes or always, and whatever it makes of it."""
     bad = data.draw(st.integers(0, num_ranks - 1))
     wrong = data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4).filter(any))

@@ -53,7 +53,7 @@ def test_a_negative_zero_comes_out_as_zero() -> None:
     assert not torch.signbit(tree.take()).any()
 
 
-def test_a_gpu_is_told_to_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_set_to_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some kernels add in the order in which blocks of threads happen to end."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)

@@ -182,7 +182,7 @@ def test_equal_tensors_of_different_dtypes_are_one_parameter(tmp_path: Path) -> 
     assert torch.equal(seen["first.weight"], value)
 
 
-def test_names_are_mapped_and_new_parts_begin_anew(tmp_path: Path) -> None:
+def test_names_are_mapped_and_new_parts_keep_their_initial_values(tmp_path: Path) -> None:
     """A base model has other names than the model with a head, and no head."""
     path = huggingface(tmp_path / "hub", base__first__weight=SHARED)
     seen: dict[str, Tensor] = {}
