@@ -126,7 +126,7 @@ class _Rename(_Words):
     optional: bool = False
 
 
-#: What has the keys below a key.
+#: Record of the keys below each key.
 _BELOW: dict[str, type[Any]] = {
     "": _Rules,
     "rules": _Rule,
