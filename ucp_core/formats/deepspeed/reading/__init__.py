@@ -1,21 +1,26 @@
 """Parts of the readers of DeepSpeed's checkpoints.
 
-``topology`` finds the files of a checkpoint. ``partitions`` and ``zero`` read ZeRO's files,
-``without_zero`` the optimizer without ZeRO, ``weights`` and ``extras`` the model's files.
-``tensor_parallel`` finds how tensors are cut over tensor-parallel ranks.
+``topology`` finds the files of a checkpoint. ``zero`` reads ZeRO's files, ``without_zero`` the
+optimizer without ZeRO, ``weights`` and ``extras`` the model's files. ``tensor_parallel`` finds how
+tensors are cut over tensor-parallel ranks.
 """
 
 from ucp_core.formats.deepspeed.reading.extras import add_model_values, add_optimizer_values
-from ucp_core.formats.deepspeed.reading.partitions import RankState, read_rank
 from ucp_core.formats.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
 from ucp_core.formats.deepspeed.reading.topology import Native, open_native
 from ucp_core.formats.deepspeed.reading.weights import (
-    WEIGHT,
     Modules,
     add_modules,
     buffer_names,
-    tied_weight,
-    weights_of,
+    shapes_by_mappings,
 )
 from ucp_core.formats.deepspeed.reading.without_zero import add_without_zero, read_layer_files
-from ucp_core.formats.deepspeed.reading.zero import Stage, add_zero3, add_zero12, param_shapes
+from ucp_core.formats.deepspeed.reading.zero import (
+    WEIGHT,
+    RankState,
+    Stage,
+    add_zero3,
+    add_zero12,
+    param_shapes,
+    read_rank,
+)

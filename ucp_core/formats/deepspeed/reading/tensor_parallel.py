@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import product
+from operator import sub
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
-from ucp_core.formats.shared import tells_padding
+from ucp_core.errors import PatternError, UnsupportedVersionError
+from ucp_core.formats.deepspeed.refusals import corrupt
+from ucp_core.formats.shared import refusing_nonsense, tells_padding
 from ucp_core.language import (
-    Affine,
     Average,
     Cut,
     Pattern,
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from ucp_core.geometry import TensorKey
     from ucp_core.language import Rules
 
-#: Versions of ``universal_checkpoint_info`` whose meaning is known.
-INFO_VERSION_MAX = 0.4
+#: The latest version of ``universal_checkpoint_info`` whose meaning is known.
+_VERSION_MAX = 0.4
 #: Since this version the checkpoint gives the widths of the parts of fused parameters.
 _WIDTHS_VERSION = 0.4
 
@@ -47,20 +49,8 @@ _PARTS = "parameter_with_sub_params"
 _WIDTHS = "sub_param_shard_widths"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _AFFINE = "affine_map"
+#: What says something about tensor parallelism.
 _TELLING = (_VOCABULARY, _REPLICATED, _AVERAGE, _ROW, _TWO_PARTS, _PARTS, _AFFINE)
-KNOWN_KEYS = frozenset(
-    (
-        *_TELLING,
-        _PIPELINE,
-        _WIDTHS,
-        _UNSUPPORTED,
-        "universal_checkpoint_version",
-        "original_vocab_size",
-        "padded_vocab_size",
-        "expert_parameter_patterns",
-        "ds_autoep_layers",
-    )
-)
 
 _FUSED_QKV = re.compile(r"(?:.*\.)?(?:self_)?attention\.query_key_value\.(?:weight|bias)")
 
@@ -69,6 +59,7 @@ class Names:
     """Finds the pattern that matches a name; most of DeepSpeed's patterns are whole names."""
 
     def __init__(self, patterns: Iterable[str], where: str) -> None:
+        self._where = where
         self._exact: dict[str, str] = {}
         self._regexes: list[re.Pattern[str]] = []
         for pattern in dict.fromkeys(patterns):
@@ -79,9 +70,7 @@ class Names:
             try:
                 self._regexes.append(re.compile(pattern))
             except re.error as error:
-                raise CheckpointCorruptError(
-                    f"{where} holds {pattern[:80]!r}, which is not a regular expression: {error}"
-                ) from error
+                raise corrupt(where, f"{pattern[:80]!r} is no pattern: {error}") from error
 
     def match(self, name: str) -> str | None:
         """Return the one pattern that matches from the start of ``name``, as DeepSpeed does."""
@@ -89,19 +78,9 @@ class Names:
         if name in self._exact:
             found.append(self._exact[name])
         if len(found) > 1:
-            raise CheckpointCorruptError(
-                f"{name}: the patterns {found[0]!r} and {found[1]!r} of one kind both match it",
-                fqn=name,
-            )
+            shown = f"{found[0]!r} and {found[1]!r}"
+            raise corrupt(self._where, f"{shown} both match {name}", fqn=name)
         return found[0] if found else None
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A fused parameter of ``parameter_with_sub_params``."""
-
-    shape: tuple[Any, ...]
-    dim: int
 
 
 class Info:
@@ -112,61 +91,49 @@ class Info:
         original_vocab_size: Rows of the vocabulary without padding, or None.
     """
 
-    def __init__(self, document: Mapping[str, Any] | None, where: str) -> None:
-        info = dict(document or {})
+    def __init__(self, info: Mapping[str, Any], where: str) -> None:
         self.version = float(info.get("universal_checkpoint_version", 0.0))
-        if self.version > INFO_VERSION_MAX:
+        if self.version > _VERSION_MAX:
             raise UnsupportedVersionError(
                 f"{where} has version {self.version}, this program reads up to "
-                f"{INFO_VERSION_MAX}: update everstep",
+                f"{_VERSION_MAX}: update everstep",
                 version=self.version,
             )
         self.tells = any(info.get(key) for key in _TELLING)
-        self.unknown_keys = sorted(set(info) - KNOWN_KEYS)
         self.original_vocab_size: int | None = info.get("original_vocab_size")
-        lists = (_VOCABULARY, _PIPELINE, _REPLICATED, _AVERAGE, _ROW, _TWO_PARTS)
-        self.names = {key: Names(info.get(key) or (), f"{where}: {key}") for key in lists}
-        self.unsupported: dict[str, Any] = _named(info.get(_UNSUPPORTED))
-        self.names[_UNSUPPORTED] = Names(self.unsupported, f"{where}: {_UNSUPPORTED}")
-        affine = info.get(_AFFINE)
-        where_affine = f"{where}: {_AFFINE}"
-        self.affine: dict[str, Affine] = (
-            parse_affine_map(affine, where=where_affine) if affine else {}
-        )
-        self.names[_AFFINE] = Names(self.affine, where_affine)
-        self.parts = _parts(info.get(_PARTS) or (), where)
-        self.names[_PARTS] = Names(self.parts, f"{where}: {_PARTS}")
         self.widths: dict[str, Any] = info.get(_WIDTHS) or {}
+        patterns = {key: info.get(key) or () for key in (*_TELLING, _PIPELINE, _UNSUPPORTED)}
+        affine = info.get(_AFFINE)
+        self.affine = parse_affine_map(affine, where=f"{where}: {_AFFINE}") if affine else {}
+        #: Sizes along the cut dim, and this dim, of fused parameters by pattern.
+        self.parts: dict[str, tuple[Any, int]] = {}
+        with refusing_nonsense(f"{where}: {_PARTS}", "DeepSpeed"):
+            for item in patterns[_PARTS]:
+                value = item if isinstance(item, dict) else item.state
+                dim = int(value["partition_dim"])
+                parts = tuple(value["shape"])[dim], dim
+                self.parts.update(dict.fromkeys(value["patterns"], parts))
+        patterns |= {_AFFINE: self.affine, _PARTS: self.parts}
+        self._names = {key: Names(told, f"{where}: {key}") for key, told in patterns.items()}
+        told = patterns[_UNSUPPORTED]
+        self._reasons = told if isinstance(told, dict) else {}
+
+    def match(self, kind: str, name: str) -> str | None:
+        """Return the pattern of a kind that matches a name."""
+        return self._names[kind].match(name)
 
     def has(self, kind: str, name: str) -> bool:
         """Return whether a pattern of a kind matches a name."""
-        return self.names[kind].match(name) is not None
+        return self.match(kind, name) is not None
 
     def in_every_stage(self, name: str) -> bool:
         """Return whether several pipeline stages may hold the parameter, as equal copies."""
         return name.startswith("tied_modules.") or self.has(_PIPELINE, name)
 
-    def vocabulary_extent(self, name: str) -> int | None:
-        """Return the rows without padding, or None if the parameter is not a vocabulary."""
-        return self.original_vocab_size if self.has(_VOCABULARY, name) else None
-
-
-def _named(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, dict) else dict.fromkeys(value or (), "")
-
-
-def _parts(items: Iterable[Any], where: str) -> dict[str, Parts]:
-    """Return the fused parameters by pattern, from dicts or from objects."""
-    found: dict[str, Parts] = {}
-    for item in items:
-        value = item if isinstance(item, dict) else getattr(item, "state", None)
-        try:
-            assert isinstance(value, dict), "neither a dict nor a SubparamShape"
-            parts = Parts(tuple(value["shape"]), int(value["partition_dim"]))
-            found.update(dict.fromkeys(value["patterns"], parts))
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointCorruptError(f"{where}: {_PARTS} is not readable: {error!r}") from error
-    return found
+    def unsupported(self, name: str) -> str | None:
+        """Return why a parameter cannot be resharded, if the checkpoint says that of it."""
+        pattern = self.match(_UNSUPPORTED, name)
+        return None if pattern is None else self._reasons.get(pattern) or "without a reason"
 
 
 @dataclass(slots=True)
@@ -198,21 +165,20 @@ class TensorParallelLayouts:
         """
         if not any(shapes):
             return (Unique() if self.degree == 1 else Replicated("first")), None
-        extent = self.info.vocabulary_extent(key.fqn)
+        is_vocabulary = self.info.has(_VOCABULARY, key.fqn)
+        extent = self.info.original_vocab_size if is_vocabulary else None
         rule = None if self.rules is None else self.rules.match(key.fqn, key.slot)
         if self.degree == 1:
             return (rule, None) if tells_padding(rule) else (Unique(), extent)
-        unsupported = self.info.names[_UNSUPPORTED].match(key.fqn)
-        if unsupported is not None:
-            if rule is not None:
-                return rule, extent
+        if (why := self.info.unsupported(key.fqn)) is not None and rule is not None:
+            return rule, extent
+        if why is not None:
             raise UnsupportedVersionError(
-                f"{key}: the checkpoint declares it unsupported "
-                f"({self.info.unsupported[unsupported] or 'without a reason'}); give a rule for it "
-                "with --rules",
+                f"{key}: the checkpoint declares it unsupported ({why}); give a rule for it with "
+                "--rules",
                 fqn=key.fqn,
             )
-        listed = None if key.fqn in self.buffers else self._listed(key.fqn, shapes)
+        listed = None if key.fqn in self.buffers else self._listed(key.fqn)
         if rule is not None:
             if listed is not None:
                 _check_alike(key, rule, listed, shapes)
@@ -252,50 +218,38 @@ class TensorParallelLayouts:
                 slot=key.slot,
             )
 
-    def _listed(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern | None:
+    def _listed(self, fqn: str) -> Pattern | None:
         """Return the pattern that the checkpoint names for the tensor; None if it names none."""
         info = self.info
-        affine = info.names[_AFFINE].match(fqn)
-        if affine is not None:
+        if (affine := info.match(_AFFINE, fqn)) is not None:
             return info.affine[affine]
-        if info.has(_REPLICATED, fqn):
-            return Replicated()
-        if info.has(_AVERAGE, fqn):
-            return Average()
-        if info.has(_TWO_PARTS, fqn):
-            return Cut(0, parts=2)
-        parts = info.names[_PARTS].match(fqn)
-        if parts is not None:
-            return self._fused(fqn, parts, shapes)
-        return Cut(1) if info.has(_ROW, fqn) else None
+        kinds: dict[str, Pattern | None] = {
+            _REPLICATED: Replicated(),
+            _AVERAGE: Average(),
+            _TWO_PARTS: Cut(0, parts=2),
+            _PARTS: None,
+            _ROW: Cut(1),
+        }
+        kind = next((kind for kind in kinds if info.has(kind, fqn)), None)
+        return self._fused(fqn) if kind == _PARTS else kinds.get(kind or "")
 
-    def _fused(self, fqn: str, regex: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
-        parts = self.info.parts[regex]
-        if not -len(parts.shape) <= parts.dim < len(parts.shape):
-            raise PatternError(f"{fqn}: {_PARTS} names dim {parts.dim} of {parts.shape}", fqn=fqn)
-        sizes = parts.shape[parts.dim]
-        if self.info.version >= _WIDTHS_VERSION or regex in self.info.widths:
-            if regex not in self.info.widths:
-                raise PatternError(
-                    f"{fqn}: {_PARTS} declares it fused, but {_WIDTHS} does not say how each part "
-                    "was cut; give a rule for it with --rules",
-                    fqn=fqn,
-                )
-            widths = tuple(tuple(map(int, row)) for row in self.info.widths[regex])
-            fused = tuple(map(int, sizes)) if isinstance(sizes, list | tuple) else len(widths)
-            return Cut(parts.dim, parts=fused, part_widths=widths)
-        # Before version 0.4 a number meant this many equal parts, a tuple meant their sizes, and
-        # every part was cut evenly.
-        whole = sum(shape[parts.dim] for shape in shapes)
-        if not isinstance(sizes, list | tuple):
-            return Cut(parts.dim, parts=int(sizes))
-        if any(int(size) % self.degree for size in sizes) or sum(map(int, sizes)) != whole:
+    def _fused(self, fqn: str) -> Pattern:
+        regex = self.info.match(_PARTS, fqn) or ""
+        sizes, dim = self.info.parts[regex]
+        parts = tuple(map(int, sizes)) if isinstance(sizes, list | tuple) else int(sizes)
+        if self.info.version < _WIDTHS_VERSION and regex not in self.info.widths:
+            # Until then a number meant this many equal parts, a tuple meant their sizes, and every
+            # part was cut evenly.
+            return Cut(dim, parts=parts)
+        if regex not in self.info.widths:
             raise PatternError(
-                f"{fqn}: its parts {list(sizes)} cannot have been cut evenly over {self.degree} "
-                f"ranks that hold {whole} together; give a rule for it with --rules",
+                f"{fqn}: {_PARTS} declares it fused, but {_WIDTHS} does not say how each part "
+                "was cut; give a rule for it with --rules",
                 fqn=fqn,
             )
-        return Cut(parts.dim, parts=tuple(map(int, sizes)))
+        widths = tuple(tuple(map(int, row)) for row in self.info.widths[regex])
+        parts = parts if isinstance(parts, tuple) else len(widths)
+        return Cut(dim, parts=parts, part_widths=widths)
 
     def _query_key_value(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
         """Return the pattern of Megatron-DeepSpeed's fused projection.
@@ -317,7 +271,13 @@ class TensorParallelLayouts:
             )
         if "ds_sequence_parallel_fpdt" in arguments:
             self.chosen[fqn] = "q, k and v of each rank, because args is of a Megatron with FPDT"
-            return Cut(0, parts=_head_extents(fqn, arguments, shapes))
+            try:
+                heads = int(arguments["num_attention_heads"])
+                groups = int(arguments.get("num_key_value_heads") or heads)
+                channels = int(arguments.get("kv_channels") or arguments["hidden_size"] // heads)
+            except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+                raise PatternError(f"{fqn}: args lacks its heads: {error!r}", fqn=fqn) from error
+            return Cut(0, parts=(heads * channels, groups * channels, groups * channels))
         self.chosen[fqn] = "whole head groups of each rank, because args is older than FPDT"
         return Cut(0)
 
@@ -334,7 +294,7 @@ class TensorParallelLayouts:
         is_cut = self.degree > 1 and bool(shape) and shape[0] % self.degree == 0
         if not is_cut or "ds_sequence_parallel_fpdt" not in arguments:
             return None
-        if not _FUSED_QKV.fullmatch(fqn) or self.info.names[_PARTS].match(fqn) is not None:
+        if not _FUSED_QKV.fullmatch(fqn) or self.info.has(_PARTS, fqn):
             return None
         shards = [(shape[0] // self.degree, *shape[1:])] * self.degree
         return self._query_key_value(fqn, shards), self.degree
@@ -363,15 +323,17 @@ def _check_alike(
     """Raise an error if a user's rule contradicts the checkpoint."""
     one = place(rule, shapes, name=f"{key} by the rules")
     other = place(listed, shapes, name=f"{key} by the checkpoint")
+
+    def differ(mine: ShardPiece, theirs: ShardPiece) -> bool:
+        shifts = [tuple(map(sub, p.start, p.local.start)) for p in (mine, theirs)]
+        common = mine.local.intersect(theirs.local)
+        return common is not None and (shifts[0] != shifts[1] or mine.replica != theirs.replica)
+
+    pairs = (
+        pair for pieces in zip(one.pieces, other.pieces, strict=True) for pair in product(*pieces)
+    )
     alike = (one.relation, one.shape) == (other.relation, other.shape)
-    for mine, theirs in zip(one.pieces, other.pieces, strict=True):
-        alike = alike and all(
-            p.local.intersect(q.local) is None
-            or (_shift(p) == _shift(q) and p.replica == q.replica)
-            for p in mine
-            for q in theirs
-        )
-    if not alike:
+    if not alike or any(differ(*pair) for pair in pairs):
         raise PatternError(
             f"{key}: a rule gives it {rule}, the checkpoint says {type(listed).__name__} of "
             f"{list(other.shape)}; leave it out of the rules",
@@ -380,31 +342,6 @@ def _check_alike(
         )
 
 
-def _shift(piece: ShardPiece) -> tuple[int, ...]:
-    return tuple(b - a for a, b in zip(piece.local.start, piece.start, strict=True))
-
-
 def _unknown(fqn: str, shapes: Sequence[tuple[int, ...]], why: str) -> PatternError:
     shown = " ".join(str(list(shape)) for shape in shapes[:4])
     return PatternError(f"{fqn}: {why}", fqn=fqn, unknown=f"{fqn} {shown}")
-
-
-def _head_extents(
-    fqn: str, arguments: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
-) -> tuple[int, int, int]:
-    """Return the extents of q, k and v in the whole tensor."""
-    try:
-        heads = int(arguments["num_attention_heads"])
-        groups = int(arguments.get("num_key_value_heads") or heads)
-        channels = int(arguments.get("kv_channels") or arguments["hidden_size"] // heads)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise PatternError(f"{fqn}: args does not say its heads: {error!r}", fqn=fqn) from error
-    extents = (heads * channels, groups * channels, groups * channels)
-    whole = sum(shape[0] for shape in shapes)
-    if sum(extents) != whole:
-        raise PatternError(
-            f"{fqn}: args says {extents} rows of q, k and v, the ranks hold {whole} together; give "
-            "a rule for it with --rules",
-            fqn=fqn,
-        )
-    return extents

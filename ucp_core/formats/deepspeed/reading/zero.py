@@ -1,30 +1,69 @@
-"""Finds the shards and elements that each of ZeRO's files holds, for stages 1 to 3.
+"""Reads ZeRO's files: which elements of which parameters each holds, for stages 1 to 3.
 
-Pure. Stages 1 and 2 concatenate the shards of a group, pad, and cut the buffer over the ranks;
-stage 3 cuts each shard into parts of ``ceil(size / ranks)`` elements and concatenates the parts.
+Stages 1 and 2 concatenate the shards of a group, pad, and cut the buffer over the ranks; stage 3
+cuts each shard into parts of ``ceil(size / ranks)`` elements and concatenates the parts. Sources:
+``state_dict`` of ``runtime/zero/stage_1_and_2.py``, ``runtime/bf16_optimizer.py`` and
+``runtime/zero/stage3.py`` of DeepSpeed 0.14 to 0.19.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
+from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats.deepspeed.keys import EXPERT
-from ucp_core.formats.deepspeed.reading.partitions import MOMENTUM
-from ucp_core.formats.shared import Rank
+from ucp_core.formats.deepspeed.refusals import corrupt, two_saves
+from ucp_core.formats.shared import Rank, refusing_nonsense
 from ucp_core.geometry import TensorKey
-from ucp_core.torch_files import extents_of
+from ucp_core.torch_files import TensorRef, extents_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucp_core.formats.deepspeed.reading.partitions import Partition, RankState
     from ucp_core.formats.shared import Assembly
-    from ucp_core.torch_files import TensorRef
+
+    Shapes = Mapping[str, tuple[int, ...]]
+
+WEIGHT = "weight"
+_STATE = "optimizer_state_dict"
+_WEIGHTS = "single_partition_of_fp32_groups"
+_WEIGHTS_ZERO3 = "fp32_flat_groups"
+_MAPPINGS = "param_slice_mappings"
+#: Muon's only slot.
+_MOMENTUM = "momentum_buffer"
+
+
+class Partition(NamedTuple):
+    """A rank's part of one flat group (stage 1, 2) or sub-group (stage 3)."""
+
+    file: str
+    group: int  #: Number of the optimizer's group.
+    #: The flat masters as ``weight``, and the optimizer's tensors, which are flat like the masters
+    #: and may end with padding.
+    flat: Mapping[str, TensorRef]
+    #: The optimizer's numbers and 0-d tensors, such as ``step``.
+    scalars: Mapping[str, TensorRef | float]
+    #: Muon's momentum, and whether it can be flat like the masters. If not, it holds one after the
+    #: other the whole parameters that the partition has a part of.
+    momentum: tuple[TensorRef, bool] | None
+    #: ``(start, number of elements)`` in this partition by name; None in old versions.
+    mapping: Mapping[str, tuple[int, int]] | None = None
+    num_ranks: int = 0  #: Ranks that share the group; 0 if unknown.
+    #: Elements without the padding after the last parameter; None in old versions.
+    num_held: int | None = None
+
+
+class RankState(NamedTuple):
+    """The content of one of ZeRO's files."""
+
+    partitions: Sequence[Partition]  #: Its partitions in order.
+    #: Hyper-parameters by group, with ``params``; empty if the file has none.
+    groups: Sequence[Mapping[str, Any]]
+    rest: Mapping[str, Any]  #: All other values in the file.
 
 
 @dataclass(slots=True)
@@ -33,208 +72,276 @@ class Stage:
 
     rank: Rank  #: Stage and tensor-parallel rank.
     states: Sequence[RankState]  #: Content of the files by data-parallel rank.
-    #: Shapes of the parameters by group, in the order of flattening.
-    shapes: Sequence[Mapping[str, tuple[int, ...]]]
+    shapes: Sequence[Shapes]  #: Shapes of the parameters by group, in the order of flattening.
     where: str  #: The file with the shapes, for messages.
     data_before_expert: bool = False  #: Whether expert-parallel ranks are not neighbours.
-    names: list[list[str]] = field(default_factory=list)
+    names: list[list[str]] = field(default_factory=list)  #: The parameters found, by group.
+
+
+def param_shapes(tree: Mapping[str, Any], where: str) -> list[dict[str, tuple[int, ...]]] | None:
+    """Return shapes by group and name; None if the file has none."""
+    value = tree.get("param_shapes")
+    if value is None:
+        return None
+    with refusing_nonsense(f"{where}: param_shapes", "DeepSpeed"):
+        groups = [value] if isinstance(value, dict) else value
+        found = [{str(n): extents_of(shape) for n, shape in group.items()} for group in groups]
+    names = list(chain.from_iterable(found))
+    if len(set(names)) < len(names):
+        raise corrupt(where, "param_shapes has a name in two groups")
+    return found
+
+
+def read_rank(tree: Mapping[str, Any], file: str, *, is_zero3: bool) -> RankState:
+    """Return the content of one of ZeRO's files.
+
+    Raises:
+        CheckpointCorruptError: DeepSpeed does not write such a file.
+        UnsupportedVersionError: The file holds optimizer state that cannot be resharded.
+    """
+    with refusing_nonsense(file, "DeepSpeed"):
+        return _zero3(tree[_STATE], file) if is_zero3 else _zero12(tree[_STATE], file)
+
+
+def _zero12(state: dict[str, Any], file: str) -> RankState:
+    base = state["base_optimizer_state"]
+    groups: list[Any] = []
+    if isinstance(base, list):
+        # ``elastic_checkpoint`` saves no hyper-parameters.
+        step = state.get("base_optimizer_state_step")
+        states = [dict(item) if step is None else {"step": step, **item} for item in base]
+    else:
+        groups = list(base["param_groups"])
+        # A group has one tensor, which may have no state yet.
+        states = [base["state"].get(g["params"][0], {}) if g["params"] else {} for g in groups]
+    mappings = state.get(_MAPPINGS)
+    paddings = state.get("group_paddings")
+    counts = state.get("partition_count")
+    found = []
+    for index, (weight, own) in enumerate(zip(state[_WEIGHTS], states, strict=True)):
+        padding = paddings[index] if paddings else None
+        is_muon = bool(groups) and bool(groups[index].get("use_muon"))
+        part = _partition((file, index), weight, own, padding, is_muon=is_muon)
+        if padding is not None:
+            # Only BF16_Optimizer, which saves no stage, saves the masters' padding.
+            size = weight.shape[0]
+            part = part._replace(num_held=size if "zero_stage" in state else size - padding)
+        mapping = None if mappings is None else _mapping(mappings[index])
+        found.append(part._replace(mapping=mapping, num_ranks=int(counts[index]) if counts else 0))
+    known = {_WEIGHTS, "base_optimizer_state", _MAPPINGS, "base_optimizer_state_step"}
+    return RankState(found, groups, {k: v for k, v in state.items() if k not in known})
+
+
+def _mapping(items: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return start and size by name from stand-ins for ``fragment_address``."""
+    found = {}
+    for name, address in items.items():
+        if isinstance(address.state, dict):
+            start, count = address.state["start"], address.state["numel"]
+        else:
+            count, start = address.args
+        start, count = extents_of((start, count))
+        found[name] = (start, count)
+    return found
+
+
+def _zero3(state: dict[str, Any], file: str) -> RankState:
+    if state.get("ds_zero_partition_groups"):
+        raise UnsupportedVersionError(
+            f"{file}: experts of AutoEP under ZeRO-3 have their own groups of ranks, which is not "
+            "supported; save at stage 1 or 2",
+            file=file,
+        )
+    inner, count = state[_STATE], state.get("partition_count", 0)
+    groups = list(inner["param_groups"])
+    group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
+    num_ranks = count if isinstance(count, int) else max(count, default=0)
+    found = []
+    for index, weight in enumerate(state[_WEIGHTS_ZERO3]):
+        own, group = inner["state"].get(index, {}), group_of.get(index, 0)
+        found.append(_partition((file, group), weight, own, 0)._replace(num_ranks=num_ranks))
+    known = {_WEIGHTS_ZERO3, _STATE}
+    return RankState(found, groups, {k: v for k, v in state.items() if k not in known})
+
+
+def _partition(
+    place: tuple[str, int],
+    weight: TensorRef,
+    state: Mapping[str, Any],
+    padding: int | None,
+    *,
+    is_muon: bool = False,
+) -> Partition:
+    """Return a partition with its slots and numbers; ``place`` is its file and group."""
+    file, group = place
+    if len(weight.shape) != 1 or weight.byte_strides is not None:
+        raise corrupt(file, f"the masters of group {group} are not a flat tensor")
+    size = weight.shape[0]
+    flat, momentum = {WEIGHT: weight}, None
+    scalars: dict[str, TensorRef | float] = {}
+    for name, value in state.items():
+        is_flat = False
+        if isinstance(value, int | float):
+            scalars[name] = value
+            continue
+        if isinstance(value, TensorRef):
+            if not value.shape or (name == "step" and value.num_elements == 1):
+                scalars[name] = value._replace(shape=(), strides=())
+                continue
+            is_flat = len(value.shape) == 1 and value.byte_strides is None
+            fits = value.shape[0] in (size, size + (padding or 0))
+            fits = fits or (padding is None and value.shape[0] >= size)
+            if is_flat and is_muon and name == _MOMENTUM:
+                # DeepSpeed (0.19.8) orthogonalises whole parameters, so a rank keeps the whole
+                # momentum of each parameter that it has a part of. With the optimizer offloaded, a
+                # rank keeps only the momentum of its own elements.
+                momentum = value, fits
+                continue
+            is_flat = is_flat and fits
+        if is_flat:
+            flat[name] = value
+        elif value is not None:
+            shape = list(value.shape) if isinstance(value, TensorRef) else type(value).__name__
+            raise UnsupportedVersionError(
+                f"{file}: optimizer state {name!r} of group {group} is {shape}, but the group has "
+                f"{size} flat elements here: it fits only this partition and cannot be "
+                "resharded; use an optimizer whose state is one value per element",
+                file=file,
+                slot=name,
+            )
+    return Partition(file, group, flat, scalars, momentum)
 
 
 def add_zero12(stage: Stage, found: Assembly) -> None:
     """Add the runs of stage 1 or 2; ``stage.names`` gets the parameters of each group."""
-    dp = len(stage.states)
     for index, shapes in enumerate(stage.shapes):
-        parts = [_part(state, index, stage.where) for state in stage.states]
+        if any(index >= len(state.partitions) for state in stage.states):
+            raise corrupt(stage.where, "it has parameters of more groups than one of ZeRO's files")
+        parts = [state.partitions[index] for state in stage.states]
         names: list[str] = []
-        for members, rename in _families(stage, index, parts, shapes, dp):
-            _check_total(stage, index, [parts[d] for d in members], shapes)
-            _add_group(stage, found, [parts[d] for d in members], shapes, rename)
+        for members, rename in _families(stage, parts, shapes):
+            _add_group(stage, found, members, shapes, rename)
             names += [rename.get(name, name) for name in shapes]
         stage.names.append(names)
 
 
-def _check_total(
-    stage: Stage, index: int, parts: Sequence[Partition], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise an error if there are masters without a named parameter."""
-    held = [part.num_held for part in parts]
-    if any(number is None for number in held):
-        return
-    between = stage.states[0].rest.get("param_alignment_paddings") or []
-    padding = sum(between[index]) if index < len(between) else 0
-    total = sum(prod(shape) for shape in shapes.values()) + padding
-    if sum(number for number in held if number is not None) != total:
-        raise CheckpointCorruptError(
-            f"{stage.where} names parameters of {total} elements in group {index}, {parts[0].file} "
-            f"and the files of other ranks hold {sum(n for n in held if n is not None)}",
-            file=stage.where,
-        )
-
-
-def _part(state: RankState, index: int, where: str) -> Partition:
-    if index >= len(state.partitions):
-        raise CheckpointCorruptError(
-            f"{state.partitions[0].file if state.partitions else where} has "
-            f"{len(state.partitions)} groups, {where} has parameters of more groups",
-            file=where,
-        )
-    return state.partitions[index]
-
-
 def _families(
-    stage: Stage,
-    index: int,
-    parts: Sequence[Partition],
-    shapes: Mapping[str, tuple[int, ...]],
-    dp: int,
-) -> Iterator[tuple[list[int], dict[str, str]]]:
-    """Yield the data-parallel ranks that share a flat buffer, and new names of its parameters.
+    stage: Stage, parts: Sequence[Partition], shapes: Shapes
+) -> Iterator[tuple[Sequence[Partition], dict[str, str]]]:
+    """Yield the parts of each flat buffer, and new names of its parameters.
 
     A group of experts is cut over the ranks that hold the same experts. Every rank numbers its
     experts from 0, so the new names have the numbers in the whole layer.
     """
-    for part in parts:
-        if part.num_ranks != parts[0].num_ranks:
-            raise CheckpointCorruptError(
-                f"{part.file}: group {index} was cut over {part.num_ranks} ranks, in "
-                f"{parts[0].file} over {parts[0].num_ranks}: the folder mixes two saves",
-                file=part.file,
-            )
-    num_ranks = parts[0].num_ranks or dp
-    if not any(EXPERT.fullmatch(name) for name in shapes):
-        if num_ranks != dp:
-            raise CheckpointCorruptError(
-                f"{parts[0].file}: group {index} was cut over {num_ranks} ranks, but there are "
-                f"{dp} data-parallel ranks: the folder mixes two saves",
-                file=parts[0].file,
-            )
-        yield list(range(dp)), {}
-        return
-    if dp % num_ranks:
-        raise CheckpointCorruptError(
-            f"{parts[0].file}: experts cut over {num_ranks} ranks do not fit {dp} data-parallel "
-            "ranks",
-            file=parts[0].file,
+    dp, num_ranks = len(parts), parts[0].num_ranks or len(parts)
+    matches = {name: match for name in shapes if (match := EXPERT.fullmatch(name))}
+    told = {part.num_ranks for part in parts}
+    if len(told) > 1 or dp % num_ranks or (num_ranks != dp and not matches):
+        raise two_saves(
+            parts[0].file,
+            f"group {parts[0].group} was cut over {', '.join(map(str, sorted(told)))} ranks, there "
+            f"are {dp} data-parallel ranks",
         )
-    ep_degree = dp // num_ranks
+    if not matches:
+        yield parts, {}
+        return
     # Layers may have different numbers of experts, and DeepSpeed may cut a large group within a
     # layer.
     local: dict[str, int] = defaultdict(int)
     for match in filter(None, map(EXPERT.fullmatch, chain.from_iterable(stage.shapes))):
         local[match[1]] = max(local[match[1]], 1 + int(match[2]))
-    for ep_rank in range(ep_degree):
-        apart = range(ep_rank, dp, ep_degree)
-        together = range(ep_rank * num_ranks, (ep_rank + 1) * num_ranks)
-        rename = {name: _global_expert(name, ep_rank, local) for name in shapes}
-        yield list(together if stage.data_before_expert else apart), rename
-
-
-def _global_expert(name: str, ep_rank: int, local: Mapping[str, int]) -> str:
-    """Return the name of an expert's parameter with its number in the whole layer."""
-    match = EXPERT.fullmatch(name)
-    if match is None:
-        return name
-    return f"{match[1]}{ep_rank * local[match[1]] + int(match[2])}{match[3]}"
+    for ep_rank in range(dp // num_ranks):
+        apart = parts[ep_rank :: dp // num_ranks]
+        together = parts[ep_rank * num_ranks : (ep_rank + 1) * num_ranks]
+        yield (
+            together if stage.data_before_expert else apart,
+            {n: f"{m[1]}{ep_rank * local[m[1]] + int(m[2])}{m[3]}" for n, m in matches.items()},
+        )
 
 
 def _add_group(
     stage: Stage,
     found: Assembly,
     parts: Sequence[Partition],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     rename: Mapping[str, str],
 ) -> None:
     """Add one flat buffer, which ``parts`` hold in order."""
-    done: dict[str, int] = defaultdict(int)
-    size = max(part.num_elements for part in parts)
+    done = dict.fromkeys(shapes, 0)
+    size = max(ref.shape[0] for part in parts for ref in part.flat.values())
     for name, shape in shapes.items():
-        fqn = rename.get(name, name)
-        for slot, ref in _flat(parts[0]):
-            found.shards.add_flat(TensorKey(fqn, slot), stage.rank, ref, shape)
-    mappings = [
-        _computed(shapes, number * size, (number + 1) * size)
-        if part.mapping is None
-        else part.mapping
-        for number, part in enumerate(parts)
-    ]
-    for part, mapping in zip(parts, mappings, strict=True):
+        for slot, ref in parts[0].flat.items():
+            key = TensorKey(rename.get(name, name), slot)
+            found.shards.add_flat(key, stage.rank, ref, shape)
+    for number, part in enumerate(parts):
+        mapping = part.mapping
+        if mapping is None:
+            mapping = _computed(shapes, number * size, (number + 1) * size)
+        if strange := mapping.keys() - shapes.keys():
+            raise two_saves(
+                part.file, f"it has elements of {min(strange)}, which is not in {stage.where}"
+            )
         starts = _momentum_starts(part, mapping, shapes)
         for name, (start, count) in mapping.items():
-            if name not in shapes:
-                raise CheckpointCorruptError(
-                    f"{part.file} has elements of {name}, which is not in group {part.group} of "
-                    f"{stage.where}: the folder mixes two saves",
-                    file=part.file,
-                    fqn=name,
-                )
-            fqn, begin = rename.get(name, name), done[name]
+            span = done[name], done[name] + count
             done[name] += count
-            _add(stage, found, part, fqn, shapes[name], start, begin, begin + count)
+            fqn, shape = rename.get(name, name), shapes[name]
+            _add(stage, found, part, fqn, shape, start, span)
             if part.momentum is not None:
-                key, (ref, _) = TensorKey(fqn, MOMENTUM), part.momentum
-                at = start if starts is None else starts[name] + begin
-                span = begin, begin + count
-                found.shards.add_flat(key, stage.rank, ref, shapes[name], at, span)
-    for name, shape in shapes.items():
-        if done[name] != prod(shape):
-            raise CheckpointCorruptError(
-                f"{stage.where} gives {name} the shape {list(shape)} of {prod(shape)} "
-                f"elements, ZeRO's files hold {done[name]} of them",
-                file=stage.where,
-                fqn=name,
-            )
+                at = start if starts is None else starts[name] + span[0]
+                key = TensorKey(fqn, _MOMENTUM)
+                found.shards.add_flat(key, stage.rank, part.momentum[0], shape, at, span)
+    between = stage.states[0].rest.get("param_alignment_paddings") or []
+    group = parts[0].group
+    padding = sum(between[group]) if group < len(between) else 0
+    total, held = sum(map(prod, shapes.values())), sum(done.values())
+    if all(part.num_held is not None for part in parts):
+        total, held = total + padding, sum(part.num_held or 0 for part in parts)
+    wrong = next((name for name in shapes if done[name] != prod(shapes[name])), "")
+    if wrong or held != total:
+        raise corrupt(
+            stage.where,
+            f"it names parameters of {total} elements in group {group}, ZeRO's files hold "
+            f"{held}" + (f", {done[wrong]} of {wrong} {list(shapes[wrong])}" if wrong else ""),
+            fqn=wrong,
+        )
 
 
 def _momentum_starts(
-    part: Partition,
-    mapping: Mapping[str, tuple[int, int]],
-    shapes: Mapping[str, tuple[int, ...]],
+    part: Partition, mapping: Mapping[str, tuple[int, int]], shapes: Shapes
 ) -> dict[str, int] | None:
-    """Return where each parameter begins in Muon's momentum.
-
-    None if it begins where its masters do.
-    """
+    """Return where each parameter begins in Muon's momentum; None: where its masters do."""
     if part.momentum is None:
         return None
     ref, is_flat = part.momentum
-    names = sorted((n for n in mapping if n in shapes), key=lambda name: mapping[name][0])
     starts: dict[str, int] = {}
     total = 0
-    for name in names:
+    for name in sorted(mapping, key=lambda name: mapping[name][0]):
         starts[name] = total
         total += prod(shapes[name])
-    if total == sum(mapping[name][1] for name in names) and is_flat:
+    if total == sum(count for _, count in mapping.values()) and is_flat:
         return None
     if is_flat is (total == ref.num_elements):
         raise UnsupportedVersionError(
             f"{part.file}: Muon's momentum of group {part.group} has {ref.num_elements} elements, "
-            f"which fits {'both' if is_flat else 'neither'} the {part.weight.num_elements} flat "
-            f"elements there {'and' if is_flat else 'nor'} the {total} of whole parameters; save "
-            "with another number of ranks",
+            f"which fits {'both' if is_flat else 'neither'} the {part.flat[WEIGHT].num_elements} "
+            f"flat elements there {'and' if is_flat else 'nor'} the {total} of whole parameters; "
+            "save with another number of ranks",
             file=part.file,
-            slot=MOMENTUM,
+            slot=_MOMENTUM,
         )
     return None if is_flat else starts
 
 
-def _computed(
-    shapes: Mapping[str, tuple[int, ...]], low: int, high: int
-) -> dict[str, tuple[int, int]]:
+def _computed(shapes: Shapes, low: int, high: int) -> dict[str, tuple[int, int]]:
     """Return the mapping of a partition ``[low, high)`` that an old version did not save."""
     found = {}
     begin = 0
     for name, shape in shapes.items():
-        end = begin + prod(shape)
-        first, last = max(begin, low), min(end, high)
-        if first < last:
-            found[name] = (first - low, last - first)
-        begin = end
+        first, begin = max(begin, low), begin + prod(shape)
+        if first < min(begin, high):
+            found[name] = (first - low, min(begin, high) - first)
     return found
-
-
-def _flat(part: Partition) -> Iterator[tuple[str, TensorRef]]:
-    yield "weight", part.weight
-    yield from part.slots.items()
 
 
 def _add(
@@ -244,142 +351,76 @@ def _add(
     fqn: str,
     shape: tuple[int, ...],
     start: int,
-    begin: int,
-    end: int,
+    span: tuple[int, int],
 ) -> None:
-    """Add elements ``[begin, end)`` of a shard, from ``start`` in a partition, and numbers."""
-    for slot, ref in _flat(part):
-        if start + end - begin > ref.shape[0]:
-            raise CheckpointCorruptError(
-                f"{part.file}: {fqn} ({slot}) should have elements up to {start + end - begin}, "
-                f"but the rank's part of group {part.group} has {ref.shape[0]}",
-                file=part.file,
+    """Add elements ``span`` of a shard, from ``start`` in a partition, and its numbers."""
+    stop = start + span[1] - span[0]
+    for slot, ref in part.flat.items():
+        if stop > ref.shape[0]:
+            raise corrupt(
+                part.file,
+                f"{fqn} ({slot}) should have elements up to {stop}, but the rank's part of group "
+                f"{part.group} has {ref.shape[0]}",
                 fqn=fqn,
-                slot=slot,
             )
-        found.shards.add_flat(TensorKey(fqn, slot), stage.rank, ref, shape, start, (begin, end))
+        found.shards.add_flat(TensorKey(fqn, slot), stage.rank, ref, shape, start, span)
     for slot, value in part.scalars.items():
         found.scalars.add(TensorKey(fqn, slot), value)
 
 
+def share(total: int, degree: int, rank: int) -> tuple[int, tuple[int, int]]:
+    """Return the size of each rank's share of a tensor at stage 3, and the elements in it."""
+    size = -(-total // degree)
+    return size, (min(total, rank * size), min(total, (rank + 1) * size))
+
+
 def add_zero3(stage: Stage, found: Assembly) -> None:
     """Add the runs of stage 3; ``stage.names`` gets the parameters of each group."""
-    dp = len(stage.states)
     for dp_rank, state in enumerate(stage.states):
         names: dict[int, list[str]] = defaultdict(list)
-        for part, left, is_last in _subgroups(stage, state):
-            if part.num_ranks not in (0, dp):
-                raise CheckpointCorruptError(
-                    f"{part.file} was cut over {part.num_ranks} ranks, but there are {dp} "
-                    "data-parallel ranks: the folder mixes two saves, or is of MiCS",
-                    file=part.file,
-                )
-            for fqn in _add_subgroup(stage, found, part, left, dp_rank):
-                names[part.group].append(fqn)
-            if is_last:
-                names[part.group] += _add_empty(stage, found, part, left)
+        for part, fqn, shape, start, span in _subgroups(stage, state, dp_rank):
+            _add(stage, found, part, fqn, shape, start, span)
+            names[part.group].append(fqn)
         if dp_rank == 0:
             stage.names += [names[index] for index in range(max(names, default=-1) + 1)]
 
 
 def _subgroups(
-    stage: Stage, state: RankState
-) -> Iterator[tuple[Partition, Iterator[tuple[str, tuple[int, ...]]], bool]]:
-    """Yield a rank's sub-groups, the parameters left for each, and whether these are its last ones.
+    stage: Stage, state: RankState, dp_rank: int
+) -> Iterator[tuple[Partition, str, tuple[int, ...], int, tuple[int, int]]]:
+    """Yield sub-group, name and shape of each parameter, and a rank's share: start and elements.
 
-    DeepSpeed names the parameters by sub-group. Only these names show the sub-group of parameters
-    without elements.
+    DeepSpeed names the parameters by sub-group, some versions by group. Only the former shows the
+    sub-group of parameters without elements.
     """
-    if len(stage.shapes) == len(state.partitions):
-        for part, shapes in zip(state.partitions, stage.shapes, strict=True):
-            yield part, iter(shapes.items()), True
-        return
-    named = [item for shapes in stage.shapes for item in shapes.items()]
-    if not state.partitions and named:
-        raise CheckpointCorruptError(
-            f"{stage.where} names {named[0][0]}, but one of ZeRO's files has no sub-group",
-            file=stage.where,
-            fqn=named[0][0],
-        )
-    left = iter(named)
-    for number, part in enumerate(state.partitions, start=1):
-        yield part, left, number == len(state.partitions)
-
-
-def _add_empty(
-    stage: Stage,
-    found: Assembly,
-    part: Partition,
-    left: Iterator[tuple[str, tuple[int, ...]]],
-) -> Iterator[str]:
-    """Add the empty parameters after a sub-group's last element; yield their names."""
-    for name, shape in left:
-        if prod(shape):
-            raise CheckpointCorruptError(
-                f"{part.file} holds nothing of {name}, which is in {stage.where}",
-                file=stage.where,
-                fqn=name,
+    dp = len(stage.states)
+    left = [deque(shapes.items()) for shapes in stage.shapes]
+    if by_group := len(left) != len(state.partitions):
+        left = [deque(chain.from_iterable(left))] * max(1, len(state.partitions))
+    for number, (part, own) in enumerate(zip(state.partitions, left, strict=False), start=1):
+        if part.num_ranks not in (0, dp):
+            raise two_saves(
+                part.file,
+                f"it was cut over {part.num_ranks} ranks (as MiCS does, which is not supported), "
+                f"but there are {dp} data-parallel ranks",
             )
-        _add(stage, found, part, name, shape, 0, 0, 0)
-        yield name
-
-
-def _add_subgroup(
-    stage: Stage,
-    found: Assembly,
-    part: Partition,
-    left: Iterator[tuple[str, tuple[int, ...]]],
-    dp_rank: int,
-) -> Iterator[str]:
-    """Add a sub-group: the next parameters, whose parts fill it; yield their names."""
-    start, size, dp = 0, part.weight.shape[0], len(stage.states)
-    while start < size:
-        name, shape = next(left, ("", ()))
-        if not name:
-            raise CheckpointCorruptError(
-                f"{part.file} holds {size - start} elements more than the parameters in "
-                f"{stage.where}",
-                file=part.file,
-            )
-        total = prod(shape)
-        piece = -(-total // dp)
-        begin, end = min(total, dp_rank * piece), min(total, (dp_rank + 1) * piece)
-        if start + piece > size:
-            raise CheckpointCorruptError(
-                f"{part.file}: the sub-group ends inside {name}, but by {stage.where} each of "
-                f"{dp} ranks holds {piece} elements of it",
-                file=part.file,
-                fqn=name,
-            )
-        _add(stage, found, part, name, shape, start, begin, end)
-        start += piece
-        yield name
-
-
-def param_shapes(tree: Mapping[str, Any], where: str) -> list[dict[str, tuple[int, ...]]] | None:
-    """Return shapes by group and name; None if the file has none.
-
-    Raises:
-        CheckpointCorruptError: The shapes are not in DeepSpeed's form, or a name is there twice.
-    """
-    value = tree.get("param_shapes")
-    if value is None:
-        return None
-    groups = [value] if isinstance(value, dict) else value
-    seen: set[str] = set()
-    found: list[dict[str, tuple[int, ...]]] = []
-    try:
-        for group in groups:
-            shapes = {str(name): extents_of(shape) for name, shape in group.items()}
-            twice = seen & set(shapes)
-            if twice:
-                raise CheckpointCorruptError(
-                    f"{where}: param_shapes has {min(twice)} in two groups", file=where
+        size, start = part.flat[WEIGHT].shape[0], 0
+        is_last = number == len(state.partitions) or not by_group
+        while own and (start < size or is_last):
+            name, shape = own.popleft()
+            extent, span = share(prod(shape), dp, dp_rank)
+            if start + extent > size:
+                raise corrupt(
+                    part.file,
+                    f"the sub-group ends inside {name}, but by {stage.where} each of {dp} ranks "
+                    f"holds {extent} elements of it",
+                    fqn=name,
                 )
-            seen |= set(shapes)
-            found.append(shapes)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointCorruptError(
-            f"{where}: param_shapes is not a list of shapes by name: {error}", file=where
-        ) from error
-    return found
+            yield part, name, shape, start, span
+            start += extent
+        if start < size:
+            raise corrupt(
+                part.file, f"it holds {size - start} elements more than named in {stage.where}"
+            )
+    if any(left):
+        raise corrupt(stage.where, "it names parameters, but one of ZeRO's files has no sub-group")

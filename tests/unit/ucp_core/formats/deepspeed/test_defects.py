@@ -77,7 +77,7 @@ def test_shapes_that_contradict_each_other_are_named_with_both_places(tmp_path: 
 
     error = _error(folder, tmp_path)
     assert f"{MODEL_FILE}: up.weight is [7, 6] there" in error
-    assert f"[6, 7] in the param_shapes of {MODEL_FILE}" in error
+    assert "and [6, 7] in param_shapes" in error
 
 
 def test_a_missing_model_file_is_named(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_files_of_two_stages_in_one_folder_are_refused(tmp_path: Path) -> None:
         if name.endswith("model_states.pt")
     }
 
-    assert "stage 3" in _error(folder, tmp_path)
+    assert "one kind is left from another run" in _error(folder, tmp_path)
 
 
 def test_parts_that_sequence_parallel_ranks_overwrote_are_missed(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_two_patterns_of_one_kind_for_one_name_are_refused(tmp_path: Path) -> No
     info = {"parameter_with_row_parallelism_patterns": ["down", r"down\.weight"]}
     folder = native(SHARDED, dp=1, tp=2, info=info)
 
-    assert "both match it" in _error(folder, tmp_path)
+    assert "both match down" in _error(folder, tmp_path)
 
 
 def test_an_affine_map_with_a_hole_is_refused(tmp_path: Path) -> None:

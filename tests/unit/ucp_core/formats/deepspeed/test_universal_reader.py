@@ -168,7 +168,7 @@ def test_a_slot_of_another_shape_than_the_weight_is_refused(tmp_path: Path) -> N
     folder = universal(beside=False)
     folder.trees["zero/up.bias/exp_avg.pt"] = folder.trees["zero/up.weight/exp_avg.pt"]
 
-    said = r"up\.bias: fp32\.pt holds a tensor of \[4\], exp_avg\.pt one of \[4, 3\]"
+    said = r"up\.bias/exp_avg\.pt: it holds a tensor of \[4, 3\], but the parameter is \[4\]"
     with pytest.raises(CheckpointCorruptError, match=said):
         read(_write(folder, tmp_path))
 
@@ -215,7 +215,6 @@ def test_parameters_of_two_saves_are_refused(tmp_path: Path) -> None:
         read(_write(folder, tmp_path))
 
     assert caught.value.facts["fqn"] == "up.weight"
-    assert caught.value.facts["steps"] == (4, 5)
 
 
 def test_a_step_of_many_numbers_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,32 @@
+"""The errors about DeepSpeed's folders: each names the file, and what is wrong with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def corrupt(where: str, what: str, **facts: Any) -> CheckpointCorruptError:
+    """Return the error for a file or folder that DeepSpeed would not have written so."""
+    return CheckpointCorruptError(f"{where}: {what}", path=where, **facts)
+
+
+def two_saves(where: str, what: str, **facts: Any) -> CheckpointCorruptError:
+    """Return the error for a file of another save, as an interrupted save leaves it."""
+    return corrupt(where, f"{what}: the folder mixes two saves", **facts)
+
+
+def missing(directory: str, names: Iterable[str]) -> CheckpointCorruptError:
+    """Return the error for a folder without some of its files."""
+    lacking = list(names)
+    shown = ", ".join(lacking[:4]) + (f" and {len(lacking) - 4} more" if lacking[4:] else "")
+    return CheckpointCorruptError(
+        f"{directory} lacks {shown}: the checkpoint was not copied or saved completely; use "
+        "another one",
+        path=directory,
+        missing=tuple(lacking),
+    )
