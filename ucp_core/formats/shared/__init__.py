@@ -23,7 +23,7 @@ from ucp_core.formats.shared.optimizer_order import (
 )
 from ucp_core.formats.shared.shards import Layouts, Rank, Shards
 from ucp_core.formats.shared.stacked_experts import stacked_experts
-from ucp_core.formats.shared.torch_files import THREADS_MAX, Files, reading_pool
+from ucp_core.formats.shared.torch_files import Files, reading_pool
 from ucp_core.formats.shared.values import (
     NUMBER_DTYPES,
     json_value,

@@ -49,7 +49,7 @@ _PARTS = "parameter_with_sub_params"
 _WIDTHS = "sub_param_shard_widths"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _AFFINE = "affine_map"
-#: What says something about tensor parallelism.
+#: The keys about tensor parallelism.
 _TELLING = (_VOCABULARY, _REPLICATED, _AVERAGE, _ROW, _TWO_PARTS, _PARTS, _AFFINE)
 
 _FUSED_QKV = re.compile(r"(?:.*\.)?(?:self_)?attention\.query_key_value\.(?:weight|bias)")
