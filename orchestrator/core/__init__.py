@@ -1,4 +1,4 @@
-"""The controller's decisions: ``machine.step`` folds events into a state, returns actions."""
+"""The controller's decisions: ``machine.step`` folds an event and returns actions."""
 
 from orchestrator.core import actions, events, machine
 from orchestrator.core.actions import (

@@ -1,4 +1,4 @@
-"""Orders to the shell, in the imperative. The shell reports back by an event."""
+"""Orders to the shell, in the imperative. The shell reports back by events."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from workers.protocol import Pace, Source
 class RequestReservation:
     """Reserve room for one worker (a placement group). The autoscaler sees pending ones as demand.
 
-    Answered by ``ReservationGranted``, perhaps much later. ``avoid`` lists the nodes to avoid.
-    ``alternative`` says which capacity, in the user's order, and ``usd_per_hour`` its price.
+    ``ReservationGranted`` answers, perhaps much later. ``avoid`` lists nodes where it must not be
+    placed. ``alternative`` is the index of the capacity in the user's order, and ``usd_per_hour``
+    its price.
     """
 
     reservation: int
@@ -27,7 +28,7 @@ class RequestReservation:
 
 @value
 class ReleaseReservation:
-    """Give the reservation back, granted or pending."""
+    """Release the reservation, granted or pending."""
 
     reservation: int
 
@@ -36,8 +37,8 @@ class ReleaseReservation:
 class NoteRefused:
     """Record that ``num_reservations`` requests for an alternative were not granted.
 
-    The action only adds a line to the journal. The requests stay open while the next alternative is
-    requested as well. ``why`` is one line for people.
+    The action only adds a line to the journal. The requests stay open while the run requests the
+    next alternative as well. ``why`` is one line for people.
     """
 
     alternative: int
@@ -70,7 +71,7 @@ class StartKeeper:
 
 @value
 class EndKeeper:
-    """End the keeper on ``node`` and free its memory: the run has no worker or room there."""
+    """End the keeper on ``node`` and free its memory: the run has nothing else there."""
 
     node: str
 
@@ -93,9 +94,9 @@ class GiveUpNode:
 
 @value
 class FenceAttempt:
-    """Abort ``attempt`` in ``workers``; each answers by ``WorkerLeft`` or ``WorkerExited``.
+    """Abort ``attempt`` in ``workers``; each answers with ``WorkerLeft`` or ``WorkerExited``.
 
-    Idempotent: the shell sends it to workers that are still inside.
+    Idempotent: after a restart the controller sends it again to workers that are still inside.
     """
 
     attempt: int
@@ -107,9 +108,9 @@ class FenceAttempt:
 class CollectEvidence:
     """Collect stacks and records of the workers of ``attempt`` on ``nodes``, also of dead ones.
 
-    They are stored with the attempt's incident. If ``is_awaited``, kills that were ordered together
-    with this wait for the evidence, for a bounded time: a kill destroys what shows why the attempt
-    hung. A fence need not wait: workers write their stacks before they obey it.
+    The shell stores them with the attempt's incident. If ``is_awaited``, kills that were ordered in
+    the same transition wait for the evidence, for a bounded time: a kill destroys what shows why
+    the attempt hung. A fence need not wait: workers write their stacks before they obey it.
     """
 
     attempt: int
@@ -132,7 +133,7 @@ class YieldAttempt:
 
 @value
 class ReadCommitted:
-    """Find out in memory and storage which version to resume from, as ``attempt`` is fenced.
+    """Find the version to resume from, in memory and storage, after ``attempt``.
 
     ``lineage`` (attempt, resume_step) says which commits of old attempts still count. Sources in
     ``bad`` must not be loaded. Versions on nodes in ``unreached`` cannot be loaded, because a
@@ -149,7 +150,7 @@ class ReadCommitted:
 
 @value
 class ProbeLinks:
-    """Have keepers find out which nodes reach each other; answered by ``LinksProbed``."""
+    """Have keepers find out which nodes reach each other; ``LinksProbed`` answers."""
 
     number: int  #: Numbers count up over the run.
     nodes: tuple[str, ...] = ()  #: Probe all pairs of these, both ways.
@@ -158,10 +159,10 @@ class ProbeLinks:
 
 @value
 class StartAttempt:
-    """Put ``members`` to work as ``attempt`` from ``resume_step``.
+    """Start ``attempt`` with ``members`` from ``resume_step``.
 
-    ``members`` is ``(worker, node, reservation)`` in rank order; ``bad`` and ``unreached`` as in
-    ``ReadCommitted``. Members and keepers protect snapshots by ``plan``. ``other_layouts`` lists
+    ``members`` is ``(worker, node, reservation)`` in rank order; ``bad`` and ``unreached`` are as
+    in ``ReadCommitted``. Members and keepers protect snapshots by ``plan``. ``other_layouts`` lists
     the layouts that were not chosen, each with the reason.
     """
 
@@ -181,7 +182,7 @@ class StartAttempt:
 class OrderKeepers:
     """Tell the keepers how to protect the snapshots of ``attempt`` from now on.
 
-    ``nodes`` are those of its members, by rank. Keepers must drop the sources in ``bad``.
+    ``nodes`` are the nodes of its members, by rank. Keepers must drop the sources in ``bad``.
     """
 
     attempt: int
@@ -195,7 +196,7 @@ class OrderKeepers:
 class SetCadence:
     """Set the save intervals of ``attempt``. ``worker``, its rank 0, passes them to all members.
 
-    ``reason`` is a line for people.
+    ``reason`` is one line for people.
     """
 
     attempt: int
@@ -217,18 +218,19 @@ class ReportIncident:
     guilty: tuple[str, ...]  #: Workers proven to have caused it.
     evidence: str  #: One line for people.
     found_s: float  #: When it was found, or when the members were asked to leave.
-    fenced_s: float  #: When the last member was out.
+    fenced_s: float  #: When the last member had left.
     rule: str = ""  #: The rule of detection that found it; "" if none did.
-    verdict: str = ""  #: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
+    #: The verdict's kind as ``orchestrator.diagnosis`` names it; "" if there is none.
+    verdict: str = ""
     #: (rank, worker, node) of each rank that it comes from; empty if that is not known.
     places: tuple[tuple[int, str, str], ...] = ()
-    #: Likewise of each that did not leave in time when it was fenced, and was killed.
+    #: The same for each member that did not leave in time when fenced and was killed.
     killed: tuple[tuple[int, str, str], ...] = ()
 
 
 @value
 class SurveyWorkers:
-    """After a controller restart, find out who lives; answered by ``WorkersSurveyed``."""
+    """Find the living workers and reservations after a restart; ``WorkersSurveyed`` answers."""
 
     attempt: int
 
@@ -238,7 +240,7 @@ class FinishRun:
     """The run is over: release everything and write the summary."""
 
     outcome: RunOutcome
-    #: One line. For "failed", the user's traceback precedes it if a user error is the cause.
+    #: One line. A user error's traceback comes before it if that made the run fail.
     reason: str
 
 

@@ -1,4 +1,4 @@
-"""Join consecutive events that report the same about several members into one event.
+"""Join consecutive events that report the same about several members.
 
 In a large run, thousands of members leave or form within a second. Deciding on each event and
 writing a journal line for each would take several seconds.
@@ -13,16 +13,16 @@ from typing import Final, TypeAlias
 
 from orchestrator.core.events import Event, Leaving, WorkerFormed, WorkerLeft
 
-#: Most events that are joined at once; so many take a millisecond.
+#: Most events to join at once; joining this many takes a millisecond.
 NUM_MAX: Final = 256
-#: Ways to leave that many members can share.
+#: Ways to leave that can be the same for many members.
 _HOW: Final = frozenset({Leaving.FENCED, Leaving.YIELDED, Leaving.PEER_LOST})
 
 _OfMembers: TypeAlias = WorkerFormed | WorkerLeft
 
 
 def take_alike(events: deque[Event]) -> Event:
-    """Take the first of ``events`` and all that follow it and report the same; join them."""
+    """Take the first of ``events`` and those after it that report the same, as one event."""
     first = events.popleft()
     if not (isinstance(first, _OfMembers) and _is_plain(first)):
         return first
@@ -37,7 +37,7 @@ def take_alike(events: deque[Event]) -> Event:
 
 
 def _is_plain(event: _OfMembers) -> bool:
-    """Return whether the event says nothing specific to one worker."""
+    """Return whether the event reports nothing that is specific to one worker."""
     if event.others or event.damaged or event.skipped:
         return False
     if isinstance(event, WorkerFormed):

@@ -1,6 +1,6 @@
-"""Consequences of events inside the core. As for events, the phase decides what each one does.
+"""Consequences of events inside the core. As for events, the phase decides the handler.
 
-A handler calls ``transition.follow(AttemptFailed(...))``; ``phase_table`` says who handles that.
+A handler calls ``transition.follow(AttemptFailed(...))``; ``phase_table`` names what handles that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from orchestrator.fault_kinds import FaultKind
 
 
 class AttemptFailed(NamedTuple):
-    """A fault was found; the attempt has to end."""
+    """A fault was found, so the attempt has to end."""
 
     kind: FaultKind
     guilty: tuple[str, ...]  #: Workers proven to have caused it.
@@ -48,7 +48,7 @@ class ReachChanged(NamedTuple):
 
 
 class LinksDue(NamedTuple):
-    """It was time to check lost links: one may have been whole for its pause."""
+    """It was time to check lost links; the pause of one may be over."""
 
 
 class SearchAnswered(NamedTuple):
@@ -64,7 +64,7 @@ class BoundReached(NamedTuple):
 
 
 class EventFolded(NamedTuple):
-    """The event was handled; now request what is missing and consider planned changes."""
+    """The event was handled; next, request what is missing and consider planned changes."""
 
 
 Consequence: TypeAlias = (

@@ -1,7 +1,7 @@
 """Facts about the world, in the past tense.
 
-The shell makes events, the journal keeps them, ``machine.step`` folds them. Every event carries
-``at_s`` of the run's clock; an event of an attempt names the attempt.
+The shell makes events, the journal keeps them, and ``machine.step`` folds them. Every event carries
+``at_s`` of the run's clock. An event of an attempt names the attempt.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import FaultsSeen, Share
 from workers.protocol import SaveCosts, Source
 
-#: Stands for the attempt, in ``WorkersSurveyed``, of a living worker that did not answer in time.
+#: In ``WorkersSurveyed``: the attempt of a living worker that did not answer in time.
 UNKNOWN_ATTEMPT = -1
 
 
 @value
 class ControllerStarted:
-    """A controller process started. From incarnation 2 on it has folded the journal.
+    """A controller process started; from incarnation 2 on, it has folded the journal.
 
-    The machine answers with ``SurveyWorkers``: which workers live and in which attempt they are.
+    The machine answers with ``SurveyWorkers`` if an earlier incarnation started the run.
     """
 
     at_s: float
@@ -35,7 +35,7 @@ class RunResumed:
     """The user resumed a run that was over or had lost its cluster, perhaps with other settings.
 
     It replaces ``ControllerStarted`` as the first event of its incarnation. Folding starts here:
-    the event carries what is still needed from before.
+    the event carries what the run still needs from before.
     """
 
     at_s: float
@@ -56,8 +56,8 @@ class WorkersSurveyed:
     """The living workers and reservations were found after a controller restart."""
 
     at_s: float
-    #: ``(worker, node, attempt)`` of each living worker, starting ones too; attempt 0 if it is
-    #: in none, ``UNKNOWN_ATTEMPT`` if it did not answer.
+    #: ``(worker, node, attempt)`` of each living worker, also of starting ones. The attempt is 0 if
+    #: it is in none, ``UNKNOWN_ATTEMPT`` if it did not answer.
     alive: tuple[tuple[str, str, int], ...]
     #: ``(reservation, node)`` of each reservation that still holds.
     reservations: tuple[tuple[int, str], ...]
@@ -66,7 +66,7 @@ class WorkersSurveyed:
 
 @value
 class NodeJoined:
-    """A node with room for workers is in the cluster; ``rack`` names what it fails with."""
+    """A node with room for workers is in the cluster; ``rack`` is as in ``Node``."""
 
     at_s: float
     node: str
@@ -75,7 +75,7 @@ class NodeJoined:
 
 @value
 class NodeLost:
-    """A node is gone, or was silent beyond its bound, with its workers and reservations."""
+    """A node with its workers and reservations is gone, or was silent for too long."""
 
     at_s: float
     node: str
@@ -84,10 +84,10 @@ class NodeLost:
 
 @value
 class NodeDraining:
-    """The provider takes the node back at ``deadline_s`` (same clock as ``at_s``).
+    """The provider takes the node back at ``deadline_s``, on the clock of ``at_s``.
 
-    A later notice for the node replaces this one; infinity if the provider no longer takes it.
-    ``notice`` says for people where the notice came from.
+    A later notice for the node replaces this one. A deadline of infinity withdraws it. ``notice``
+    says for people where the notice came from.
     """
 
     at_s: float
@@ -98,10 +98,10 @@ class NodeDraining:
 
 @value
 class ControllerDraining:
-    """The machine of the controller goes at ``deadline_s``, perhaps with the head of the cluster.
+    """The controller's machine is taken at ``deadline_s``, perhaps with the head of the cluster.
 
-    A later notice replaces this one; infinity if the machine stays. ``notice`` says for people
-    where the notice came from.
+    A later notice replaces this one. A deadline of infinity withdraws it. ``notice`` says for
+    people where the notice came from.
     """
 
     at_s: float
@@ -119,7 +119,7 @@ class KeeperReady:
 
 @value
 class KeeperDied:
-    """The keeper of a living node has ended; Ray restarts it there."""
+    """The keeper of a living node ended; Ray restarts it there."""
 
     at_s: float
     node: str
@@ -137,7 +137,7 @@ class KeeperSilent:
 
 @value
 class OthersSeen:
-    """The other runs on the cluster reported what they hold and lack; ``run`` is our own id."""
+    """The other runs on the cluster reported what they hold and lack; ``run`` is our id."""
 
     at_s: float
     run: str
@@ -155,7 +155,7 @@ class ReservationGranted:
 
 @value
 class CapacityRefused:
-    """The provider has no machine for an alternative of capacity; ``why`` quotes the provider."""
+    """The provider has no machine for an alternative of capacity; ``why`` quotes it."""
 
     at_s: float
     alternative: int
@@ -164,7 +164,7 @@ class CapacityRefused:
 
 @value
 class WorkerReady:
-    """A worker process is up, has imported torch and can be assigned; a standby until then."""
+    """A worker process is up and has imported torch; it is a standby until it is assigned."""
 
     at_s: float
     worker: str
@@ -204,7 +204,7 @@ class WorkerFormed:
 
 @value
 class StepCompleted:
-    """Every rank of ``attempt`` finished ``step``. The step counts unless it is redone.
+    """Every rank of ``attempt`` finished ``step``, which counts unless it is redone.
 
     ``stored`` is the newest step that the attempt is known to have committed to storage, or 0.
     """
@@ -248,9 +248,9 @@ class WorkerLeft:
     step: int  #: The last step it completed.
     #: One line for people; with ``COMPLETED`` why the script stopped before the last step.
     detail: str
-    #: Sources of that version whose bytes are not the bytes that were written.
+    #: Sources of the version to resume from whose bytes differ from those that were written.
     damaged: tuple[Source, ...] = ()
-    unread: tuple[Source, ...] = ()  #: Sources of it that could not be read this time.
+    unread: tuple[Source, ...] = ()  #: Sources of that version that could not be read this time.
     skipped: tuple[str, ...] = ()  #: One line for people for each source that failed.
     #: With ``PEER_LOST``: the node that its transport could not reach; "" if it named none.
     unreached: str = ""
@@ -262,7 +262,7 @@ class WorkerLeft:
 class WorkerRaised:
     """The training code of ``worker`` raised; the process lives and has left the attempt.
 
-    ``refuses`` says why the attempt's layout cannot train, if it cannot. ``ranks`` are the ranks
+    ``refuses`` says why the attempt's layout cannot train, "" if it can. ``ranks`` are the ranks
     whose numbers are not finite, or differ. See ``protocol.Raised``.
     """
 
@@ -286,16 +286,16 @@ class NotFiniteFound:
     step: int
     number: int  #: Counts these in the attempt, from 1.
     evidence: str  #: One line for people.
-    ranks: tuple[int, ...] = ()  #: The ranks that it comes from; empty if that is not known.
+    ranks: tuple[int, ...] = ()  #: The ranks that it comes from; empty if unknown.
 
 
 @value
 class HangFound:
-    """Detection reached a verdict on an attempt that makes no progress."""
+    """The detector reached a verdict on an attempt that makes no progress."""
 
     at_s: float
     attempt: int
-    #: Workers proven to hold the others up; empty if it could not be decided.
+    #: Workers proven to hold up the others; empty if undecided.
     guilty: tuple[str, ...]
     evidence: str  #: One line for people: the rule that fired and the numbers.
     #: Whether ranks are proven to have called different collectives. No faulty machine causes that,
@@ -305,18 +305,18 @@ class HangFound:
     verdict: str = ""  #: Kind of the verdict, as ``orchestrator.diagnosis`` names it.
     #: Ranks whose calls differ from the majority's: the program is to blame, not a machine.
     at_odds: tuple[int, ...] = ()
-    #: Workers in ``guilty`` that may only be busy for long: their nodes get no strike.
+    #: Workers in ``guilty`` that may only be busy: their nodes get no strike.
     maybe_well: tuple[str, ...] = ()
 
 
 @value
 class Suspected:
-    """The set of suspects changed. Nothing is proven, and the attempt continues."""
+    """The suspicions changed. Nothing is proven, and the attempt continues."""
 
     at_s: float
     attempt: int
     suspects: tuple[Suspicion, ...]  #: All current suspicions; empty once there are none.
-    usual_step_s: float = 0.0  #: Median duration of a step before; 0.0 if none was seen.
+    usual_step_s: float = 0.0  #: Median duration of a step before them; 0.0 if none was seen.
 
 
 @value
@@ -333,12 +333,12 @@ class StartsAdvanced:
     """Processes that are not ready yet have used CPU since the last check: they load modules."""
 
     at_s: float
-    workers: tuple[str, ...]  #: The processes that have.
+    workers: tuple[str, ...]  #: The processes that used CPU.
 
 
 @value
 class MembersAtWork:
-    """Members of a fenced attempt have not left yet because they compute."""
+    """Members of a fenced attempt compute and so have not left yet."""
 
     at_s: float
     attempt: int
@@ -372,7 +372,7 @@ class LinksTimed:
 
 @value
 class TrafficMeasured:
-    """The records of the attempt's collectives showed what a step sends."""
+    """The records of the attempt's collectives show how much a step sends."""
 
     at_s: float
     attempt: int
@@ -382,7 +382,7 @@ class TrafficMeasured:
 
 @value
 class CommittedRead:
-    """Keepers and storage answered, after ``attempt`` was fenced, which version to resume from."""
+    """Keepers and storage reported which version to resume from after ``attempt``."""
 
     at_s: float
     attempt: int
@@ -393,8 +393,7 @@ class CommittedRead:
     source: str = ""  #: "memory", "storage", or "" with ``step`` 0.
     #: With ``step`` 0: committed steps, newest first, that no source can serve.
     lost: tuple[int, ...] = ()
-    #: Living nodes whose keepers did not answer and may hold newer versions: they are restarting or
-    #: late.
+    #: Living nodes whose keepers are restarting or late, and may hold newer versions.
     returning: tuple[str, ...] = ()
     #: The newest step in storage that counts and is not bad; -1 if storage was not read.
     stored: int = -1
@@ -431,7 +430,7 @@ class SavesMeasured:
 
 @value
 class StopRequested:
-    """The user asked the run to stop after ``step``, or at the next boundary if that is 0."""
+    """The user asked the run to stop after ``step``, or at the next boundary if it is 0."""
 
     at_s: float
     reason: str
@@ -448,14 +447,14 @@ class WorkersSet:
 
 @value
 class SaveRequested:
-    """The user asked for the newest step in memory to be stored. Only the journal uses it."""
+    """The user asked to store the newest step in memory. Only the journal uses it."""
 
     at_s: float
 
 
 @value
 class FaultInjected:
-    """We caused a fault ourselves. Only the journal uses it."""
+    """We injected a fault. Only the journal uses it."""
 
     at_s: float
     fault: str

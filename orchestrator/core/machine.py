@@ -1,4 +1,4 @@
-"""The run controller as a pure function: (state, event) -> (state, actions).
+"""The run controller as a pure function: ``(state, event) -> (state, actions)``.
 
 ``step`` is the only way a run's state changes. It reads no clock, does no I/O and draws no
 random numbers. So a run replays exactly from its journal, and hundreds of fault histories can be
@@ -19,17 +19,12 @@ from orchestrator.core.transition import Transition
 def step(
     state: RunState, event: ev.Event, *, rules: RunRules
 ) -> tuple[RunState, tuple[Action, ...]]:
-    """Fold one event into the run.
+    """Fold one event into the run; return the run after it and the actions, in order.
 
-    Total: every event is legal in every phase. An event of another attempt than the current one
-    is stale and changes nothing; an event that comes twice changes nothing the second time.
-
-    Args:
-        rules: Rules of the run; the same at every call.
-
-    Returns:
-        The run after the event, and the actions to perform, in order. The very same state object
-        if the event changed nothing, so that the shell need not journal it.
+    Total: every event is legal in every phase. An event of another attempt than the current one is
+    stale and changes nothing; an event that comes twice changes nothing the second time. If nothing
+    changed, the same state object returns, so that the shell need not journal the event. The rules
+    must be the same at every call.
     """
     if state.phase in TERMINAL and state.phase not in TABLE[type(event)]:
         return state, ()

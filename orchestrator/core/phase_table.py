@@ -1,7 +1,7 @@
 """The table of events and consequences by phase: ``TABLE[type][phase]`` is the handler.
 
 ``machine.step`` looks an event up here and ``Transition.follow`` a consequence.
-``orchestrator/DESIGN.md`` shows the table, and a test keeps it true.
+``orchestrator/DESIGN.md`` shows the table, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from orchestrator.core.network import search, timing
 from orchestrator.core.state import ACTIVE, TERMINAL, Phase
 from orchestrator.core.transition import Handler
 
-#: A handler by phase; in a phase without one, nothing happens.
+#: Handlers by phase. In a phase without one, nothing happens.
 Row = dict[Phase, Handler]
 
 

@@ -1,4 +1,4 @@
-"""The rules of a run: sizes, bounds of waits, limits of policies. Fixed when the run starts."""
+"""The rules of a run: sizes, bounds of waits, limits of policies. Fixed at its start."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ from orchestrator.policies import (
 from orchestrator.traffic import Topology
 from ucp_core.layout import ParallelLayout
 
-#: A process that is not ready after ten minutes hangs, as does an attempt that has not formed after
-#: hours.
+#: A process that is not ready after ten times the bound hangs, as does an attempt that has not
+#: formed after 16 times its bound.
 _START_FACTOR_MAX: Final = 10
 _FORM_DOUBLINGS_MAX: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The bound of every wait, in seconds, and what happens at it."""
+    """The bound of every wait, in seconds, and what happens when it is reached."""
 
-    #: First attempt: wait this long for all ``max_workers``, then start with fewer.
-    #: Replacements for a lost node or process join later.
+    #: The first attempt waits this long for all ``max_workers``, then starts with fewer. It does
+    #: not wait for replacements of a lost node or process.
     grace_s: float = 30.0
     #: The run fails if it has fewer than ``min_workers`` for this long, or if storage does not
     #: answer for this long while it is needed to resume.
     capacity_s: float = 86400.0
     #: A worker process that is not ready by then is killed. One that computes gets the same time
     #: again, up to ten times as long in all. The bound grows by the same amount after each process
-    #: that was late, so that a slow cluster does not restart them for ever.
+    #: that was late, so that a slow cluster does not restart processes for ever.
     start_s: float = 60.0
-    #: If a member has not formed by then, the attempt is fenced without blame. The bound doubles
-    #: after each attempt without progress. Detection finds hangs much sooner.
+    #: If a member has not formed by then, the attempt is fenced and no worker is blamed. The bound
+    #: doubles after each attempt without progress. Detection finds hangs much sooner.
     form_s: float = 600.0
     #: A fenced member that has not left by then is killed. A member that computes gets one more
     #: usual step: it leaves when its micro-batch ends.
     fence_s: float = 2.0
     kill_s: float = 3.0  #: The run stops waiting for a killed process after this.
-    read_s: float = 10.0  #: A read that storage has not answered is repeated.
-    #: If keepers have not reported which nodes they reach, the run continues without that.
+    read_s: float = 10.0  #: A read without an answer from storage is repeated after this.
+    #: If keepers have not reported by then which nodes they reach, the run continues without that.
     probe_s: float = 3.0
-    #: If members have not left as asked, the attempt is fenced; four steps are added.
+    #: If members have not left by then, plus four steps, the attempt is fenced.
     yield_s: float = 60.0
-    survey_s: float = 10.0  #: A survey that has not come is requested again.
+    survey_s: float = 10.0  #: A survey without an answer is requested again after this.
     drain_lead_s: float = 10.0  #: A draining node is left this long before its deadline.
-    #: A keeper that has not answered is restarted. Ray regards a keeper that a signal stopped as
-    #: alive, but it would copy and store nothing for its trainers. Among 28 busy processes on two
-    #: cores a keeper answered in 2 s.
+    #: A keeper that is silent for this long is restarted. Ray regards a keeper that a signal
+    #: stopped as alive, but it would copy and store nothing for its trainers. Among 28 busy
+    #: processes on two cores a keeper answered in 2 s.
     keeper_silent_s: float = 15.0
-    #: If a keeper that died is not back, its node counts as lost. Restarting a single keeper took
-    #: 0.7 to 1.1 s, and 12 s with twenty processes per core.
+    #: If a keeper that died is not back by then, its node counts as lost. Restarting a single
+    #: keeper took 0.7 to 1.1 s, and 12 s with twenty processes per core.
     keeper_return_s: float = 30.0
-    #: First pause after a worker process failed to start; doubles each time.
+    #: First pause after a worker process failed to start; it doubles each time.
     backoff_s: float = 1.0
 
     def as_seconds(self) -> dict[str, float]:
-        """Return every bound by name."""
+        """Return every bound by its name without ``_s``."""
         return {field.name.removesuffix("_s"): getattr(self, field.name) for field in fields(self)}
 
     @property
     def start_s_max(self) -> float:
-        """Return after how long a process that is not ready counts as hung, even if it computes."""
+        """Return when a process that is not ready counts as hung, even if it computes."""
         return self.start_s * _START_FACTOR_MAX
 
     def start_bound_s(self, num_failed: int) -> float:
-        """Return the start bound after ``num_failed`` processes in a row failed to get ready."""
+        """Return the start bound after ``num_failed`` processes in a row failed to start."""
         return self.start_s * min(1 + num_failed, _START_FACTOR_MAX)
 
     def form_bound_s(self, num_stuck: int) -> float:
@@ -91,12 +91,12 @@ class Bounds:
 class AvoidRules:
     """When to give a node no new workers for a while because workers keep failing on it."""
 
-    #: The node is avoided if, within the window, it has this many more proven failures (crash,
-    #: proven hang, failed start) than the best other node.
+    #: A node is avoided if, within the window, it has this many more proven failures (crash, proven
+    #: hang, failed start) than the best other node.
     strikes_max: int = 3
     window_s: float = 600.0  #: How long a strike counts.
-    #: How long the node is avoided; shorter if the run needs it to reach its minimum. The node is
-    #: then on trial for the same time: another failure doubles the time it is avoided.
+    #: How long the node is avoided; shorter if the run needs it to reach its minimum. For the same
+    #: time afterwards it is on trial: another failure doubles the time it is avoided.
     avoid_s: float = 600.0
     #: The longest time a node is avoided. In a large cluster half of the broken servers stay broken
     #: for 20 hours (``node_faults`` in ``tests/fixtures``), and a repaired node should not wait
@@ -110,14 +110,14 @@ class RunRules:
 
     run: str  #: Name of the run.
     min_workers: int  #: Fewest workers that may train.
-    #: Most workers. The run requests as many reservations, unless other runs need them.
+    #: Most workers. The run requests this many reservations, unless other runs need them.
     max_workers: int
     total_steps: int  #: The run is complete when this step is committed.
     standby_per_node: int = 0  #: Warm processes per node beyond its reservations.
-    #: Steps are committed at multiples of this, and at the last step and at a yield. Knowing this
-    #: saves a read.
+    #: Steps are committed at multiples of this, at the last step and at a yield. Knowing this saves
+    #: a read.
     checkpoint_every: int = 1
-    #: How many worker processes in a row may die at start before any is ready.
+    #: If this many worker processes in a row die at start before any is ready, the run fails.
     starts_failed_max: int = 20
     layout: LayoutRules = field(default_factory=LayoutRules)
     growth: GrowthRules = field(default_factory=GrowthRules)
@@ -129,7 +129,7 @@ class RunRules:
     capacity: CapacityRules = field(default_factory=CapacityRules)
     sharing: SharingRules = field(default_factory=SharingRules)
     bounds: Bounds = field(default_factory=Bounds)
-    #: Speeds of links; its racks are those of the nodes. None if unknown.
+    #: Speeds of links; None if unknown. Its racks are replaced by those of the nodes.
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ class RunRules:
     def full_layout(
         self, refused: tuple[Refused, ...] = (), num_max: int | None = None
     ) -> ParallelLayout | None:
-        """Return the layout that ``num_max`` workers, by default all, would take on one node."""
+        """Return the layout of ``num_max`` workers (default all) on one node; None without one."""
         num = self.max_workers if num_max is None else num_max
         return choose(one_node(num), num, replace(self.layout, refused=refused), self.min_workers)
 

@@ -16,17 +16,12 @@ from orchestrator.policies import LayoutRules
 #: Handles an event or a consequence. ``phase_table`` has one for each type and phase.
 Handler: TypeAlias = Callable[["Transition", Any], None]
 PhaseTable: TypeAlias = Mapping[type, Mapping[Phase, Handler]]
-#: Most ranks that one line names.
+#: One line names at most this many ranks.
 _NAMED = 8
 
 
 class Transition:
-    """The context that handlers pass along while they fold one event.
-
-    Attributes:
-        now_s: ``at_s`` of the event.
-        actions: The actions for the shell, in order.
-    """
+    """The context of handlers while they fold one event, whose ``at_s`` is ``now_s``."""
 
     __slots__ = ("_table", "actions", "now_s", "rules", "run")
 
@@ -40,7 +35,7 @@ class Transition:
         self._table = table
 
     def follow(self, what: Any) -> None:
-        """Handle an event or a consequence by the table's entry for the present phase."""
+        """Handle an event or a consequence with the table's entry for the present phase."""
         handler = self._table[type(what)].get(self.run.phase)
         if handler is not None:
             handler(self, what)
@@ -54,7 +49,7 @@ class Transition:
 
     @property
     def max_workers(self) -> int:
-        """Return the most workers that the run may have now; other runs may need some."""
+        """Return how many workers the run may have now; other runs may need some."""
         limit, most = self.run.sharing.limit, self.run.most_workers or self.rules.max_workers
         return most if limit < 0 else min(limit, most)
 
@@ -72,7 +67,7 @@ class Transition:
         return replace(self.rules.layout, refused=run.refused, steps=run.steps)
 
     def wake_by(self, at_s: float) -> None:
-        """Have the fleet's bounds checked no later than ``at_s``."""
+        """Have the bounds of the fleet checked no later than ``at_s``."""
         self.run.fleet.wake_s = min(self.run.fleet.wake_s, at_s)
 
     def report_incident(self) -> None:
@@ -110,10 +105,7 @@ class Transition:
         )
 
     def _suspected(self, fault: Cause) -> tuple[str, ...]:
-        """Return, for people, what was suspected of the faulty workers before.
-
-        Return all suspicions if no worker is known to be faulty.
-        """
+        """Return the suspicions of the faulty workers; all if no worker is known to be faulty."""
         if fault.kind.is_planned or not fault.kind.names:
             return ()
         return tuple(
@@ -123,7 +115,7 @@ class Transition:
         )
 
     def finish(self, outcome: RunOutcome, reason: str) -> None:
-        """End the run for good."""
+        """End the run."""
         run = self.run
         is_well = outcome in (RunOutcome.COMPLETED, RunOutcome.STOPPED)
         self.enter(Phase.FINISHED if is_well else Phase.FAILED, inf)

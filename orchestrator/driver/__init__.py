@@ -1,4 +1,4 @@
-"""The process that a user starts: launch, follow, list, doctor, diagnose, convert, demo."""
+"""The commands' work in the user's process: launch, follow, list, doctor, diagnose, convert."""
 
 from typing import TYPE_CHECKING
 

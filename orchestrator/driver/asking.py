@@ -1,6 +1,6 @@
-"""Ask a training script for the settings that a configuration leaves out.
+"""Ask a training script for settings that a configuration lacks.
 
-The script runs in a separate process, up to its call of ``everstep.run``, as a worker runs it.
+The script runs in a separate process, as a worker runs it, up to its call of ``everstep.run``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from orchestrator.errors import ConfigError
 
 #: The script is asked if one of these is missing.
 DECIDED: Final = ("train.steps", "train.global_batch", "train.micro_batch")
-#: With Trainer, a script has arguments for these too.
+#: A script that uses Trainer decides these, too.
 _OF_TRAINER: Final = (
     *DECIDED, "train.clip_norm", "train.precision", "train.seed", "data.seed",
     "checkpoint.every_steps", "checkpoint.keep",
 )  # fmt: skip
-#: A script that names this module uses Trainer's arguments.
+#: A script that contains this name uses Trainer's arguments.
 TRAINER: Final = "everstep.integrations.transformers"
 #: Settings that only the configuration decides; the script is not asked for them.
 _OURS: Final = frozenset(
@@ -45,18 +45,14 @@ chosen = {
 with open(to, "w", encoding="utf-8") as file:
     json.dump(chosen, file)
 """
-#: How much of a script's output is shown when it fails.
+#: How many bytes of a script's output are shown if it fails.
 _SHOWN: Final = 2000
 
 
 def settings_of_script(document: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
     """Return the settings that the script of a configuration decides, by ``section.key``.
 
-    Empty if the configuration sets the steps and the batches.
-
-    Args:
-        document: The configuration as it was written.
-        say: Called with lines for people.
+    Empty if the configuration sets all that is needed. ``say`` is called with lines for people.
 
     Raises:
         ConfigError: The script fails.
@@ -85,7 +81,7 @@ def settings_of_script(document: Mapping[str, Any], say: Callable[[str], None]) 
 
 
 def _asked(script: str, arguments: list[Any]) -> dict[str, Any]:
-    """Return the settings of the script that are not the defaults."""
+    """Return the script's settings that differ from the defaults, and all of ``train``."""
     with tempfile.TemporaryDirectory(prefix="everstep-") as scratch:
         to = Path(scratch) / "settings.json"
         done = subprocess.run(  # noqa: S603  the user's script
@@ -108,7 +104,7 @@ def _asked(script: str, arguments: list[Any]) -> dict[str, Any]:
 
 
 def _for_all(global_batch: Any, micro_batch: int, num_workers: int) -> int:
-    """Return the largest micro-batch size, up to the given one, of which every worker gets one."""
+    """Return the largest micro-batch size, up to the given one, that gives every worker one."""
     if not isinstance(global_batch, int) or global_batch % micro_batch:
         return micro_batch
     sizes = [size for size in range(1, micro_batch + 1) if not micro_batch % size]

@@ -1,8 +1,8 @@
 """Which settings may change when a run resumes in its directory.
 
 A run has one history. Its seed and global batch decide the samples of each step, and its committed
-state belongs to one model, so these stay. The cluster, the number of workers, the length and the
-learning rate may change each time.
+state belongs to one model, so these stay. The cluster, the number of workers, the number of steps
+and the learning rate may change each time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ucp_core.storage import join
 from workers.protocol import CHECKPOINTS, STOPPED
 from workers.settings import IGNORE
 
-#: Sections and keys that a history with committed steps depends on.
+#: Sections and keys that determine committed steps.
 _FIXED = ("model", "data", "train.seed", "train.global_batch")
-#: Keys in those sections that change no step.
+#: Keys in those sections that affect no step.
 _FREE = frozenset({"data.cache_directory", "data.validation_samples"})
 #: Keys that do not matter to a command that only attaches to the run.
 ELSEWHERE = frozenset({"cluster.address", "cluster.local_nodes", "run.directory"})
 
 
 def require_same(config: RunConfig) -> None:
-    """Raise ``ConfigError`` if the run that is under way has other settings than ``config``."""
+    """Raise ``ConfigError`` if the running run has other settings than ``config``."""
     url = config.run.directory
     changes = _changes(Run(url).settings(), config)
     _refuse(
@@ -40,7 +40,7 @@ def require_same(config: RunConfig) -> None:
 
 
 def require_unfinished(config: RunConfig) -> None:
-    """Raise ``ConfigError`` if there is nothing left to train. Needs no cluster."""
+    """Raise ``ConfigError`` if nothing is left to train. Needs no cluster."""
     run = Run(config.run.directory)
     summary = run.summary()
     if summary is not None:
@@ -56,9 +56,9 @@ def require_unfinished(config: RunConfig) -> None:
 
 
 def require_resumable(config: RunConfig) -> None:
-    """Raise ``ConfigError`` if there is nothing left to train, or a change breaks the history.
+    """Raise ``ConfigError`` if nothing is left to train, or a change breaks the history.
 
-    A directory without a run, or with a run that committed nothing, takes every configuration.
+    A directory without a run, or with one that committed nothing, accepts every configuration.
     """
     require_unfinished(config)
     url = config.run.directory
@@ -89,7 +89,7 @@ def _over(config: RunConfig, run: Run, steps: int) -> str:
 
 
 def _require_finite(config: RunConfig, run: Run) -> None:
-    """Raise if the run would continue from weights that are not finite without permission."""
+    """Raise if the run would resume from weights that are not finite without permission."""
     if config.run.resume_from == "finite" or config.train.not_finite.action == IGNORE:
         return
     checkpoints = join(run.path, CHECKPOINTS)

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: connect to it, and notice that it is gone."""
+"""The Ray cluster of a run: connect to it, and notice when it is gone."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from workers.records import lease_s
 HEAD = "node:__internal_head__"
 #: A cluster is gone for good if its head accepts no connection for this long.
 GONE_S = 15.0
-#: How often to look for the head.
+#: Period of checks of the head.
 _LOOK_S = 2.0
-#: How often to look at a run.
+#: Period of checks of a run.
 FOLLOW_S = 0.25
 #: A new controller answers within this; it took 1 to 8 s on a busy 2-core machine.
 CONTROLLER_START_S = 90.0
@@ -42,7 +42,7 @@ CONTROLLER_START_S = 90.0
 class ClusterWatch:
     """Notices that the cluster of a run is gone.
 
-    ``is_alive`` says whether its processes live, if this process started them.
+    ``is_alive`` returns whether its processes live, if this process started them.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ClusterWatch:
         """Wait for an absent head that will return; call ``say`` before the wait.
 
         Raises:
-            CapacityError: It did not return in the time that trainers wait for it.
+            CapacityError: It did not return in the time for which trainers wait for it.
         """
         if not self._returns() or not why_silent(self._address, timeout_s=_LOOK_S):
             return
@@ -68,7 +68,7 @@ class ClusterWatch:
             time.sleep(_LOOK_S)
 
     def _returns(self) -> bool:
-        """Return whether the head's state outlives it; False if unknown."""
+        """Return whether the head keeps its state elsewhere and returns; False if unknown."""
         try:
             return bool(self._run.contact().get("head_returns"))
         except (UcpError, OrchestratorError):
@@ -79,7 +79,7 @@ class ClusterWatch:
         return LEAVE_SHARE * lease_s(os.environ) if self._returns() else GONE_S
 
     def require(self) -> None:
-        """Raise ``CapacityError`` with the safe step if the cluster is gone."""
+        """Raise ``CapacityError`` with the newest step in storage if the cluster is gone."""
         now_s, is_alive = time.monotonic(), self._is_alive()
         if is_alive and now_s - self._looked_s < _LOOK_S:
             return
@@ -97,14 +97,14 @@ class ClusterWatch:
 
 
 def wait(until: Callable[[], bool]) -> None:
-    """Wait until a controller has started or ended, at most ``CONTROLLER_START_S``."""
+    """Wait until ``until`` returns true, for at most ``CONTROLLER_START_S``."""
     deadline_s = time.monotonic() + CONTROLLER_START_S
     while not until() and time.monotonic() < deadline_s:
         time.sleep(FOLLOW_S)
 
 
 def on_head(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Start a task where the controller runs; return Ray's reference to its result."""
+    """Start a task on the head, where the controller runs; return Ray's reference to its result."""
     task: Any = ray.remote(function).options(num_cpus=0, resources={HEAD: 0.001})
     return task.remote(*arguments)
 
@@ -115,7 +115,7 @@ def has_controller(address: str, namespace: str) -> bool:
     This process must be connected to the cluster at ``address``.
     """
     if why_silent(address, timeout_s=_LOOK_S):
-        return True  # This cannot be known, and Ray would ask for a minute.
+        return True  # The head does not answer, and Ray would ask for a minute.
     if is_another_head(address):
         return False
     try:
@@ -130,8 +130,8 @@ def has_controller(address: str, namespace: str) -> bool:
 def open_cluster(config: RunConfig) -> HostedCluster | None:
     """Connect to the cluster that the run names, or start its simulated nodes.
 
-    It uses ``cluster.address``, else ``RAY_ADDRESS`` (set inside ``ray job submit``), else nodes on
-    this machine. Raises ``CapacityError`` if nothing answers.
+    It uses ``cluster.address``, else simulated nodes on this machine. Raises ``CapacityError`` if
+    no cluster answers.
     """
     cluster = None
     address = config.cluster.address

@@ -1,7 +1,7 @@
-"""Print all that users read about a run in the terminal.
+"""Print what users read about a run in the terminal.
 
-``RunView`` follows a run: a live line in a terminal, plain lines elsewhere. The functions print one
-document each: the status, a recovery plan, the bounds of waits, a list of runs.
+``RunView`` follows a run: with a live line in a terminal, with plain lines elsewhere. Each function
+prints one document: the status, a recovery plan, the bounds of waits, a list of runs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ucp_core.numerics import counted, format_bytes
 
 #: Without a terminal, a line of progress is printed this often.
 PLAIN_LINE_S = 5.0
-#: Enough of a node's id to recognise it, and for ``everstep plan --lose``.
+#: Enough of a node's id to recognise it, and to name it with ``everstep plan --lose``.
 _NODE_CHARS = 8
 #: Recoveries that take longer are shown while they last; most take less than a second.
 _USUAL_S = 3.0
-#: How often a wait is shown again.
+#: Period at which a wait is printed again.
 _WAIT_LINE_S = 30.0
 #: Phases without training.
 _WAITS = frozenset({"waiting", "forming", "fencing", "reading"})
@@ -39,14 +39,14 @@ _LOST = r"\b(lost|has failed|failed:)(?! from)|^problem:|^failed\b"
 _DOUBTFUL = r"\b(slow|draining|dying)\b|^(suspected|notice|passed over):|refused \d+"
 #: From this duration on, times are shown in whole seconds.
 _SECONDS_SHORT = 100
-#: The columns of a table: by title, the text of a row's cell.
+#: The columns of a table: by title, the function that makes the text of a cell from a row.
 _Columns: TypeAlias = Mapping[str, Callable[[Any], str]]
 
 
 def open_console(*, stderr: bool = False) -> Console:
     """Return a console that redraws lines in a terminal only.
 
-    Notebooks and CI set FORCE_COLOR, and rich then takes every stream for a terminal.
+    Notebooks and CI set FORCE_COLOR, and then rich takes every stream for a terminal.
     """
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, force_interactive=None if stream.isatty() else False)
@@ -58,7 +58,7 @@ def say(console: Console, text: str) -> None:
 
 
 class RunView:
-    """Show the status documents of the run ``title`` as they come, and the output of its script."""
+    """Shows the status documents of the run ``title`` as they come, and its script's output."""
 
     def __init__(self, console: Console, *, title: str, total_steps: int) -> None:
         self._console = console
@@ -72,8 +72,7 @@ class RunView:
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=8),
             MofNCompleteColumn(),
-            # One line, however narrow the terminal: each redraw would leave the second line of two
-            # behind.
+            # One line, however narrow the terminal: a redraw would not erase a second line.
             TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True, ratio=1)),
             console=console,
             expand=True,
@@ -83,21 +82,19 @@ class RunView:
         self._task = self._progress.add_task(title, total=total_steps, facts="")
 
     def __enter__(self) -> Self:
-        """Begin the live display."""
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the live display; printed lines stay."""
         self._progress.stop()
 
     @property
     def file(self) -> IO[str]:
-        """Return the stream to which it prints."""
+        """Return the stream to which the view prints."""
         return self._console.file
 
     def show(self, status: dict[str, Any] | None) -> None:
-        """Process one status document; None means that the controller does not answer."""
+        """Show one status document; None means that the controller does not answer."""
         if status is None:
             # A controller that has just started answers slowly; that is no problem.
             if self._is_known:
@@ -129,7 +126,7 @@ class RunView:
             self.say(f"step {status['step']}/{self._total}  {_facts(status)}")
 
     def _say_lost(self, status: Mapping[str, Any], cause: Mapping[str, Any] | None) -> None:
-        """Print which nodes are lost, unless that is why the attempt ended."""
+        """Print the nodes that are lost, unless the cause of the attempt's end names them."""
         told = "" if cause is None else cause["evidence"]
         for node in status["nodes"]:
             name = f"node {node['node'][:_NODE_CHARS]}"
@@ -141,7 +138,7 @@ class RunView:
                 self._say(name, f"{name} is lost", style="red")
 
     def _say_wait(self, status: Mapping[str, Any]) -> None:
-        """Print what the run waits for when that changes, and repeat it from time to time."""
+        """Print what the run waits for when that changes, and repeat it every ``_WAIT_LINE_S``."""
         if status["phase"] not in _WAITS:
             self._said.pop("waits", None)
             return
@@ -156,7 +153,7 @@ class RunView:
             self.say(f"{what}{since}")
 
     def _say_problems(self, status: Mapping[str, Any]) -> None:
-        """Print problems when they change; numbers in them change all the time."""
+        """Print problems that are new; their numbers may change all the time."""
         for what, line in _suspected(status).items():
             self._say(f"suspects {what}", f"suspected: {line}")
         for topic in ("redundancy", "cadence"):
@@ -172,11 +169,11 @@ class RunView:
         self._progress.console.print(line, soft_wrap=True)
 
     def print(self, line: str) -> None:
-        """Print a line of the training script, as it is, above the live display."""
+        """Print a line of the training script unchanged above the live display."""
         self._progress.console.print(Text(line), soft_wrap=True)
 
     def _say(self, topic: str, text: str, *, key: Any = True, style: str = "") -> None:
-        """Print ``text`` once per ``key`` of its topic."""
+        """Print ``text`` once for each ``key`` of its topic."""
         if self._said.get(topic) != key:
             self._said[topic] = key
             self.say(text, style=style)
@@ -185,7 +182,7 @@ class RunView:
 def _facts(status: Mapping[str, Any], *, is_short: bool = False) -> str:
     """Return the known numbers of a run, the most important first.
 
-    Short ones fit in a line of 80 columns beside a bar.
+    With ``is_short`` they fit in a line of 80 columns beside a bar.
     """
     cost, is_training = status["cost"]["usd"], status["phase"] == "training"
     facts = [
@@ -215,7 +212,7 @@ def _clock(seconds: float) -> str:
 
 
 def _since(status: Mapping[str, Any]) -> str:
-    """Return how long the run has been in its phase; "" if it has just started."""
+    """Return how long the run has been in its phase; "" if for less than a second."""
     phase_for_s = status["phase_for_s"]
     return f" (for {_duration(round(phase_for_s))})" if phase_for_s and phase_for_s >= 1 else ""
 
@@ -272,7 +269,7 @@ def print_node_plans(plans: Sequence[RecoveryPlan], console: Console) -> None:
 
 
 def print_layouts(plan: LayoutPlan, console: Console) -> None:
-    """Print the layouts that hardware could train in, a line for each."""
+    """Print the layouts in which the hardware could train, a line for each."""
     job, room = plan.job, plan.layouts[0][0].room_bytes
     batch = job.num_micro_batches * job.num_tokens
     say(
@@ -370,7 +367,7 @@ def print_status(status: Mapping[str, Any], console: Console, *, verbose: bool =
 
 
 def status_view(status: Mapping[str, Any], *, verbose: bool = False) -> Group:
-    """Return a status document for a live display, which cuts rows of tables at its end."""
+    """Return a status document for a live display, which cuts tables at the end of the screen."""
     lines = (*_head(status), "", *_details(status, verbose=verbose), *_tables(status))
     return Group(*map(_coloured, lines))
 
@@ -452,7 +449,7 @@ def _in_memory(redundancy: Mapping[str, Any]) -> str:
 
 
 def _last_change(status: Mapping[str, Any]) -> str:
-    """Return why the run is not training, unless an incident says so."""
+    """Return why the run does not train, unless an incident reports that."""
     return "" if status["incidents"] or not status["cause"] else _cause_line(status["cause"])
 
 
@@ -486,7 +483,7 @@ def _cost(cost: Mapping[str, Any]) -> str:
 
 
 def _notices(status: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return a line about each machine that its provider takes, by machine and source."""
+    """Return a line about each machine that will be taken, by machine and notice."""
     taken: list[tuple[str, str, int | None]] = [
         (f"node {node['node'][:_NODE_CHARS]}", node["notice"], node["taken_in_s"])
         for node in status["nodes"]
@@ -527,8 +524,8 @@ def _known(number: int | None) -> str:
 
 
 #: The lines of a status beside its tables: a label, a path into the status, and a function that
-#: turns the value there into a text, or several, for people. In a list it applies to each item. An
-#: empty text makes no line.
+#: turns the value there into one text or several. For a list it is called with each item. An empty
+#: text makes no line.
 _DETAILS: Final[tuple[tuple[str, str, Callable[[Any], str | Iterable[str]]], ...]] = (
     ("", "", lambda status: map(_incident_line, reversed(status["incidents"]))),
     ("", "capacity", _capacity),

@@ -1,7 +1,7 @@
-"""Convert a checkpoint on all nodes of a Ray cluster; only this process commits.
+"""Convert a checkpoint on all nodes of a Ray cluster; only this process commits the result.
 
-Each batch of ``ucp_core.conversion`` is a Ray task. If a task dies with its worker or its node,
-another task repeats the batch and writes the same bytes to the same place.
+Each batch of ``ucp_core.conversion`` is a Ray task. If a task dies with its worker or node, another
+task repeats the batch and writes the same bytes to the same place.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ucp_core.conversion import Batch, ConvertResult, Job, Result, convert, do_b
 from ucp_core.native import Checkpoint
 from ucp_core.storage import open_store
 
-#: A batch that fails this often does not fail by chance.
+#: A batch that fails this many times does not fail by chance.
 TRIES_MAX = 4
-#: Batches per processor beyond the current one, so that none waits for its next.
+#: Batches per processor beyond the current one, so that no processor waits for its next batch.
 _AHEAD = 2
 
 

@@ -1,4 +1,4 @@
-"""``everstep demo``: the same training twice, undisturbed and with faults."""
+"""``everstep demo``: train the same model twice, undisturbed and with faults."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from orchestrator.run_directory import read_run
 from ucp_core.numerics import format_bytes
 from workers.process import gpus_here
 
-#: In each run directory of a demo, which the next demo may delete.
+#: A file in each run directory of a demo; the next demo may delete such directories.
 _MARK = "made_by_demo"
 #: Each recovery must finish within this time.
 ACT_S_MAX = 90.0
-#: Largest difference between the losses of a step in runs that sum in another order.
+#: Largest relative difference between losses of a step in runs that sum in different orders.
 _APART_MAX = 0.01
 
 
@@ -43,8 +43,8 @@ class DemoResult:
     disturbed: dict[str, Any]
     weights_equal: bool
     apart: float  #: The largest relative difference between the losses of a step.
-    #: Whether the two runs trained alike: bit for bit if only the number of data-parallel ranks
-    #: changed, otherwise along one curve, because sums have another order.
+    #: Whether the two runs trained alike: bit for bit if training is deterministic, otherwise with
+    #: losses that differ by at most ``_APART_MAX``, because sums have another order.
     is_same: bool
     report: str
 
@@ -59,7 +59,7 @@ def layout_overrides(layout: str) -> list[str]:
     degrees = [f"parallel.{one[1]}={one[2]}" for one in found if one is not None]
     if len(degrees) < len(found):
         raise ConfigError(f"--layout {layout}: write degrees of tp and pp, as tp2,pp2")
-    # Stages share no weights, and bits depend on the degrees.
+    # Stages share no weights, and the bits of the result depend on the degrees.
     return [*degrees, "model.tied=false", "train.deterministic=false"]
 
 
@@ -79,7 +79,7 @@ def demo_directories(directory: str) -> list[str]:
             )
     for run in runs:
         if run.exists():
-            # The marker is deleted last, so that a killed demo still recognises its directory.
+            # Delete the marker last, so that after a killed demo the directory is still recognised.
             for path in sorted(run.iterdir(), key=lambda path: path.name == _MARK):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         run.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def demo_directories(directory: str) -> list[str]:
 
 
 def run_demo(undisturbed: RunConfig, disturbed: RunConfig, *, console: Console) -> DemoResult:
-    """Train both on the same simulated nodes, print what happens and write the report."""
+    """Train both runs on the same simulated nodes, print what happens and write the report."""
     console.print("Starting simulated nodes on this machine ...", highlight=False)
     share = undisturbed.cluster.gpus_per_worker
     if share:
@@ -130,7 +130,7 @@ def _train(
 
 
 def _story(run: Launched, view: RunView) -> None:
-    """Kill a worker, kill a node, add a node; each after the run has recovered."""
+    """Kill a worker, kill a node, add a node; each one after the run has recovered."""
     assert run.cluster is not None
     total = run.config.train.steps
 
@@ -184,7 +184,7 @@ def _print_result(result: DemoResult, directory: str, console: Console) -> None:
             _seconds(incident.recovery_s),
             "\n".join(f"{format_bytes(size)} {name}" for name, size in incident.sources.items())
             or "-",
-            # One below the other, because 80 columns have no room for both.
+            # One below the other, because 80 columns have no room for both in a row.
             "\n".join(dict.fromkeys((incident.layout_before, incident.layout_after))),
         )
     console.print(table)

@@ -1,6 +1,6 @@
 """Read records of a run from files and find what is wrong (``everstep diagnose``).
 
-Beside the documents of a run's incidents, it recognises three kinds of files by their content: our
+Besides the documents of a run's incidents, it recognises three kinds of files by their content: our
 record rings, the dumps of torch's flight recorder, and JSON lines with an operation each. It
 executes nothing in a dump and builds no class.
 """
@@ -32,9 +32,9 @@ from ucp_core.torch_files import pickle_tree, read_pickle
 from workers.records import DTYPES, FINISHED, Record, Ring, is_ring, read_ring
 
 _INCIDENT: Final = "incident.json"
-#: Name of the file, beside the records, with keepers' last reports on the members.
+#: The file beside the records with keepers' last reports on the members.
 _REPORTS: Final = "reports.json"
-#: The kernel's letters for the states of a process, and their meaning.
+#: The kernel's letters for the states of a process, with the verdict and the word for each.
 _STATES: Final = {
     "T": (FaultKind.FROZEN, "stopped"),
     "t": (FaultKind.FROZEN, "stopped by a debugger"),
@@ -55,9 +55,8 @@ _NAMES: Final = {
 _WIDTHS: Final = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2,
 }  # fmt: skip
-#: Kinds of verdicts that the run reached without its records. If a death truncates these, they
-#: blame the ranks that still computed. These also include kinds of suspicions that only keepers
-#: have.
+#: Kinds of verdicts that the run reaches without its records. If a death cuts the records short,
+#: these would blame ranks that still computed.
 _TOLD: Final = frozenset(
     {FaultKind.DEAD, FaultKind.NOT_FINITE, FaultKind.DIVERGED, FaultKind.CORRUPT}
 )
@@ -69,7 +68,7 @@ _LONG_AGO: Final = -math.inf
 
 
 class _Truncated(NamedTuple):
-    """A truncated file, as a kill leaves it."""
+    """A file that is cut short, as a kill leaves it."""
 
     path: Path
     rank: int | None
@@ -77,7 +76,7 @@ class _Truncated(NamedTuple):
 
 
 class _NoClasses(dict[str, Any]):
-    """Classes that a dump may name: each becomes an error."""
+    """Classes that a dump may name: each raises an error."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -105,7 +104,7 @@ def diagnose_paths(
         paths: Files that must be records, and directories, in which other files are ignored.
         now_s: When the records were taken, on their clock, if the run may have been alive then.
         trace_file: The file to write for Perfetto, with the records and verdicts.
-        dumps_folder: The folder to write a file ``rank_N`` per rank, for torch's analyzer of flight
+        dumps_folder: The folder for a file ``rank_N`` per rank, for torch's analyzer of flight
             recorders.
 
     Raises:
@@ -118,7 +117,7 @@ def diagnose_paths(
     }
     told = tuple(one for incident in incidents.values() for one in _told(incident))
     records, cut = _read(paths, now_s)
-    # Only records of the newest attempt are judged, because it failed last.
+    # Judge only records of the newest attempt: it failed last.
     failed = [path for path, incident in incidents.items() if incident.kind not in _PLANNED]
     seen = tuple(_seen(failed[-1], told)) if failed else ()
     is_found = bool(seen) or (bool(failed) and _verdict(incidents[failed[-1]]) in _TOLD)
@@ -133,7 +132,7 @@ def diagnose_paths(
 
 
 def _told(incident: Incident) -> Iterator[Verdict]:
-    """Yield what the run itself found and no record shows."""
+    """Yield what the run itself found and records do not show."""
     yield from (one for one in incident.suspects if one.kind in _OF_LINKS)
     verdict = _verdict(incident)
     if verdict in _TOLD:
@@ -149,7 +148,7 @@ def _told(incident: Incident) -> Iterator[Verdict]:
 
 
 def _seen(incident: Path, told: Sequence[Verdict]) -> Iterator[Verdict]:
-    """Yield which members were stopped or dead to the kernel when the incident was found."""
+    """Yield the members that the kernel called stopped or dead when the incident was found."""
     path = incident.with_name(_REPORTS)
     if not path.exists():
         return
@@ -183,7 +182,7 @@ def _left_out(cut: Sequence[_Truncated]) -> Iterator[Verdict]:
 
 
 def _verdict(incident: Incident) -> str:
-    # A lost node may also be one that no other node reaches: its incident names no verdict.
+    # A node that counts as lost may only be cut off, so its incident names no verdict.
     return incident.verdict or (FaultKind.DEAD if incident.kind == FaultKind.NODE_LOSS else "")
 
 
@@ -233,7 +232,7 @@ def _read(paths: Sequence[str], now_s: float | None) -> tuple[Records, list[_Tru
                 "torch's flight recorder, nor JSON lines with an operation each"
             )
         operations += found or ()
-    # A rank also keeps the ring of the attempt before, whose calls have the same numbers.
+    # A rank also keeps the ring of the previous attempt, whose calls have the same numbers.
     newest = max((ring.attempt for _, ring in rings), default=0)
     for path, ring in rings:
         operations += _of_ring(path, ring, unknown) if ring.attempt == newest else ()
@@ -266,7 +265,7 @@ def _read_file(
         except CheckpointCorruptError as error:
             cut.append(_Truncated(path, _rank_of(path), str(error).partition(": ")[2]))
             return []
-    # A run directory has other lines of JSON, such as its metrics.
+    # A run directory has other files with lines of JSON, such as its metrics.
     is_row = data[:1] == b"{" and b'"t_enter"' in data.partition(b"\n")[0]
     if is_row or (is_named and path.suffix == ".jsonl"):
         whole, end, rest = data.rpartition(b"\n")
@@ -383,7 +382,7 @@ def _of_ring(path: Path, ring: Ring, unknown: dict[int, str]) -> Iterator[Operat
                 **known,
             )
         elif times["exit_s"] is None:
-            # Within its own work it may wait for calls that it made before.
+            # Within its own work, a rank may wait for calls that it made before.
             if not waits:
                 yield Operation(**times, **known)
         elif own_s := _own_s(one, on_device=ring.on_device):
@@ -391,7 +390,7 @@ def _of_ring(path: Path, ring: Ring, unknown: dict[int, str]) -> Iterator[Operat
 
 
 def _own_s(span: Record, *, on_device: bool) -> float:
-    """Return the duration of a finished span without waits for others; 0.0 if unknown."""
+    """Return the seconds of a finished span without waits for others; 0.0 if unknown."""
     if on_device and span.op != "data":
         return span.device_s
     return (span.exit_ns - span.enter_ns) / 1e9 - span.blocked_s

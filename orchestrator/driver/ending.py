@@ -1,4 +1,4 @@
-"""How a run ended, in sentences: what is done, what it cost, and where the files are."""
+"""How a run ended, in sentences: the steps done, the cost, and where the files are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.driver.run import Run
 from ucp_core.numerics import counted
 from workers.protocol import CHECKPOINTS
 
-#: A shorter share of the time is not mentioned.
+#: Smaller shares of the time are not mentioned.
 _SHOWN_MIN = 0.005
 _ENDS = {
     "completed": "is complete",
@@ -48,7 +48,7 @@ def ending_lines(run: Run, summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def short_path(path: str) -> str:
-    """Return a path as a user would type it here; URLs and paths elsewhere stay as they are."""
+    """Return a path relative to the working directory if it is below it; others unchanged."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
@@ -67,7 +67,7 @@ def _numbers(summary: Mapping[str, Any]) -> str:
 
 
 def _others(summary: Mapping[str, Any]) -> str:
-    """Return where the rest of the time went, if it shows in percent."""
+    """Return where the rest of the time went; parts below ``_SHOWN_MIN`` are left out."""
     wall_s, found = summary["wall_s"], summary.get("parts_s", {})
     told = ((name, took_s / wall_s) for name, took_s in found.items() if wall_s and name != "steps")
     shown = ", ".join(f"{name} {share:.0%}" for name, share in told if share >= _SHOWN_MIN)

@@ -26,24 +26,24 @@ from ucp_core.native import (
 from ucp_core.storage import Store, join, open_store
 from workers.protocol import BESIDE, CHECKPOINTS, METRICS
 
-#: A run may commit a step and delete an older one while this looks, but not this often in a row.
+#: A run may commit a step and delete an older one during an export, but not this often in a row.
 _TRIES_MAX: Final = 10
 #: Length of the prefix of averages' names.
 _MARK: Final = len(AVERAGE)
 _CONFIGURATION: Final = "config.json"
-#: The configuration of ``peft``'s adapters; it names the base model.
+#: The configuration of ``peft``'s adapters, which names the base model.
 _ADAPTERS: Final = "adapter_config.json"
 
 
 class _WeightsFolder(NamedTuple):
-    """A folder with files of Hugging Face; its URL if it is not the run's own."""
+    """A folder with Hugging Face files; ``url`` is "" if it is the run's own."""
 
     store: Store
     path: str
     url: str = ""
 
     def path_to(self, name: str) -> str:
-        """Return the path of a file there."""
+        """Return the path of a file in the folder."""
         return join(self.path, name)
 
 
@@ -60,16 +60,17 @@ def export_run(
 ) -> dict[str, Any]:
     """Write a committed step of the run in ``run_url`` as ``format``; return a summary.
 
-    The run does not delete a step that is being exported. If the run has deleted the newest step
-    before the export began, the next newest is used.
+    The run does not delete a step that is being exported. If the run deletes the newest step before
+    the export begins, the next newest is used.
 
     Args:
-        run_url: The run directory; the run may be training, over, or started without the command.
+        run_url: The run directory. The run may still train, be over, or be of a script that ran
+            alone.
         destination: Directory or URL that holds no checkpoint.
         format: One of ``ucp_core.formats.FORMATS``.
         memory_bytes: Limit for the buffers.
         step: Which step; None for the newest.
-        best: Take the best step that the run keeps (``checkpoint.best``).
+        best: Write the best step that the run keeps (``checkpoint.best``).
         average: Write the average of the weights (``Session.average``) in their place.
 
     Raises:
@@ -103,7 +104,7 @@ def export_run(
             )
             break
         except (CheckpointNotFoundError, RunNotFoundError):
-            # It was deleted after it was found, or between a listing and a look at it.
+            # The step was deleted after it was found.
             if tries == _TRIES_MAX:
                 raise
     copied: list[str] = []
@@ -200,10 +201,10 @@ def _averaged(checkpoint: Checkpoint, run_url: str) -> Checkpoint:
 
 
 def _with_configuration(checkpoint: Checkpoint, folders: Sequence[_WeightsFolder]) -> Checkpoint:
-    """Return the checkpoint with the configuration of its model, from the first folder that has it.
+    """Return the checkpoint with the configuration of its model, from the first folder with one.
 
-    The writer sets the dtype of the weights in it, to which transformers casts when it loads.
-    Adapters name the model of the last folder, from which the run started.
+    The writer sets in it the dtype of the weights, to which transformers casts when it loads.
+    Adapters name the model in the last folder, from which the run started.
     """
     documents = dict(checkpoint.manifest.extra.get("huggingface", {}))
     for folder in folders:
@@ -223,9 +224,9 @@ def _with_configuration(checkpoint: Checkpoint, folders: Sequence[_WeightsFolder
 
 
 def _copy_beside(folder: _WeightsFolder, store: Store, directory: str) -> list[str]:
-    """Copy the other files, such as the tokenizer, unless they are there already.
+    """Copy the other files, such as the tokenizer, that do not exist there yet.
 
-    Return the names of all files from ``folder``.
+    Return the names of all files that are from ``folder``.
     """
     copied: list[str] = []
     try:
@@ -237,6 +238,6 @@ def _copy_beside(folder: _WeightsFolder, store: Store, directory: str) -> list[s
             elif name == _CONFIGURATION:
                 copied.append(name)
     except UcpError:
-        # The weights are already there. The run's origin may be gone, or a single file.
+        # The weights are already written. The run's origin may be gone, or be a single file.
         pass
     return copied

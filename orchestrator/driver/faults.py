@@ -1,6 +1,6 @@
-"""Injected faults, for the demo, the chaos tests and the benchmarks.
+"""Inject faults, for the demo, the chaos tests and the benchmarks.
 
-Only for simulated nodes on this machine, because processes are signalled by pid.
+Only for simulated nodes on this machine, because processes get signals by pid.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from orchestrator.driver.launch import Launched
 from orchestrator.errors import CapacityError
 
-#: How often a condition is checked.
+#: Period of checks of a condition.
 LOOK_S = 0.05
 #: A dead controller is restarted within this time, even with little processor time.
 ANSWER_S_MAX = 60.0
@@ -48,7 +48,7 @@ def kill_node_of(run: Launched, rank: int) -> str:
 def _await_member(run: Launched, rank: int) -> dict[str, Any]:
     """Return the worker of ``rank``, once the run has one.
 
-    Recovery from an earlier fault may still be going on, because steps are reported a second late.
+    The run may still recover from an earlier fault, because steps are reported a second late.
     """
     status = wait_for(
         run,

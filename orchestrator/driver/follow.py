@@ -1,4 +1,4 @@
-"""Follow a run in the terminal until it is over or the user ends the command."""
+"""Follow a run in the terminal until it is over or a signal ends the command."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ucp_core.errors import UcpError
 def follow_run(run: Launched, view: RunView) -> tuple[dict[str, Any], signal.Signals | None]:
     """Show the run until it is over; return its summary, and the signal that stopped it.
 
-    If this process started the cluster, the first signal (see ``interrupts``) stops the run at the
-    next step boundary and the second one at once; the cluster ends in both cases. Otherwise the
-    first signal ends only this command, and the run continues. A terminal or pipe that has lost its
+    If this process started the cluster, the first signal (``interrupts``) stops the run at the next
+    step boundary, and the second one at once; the cluster ends in both cases. Otherwise the first
+    signal ends only this command, and the run continues. A terminal or pipe that has lost its
     reader counts as SIGHUP.
 
     Raises:
         CapacityError: The cluster is gone.
-        Interrupt: A signal ended it before the run was over.
+        Interrupt: A signal ended the command before the run was over.
     """
     follower = _Follower(run, view)
     try:
@@ -41,7 +41,7 @@ def follow_run(run: Launched, view: RunView) -> tuple[dict[str, Any], signal.Sig
 
 
 class _Follower:
-    """Show status documents and rank 0's lines, and keep signals that come meanwhile."""
+    """Shows status documents and rank 0's lines, and keeps signals until it can act on them."""
 
     def __init__(self, run: Launched, view: RunView) -> None:
         self._run = run
@@ -51,7 +51,7 @@ class _Follower:
         self.is_urgent = False
 
     def on_signal(self, number: signal.Signals) -> None:
-        """Take a signal; it acts on the first one between two status documents."""
+        """Keep the first signal, to act on it between two status documents; a second one raises."""
         if number is signal.SIGHUP:
             discard_closed_terminal()
         if self.first is not None:
@@ -60,7 +60,7 @@ class _Follower:
         self.first = number
 
     def show(self, status: dict[str, Any] | None) -> None:
-        """Show one status document; stop or leave the run if a signal asked for it."""
+        """Show one status document; stop or leave the run if a signal came."""
         if self.first is not None and self._run.cluster is None:
             raise Interrupt(self.first)
         try:
@@ -77,7 +77,7 @@ class _Follower:
 
     def print_logs(self, *, last: bool = False) -> None:
         """Print rank 0's output since the last call; with ``last``, all of it."""
-        # Lines that cannot be read now are read later, or by `everstep logs`.
+        # Lines that cannot be read now are read later, or with `everstep logs`.
         with contextlib.suppress(UcpError):
             for line in self._run.logs.new_lines(now=last):
                 self._view.print(line.text)

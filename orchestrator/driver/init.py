@@ -1,4 +1,4 @@
-"""``everstep init``: a configuration to start with, and the schema that editors read."""
+"""``everstep init``: write a configuration to start with, and the schema that editors read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.driver.asking import DECIDED, TRAINER
 from orchestrator.errors import ConfigError
 
 _SCHEMA: Final = "everstep.schema.json"
-#: Settings that a script decides while it runs alone.
+#: Arguments of a script's call that are settings of the run.
 _OF_RUN: Final = {
     "directory": "run.directory", "output_dir": "run.directory", "init_from": "run.init_from",
 }  # fmt: skip
@@ -29,7 +29,7 @@ def init_config(script: str | None, to: str) -> dict[str, str]:
         to: A file that does not exist yet.
 
     Raises:
-        ConfigError: It exists, or the script does not exist or is not Python.
+        ConfigError: ``to`` exists, or the script does not exist or is not Python.
     """
     place = Path(to)
     if place.exists():

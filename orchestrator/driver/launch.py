@@ -1,9 +1,9 @@
-"""Create or find a run's controller.
+"""Start a run, resume it, or attach to it.
 
-The same command does one of three things. If a controller manages the run, it attaches to it. If
-the run was stopped, has failed or lost its cluster, it resumes from the last committed step.
-Otherwise it starts the run. On an existing cluster the run needs no driver; simulated nodes end
-with the driver that started them, unless they are detached.
+The same command does one of three things. If a controller leads the run, it attaches to it. If the
+run was stopped, has failed or lost its cluster, it resumes from the last committed step. Otherwise
+it starts the run. On an existing cluster the run needs no driver; simulated nodes end with the
+driver that started them, unless they are detached.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Launched(Run):
 
     Args:
         config: The run's configuration; its directory is absolute.
-        cluster: Simulated nodes of this machine, if the run has them.
-        attach: Only look for a controller. The run may end before that is found.
+        cluster: Simulated nodes on this machine, if the run has them.
+        attach: Only look for a controller. The run may end before one is found.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Launched(Run):
         self._owner = Owner(self.store, self.path, next_claim(self.store, self.path) - 1)
 
     def await_contact(self) -> None:
-        """Wait until other commands can find the controller: it takes over a little earlier."""
+        """Wait until other commands can find the controller, which takes over a little earlier."""
 
         def is_found() -> bool:
             with contextlib.suppress(RayError, TimeoutError, RunNotFoundError):
@@ -129,7 +129,7 @@ class Launched(Run):
             ray.get(self._controller.note_fault.remote(kind, target, token), timeout=2.0)
 
     def what_continues(self) -> str:
-        """Return what happens to the run when this process leaves it, for people."""
+        """Return, for people, what happens to the run when this process leaves it."""
         if self.cluster is not None:
             return f"the simulated nodes are stopped. {self.safe_text()}"
         stop = f"everstep stop {quote(self.url)}"
@@ -155,7 +155,7 @@ class Launched(Run):
             SupersededError: The run continues elsewhere, under a newer claim.
         """
         while True:
-            # During an outage of storage the run trains on: its summary is read later.
+            # During an outage of storage the run continues to train, and its summary is read later.
             with contextlib.suppress(StorageError):
                 if (summary := self._summary_of_ours()) is not None:
                     return summary
@@ -164,7 +164,7 @@ class Launched(Run):
             if (
                 status is None
                 and not self._has_controller()
-                # It may have ended because it saw the newer claim first.
+                # The controller may have ended because it saw the newer claim first.
                 and self._summary_of_ours(within_s=0.0) is None
             ):
                 raise CapacityError(
@@ -188,13 +188,14 @@ def launch_run(
         ConfigError: All its steps are done, or a setting changed that must not change now.
         CapacityError: No cluster answers.
         HeldError: A script trains alone in the directory.
+        HeldError: A script trains alone in the directory.
     """
     with one_launch(config.run.directory, say=say):
         if _is_under_way(config, say):
             require_same(config)
             return Launched(config, None, attach=True)
         store, path = open_store(config.run.directory)
-        if store.list(path):  # Otherwise it is new, or a launch in it was refused.
+        if store.list(path):  # Otherwise the directory is new, or a launch in it was refused.
             with held(store, path, shared=True):
                 require_resumable(config)
         if config.cluster.address is None:
@@ -214,7 +215,7 @@ def launch_run(
 
 
 def _is_under_way(config: RunConfig, say: Callable[[str], None]) -> bool:
-    """Return whether a controller manages the run; if so, connect to its cluster.
+    """Return whether a controller leads the run; if so, connect to its cluster.
 
     Wait for an absent head that will return: its trainers continue. The cluster may be another one
     than ``config`` names. Two controllers in one directory would fence each other's workers.

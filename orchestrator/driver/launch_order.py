@@ -1,7 +1,7 @@
-"""Let one command at a time launch the run of a directory, where the file system has locks.
+"""Let one command at a time launch the run of a directory, if the file system has locks.
 
-Two commands at once would find no controller and launch one each, on a cluster of its own. The
-kernel locks the directory, and unlocks it when the command ends. An object store has no locks:
+Two commands at once would find no controller and would each launch one, on a cluster of its own.
+The kernel locks the directory, and unlocks it when the command ends. An object store has no locks:
 there the newest claim on the run counts (``ucp_core.storage.claim``), and the other command ends
 and says which process has the run.
 """
@@ -22,7 +22,7 @@ def one_launch(directory: str, *, say: Callable[[str], None]) -> Iterator[None]:
     """Wait until no other command launches the run in ``directory``, and keep others waiting.
 
     ``say`` is called with a line for people before a wait. If the block raises, remove the
-    directories that were made and hold nothing.
+    directories that were created, unless they hold something.
     """
     store, path = open_store(directory)
     if not isinstance(store, LocalStore):

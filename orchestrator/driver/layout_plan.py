@@ -1,4 +1,4 @@
-"""Compute the layouts of a run on hardware that is not here (``everstep plan --gpus``)."""
+"""Compute the layouts of a run on other hardware (``everstep plan --gpus``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ucp_core.numerics import format_bytes
 from workers.models import PRESETS
 from workers.settings import model_shape
 
-#: Below this difference, two layouts are equally fast as far as data sheets show.
+#: With a smaller relative difference, two layouts are equally fast as far as data sheets show.
 _ALIKE = 0.03
 _NUM_SHOWN = 8
 _HOURS_FEW = 48
@@ -36,17 +36,17 @@ _AXES = ("pp", "dp_replicate", "cp", "tp", "ep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """The layouts of all GPUs, the best first, and the one after the loss of a node."""
+    """The layouts on all GPUs, the best first, and the best one after the loss of a node."""
 
     job: Job  #: The model, and the batch that it trains on.
     num_parameters: int
-    gpu: str  #: Kind of GPU, as ``GPUS`` names it.
+    gpu: str  #: Kind of GPU, a key of ``GPUS``.
     num_nodes: int
     node_size: int
     layouts: tuple[tuple[Forecast, str], ...]  #: The layouts, each with why it is chosen or not.
-    kept: str  #: The settings that the configuration fixes, as it names them; "" for none.
+    kept: str  #: The settings that the configuration fixes, by key; "" for none.
     after_loss: Forecast | None  #: None if the run would wait for another node.
-    load_s: float  #: How long the workers would take to load their shares over the network then.
+    load_s: float  #: How long workers would then load their shares over the network, in seconds.
     loss_every_h: float  #: Mean hours between two losses of a node.
     recheck_cost: str  #: Cost of ``train.recheck`` in the best layout; "" if it is off.
     #: Traffic of the best layout over the links of ``topology``; None without one.
@@ -54,7 +54,7 @@ class LayoutPlan:
 
     @property
     def loss_text(self) -> str:
-        """Return the cost of the loss of a node, for people."""
+        """Return, for people, what the loss of a node costs."""
         hours = self.loss_every_h
         often = f"{hours / 24:,.0f} days" if hours > _HOURS_FEW else f"{hours:,.0f} hours"
         text = (
@@ -102,8 +102,7 @@ def plan_layouts(
         gpus: Nodes and GPUs of each, as ``8x8``.
         gpu: A key of ``GPUS``.
         model: A preset, with or without "llama-" before it, or a key of ``MIXTURES``.
-        recomputes: Whether layers are recomputed in the backward pass; None for whichever is
-            better.
+        recomputes: Whether layers are recomputed in the backward pass; None for the better choice.
 
     Raises:
         ConfigError: One of these is unknown or wrong, or no layout fits what the configuration
@@ -151,7 +150,7 @@ def plan_layouts(
 def _loaded(
     target: str, overrides: Sequence[str], model: str | None, num_workers: int
 ) -> tuple[RunConfig, frozenset[str], Job]:
-    """Return the configuration on the machines, the keys that it names, and the job."""
+    """Return the configuration for these machines, the keys that it names, and the job."""
     preset = (model or "").removeprefix("llama-")
     mixture = MIXTURES.get(preset)
     sizes: dict[str, Any] | None = None

@@ -29,11 +29,11 @@ ANSWER_S = 5.0
 
 
 def list_runs(address: str | None) -> list[dict[str, Any]]:
-    """Return a document for each run: directory, phase, step, workers, since when, and where.
+    """Return a document for each run: directory, phase, step, workers, start time, and cluster.
 
-    Without an address, looks at every Ray cluster with a process of this user on this machine: Ray
-    ends a process that joins another user's cluster. A cluster of simulated nodes is listed even if
-    it has no run, so that none stays hidden.
+    Without an address, look at every Ray cluster with a process of this user on this machine,
+    because Ray ends a process that joins another user's cluster. A cluster of simulated nodes is
+    listed even without a run, so that none stays hidden.
 
     Raises:
         CapacityError: No cluster answers at ``address``.
@@ -63,7 +63,7 @@ def own_heads() -> set[str]:
 
 def _runs_at(address: str, entry: LocalEntry | None) -> Iterator[dict[str, Any]]:
     if entry is not None and (why := why_silent(address)):
-        # Without its head it trains nothing, but its processes are there.
+        # Without its head it trains nothing, but its processes are still there.
         yield _row(address, entry, note=f"{_note(entry)}; its head is gone: {why}")
         return
     try:
@@ -128,7 +128,7 @@ def _row(address: str, entry: LocalEntry | None, *, note: str, **known: Any) -> 
 
 
 def _note(entry: LocalEntry | None) -> str:
-    """Return what ends the cluster, for people."""
+    """Return, for people, what ends the cluster."""
     if entry is None:
         return ""
     if not entry.is_hosted:

@@ -17,7 +17,7 @@ from workers.protocol import LOGS
 
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 _FILE = re.compile(r"rank(\d+)(?:-(\d+))?\.log")
-#: How often to look for new lines: a listing of an object store costs money.
+#: Period of checks for new lines: listing an object store costs money.
 _LOCAL_S, _REMOTE_S = 0.25, 5.0
 
 
@@ -31,7 +31,7 @@ class LogLine:
 
 
 class LogTail:
-    """Read the logs of the run in ``url`` as they grow: of one rank or attempt, or of all."""
+    """Reads the logs of the run in ``url`` as they grow: of one rank or attempt, or of all."""
 
     def __init__(self, url: str, *, rank: int | None = None, attempt: int | None = None) -> None:
         self._store, path = open_store(url)
@@ -46,18 +46,18 @@ class LogTail:
 
     @property
     def interval_s(self) -> float:
-        """Return how often ``new_lines`` looks into the store."""
+        """Return how often ``new_lines`` looks into the store, in seconds."""
         return _LOCAL_S if isinstance(self._store, LocalStore) else _REMOTE_S
 
     def skip(self) -> None:
-        """Skip the lines that are already there."""
+        """Skip the lines that exist already."""
         for _, path, size_bytes in self._files():
             self._read_bytes[path] = size_bytes
 
     def new_lines(self, *, now: bool = False) -> Iterator[LogLine]:
         """Yield the lines that were completed since the last call, attempt by attempt.
 
-        Looks at most every ``interval_s``, unless ``now`` is set.
+        It looks at most every ``interval_s``, unless ``now`` is set.
         """
         now_s = time.monotonic()
         if not now and now_s - self._looked_s < self.interval_s:
@@ -77,7 +77,7 @@ class LogTail:
                 yield LogLine(attempt, rank, _text(line))
 
     def rest(self) -> Iterator[LogLine]:
-        """Yield lines without an end, which a process leaves that dies while it prints."""
+        """Yield unfinished lines, which a process leaves if it dies while it prints."""
         for (attempt, rank), data in sorted(self._unfinished.items()):
             yield LogLine(attempt, rank, _text(data))
 
@@ -116,7 +116,8 @@ def read_logs(
     tail = LogTail(url, rank=rank, attempt=attempt)
     has_any = False
     while True:
-        is_over = run.is_over()  # This is read before the logs: lines printed later are read below.
+        # Read this before the logs: lines that are printed later are read below.
+        is_over = run.is_over()
         for line in tail.new_lines(now=True):
             has_any = True
             yield line

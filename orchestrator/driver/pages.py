@@ -33,7 +33,7 @@ _SHOWN = ("goal", "step", "outcome", "num_workers", "lost_steps", "eta_s")
 def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
     """Return the address of the page of the run in ``url``, and how to reach it from elsewhere.
 
-    With ``browser`` the page is opened, if a browser can reach it.
+    With ``browser`` the page is opened if a browser can reach it.
 
     Keys: ``page``, ``tunnel`` (a command for another machine), ``kubernetes`` (one for a cluster of
     pods), ``token`` (the file that actions need).
@@ -69,19 +69,16 @@ def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
 
 
 def _has_screen() -> bool:
-    """Return whether a browser would have a window: a terminal browser cannot show the page."""
+    """Return whether a browser would open a window; one in the terminal cannot show the page."""
     windows = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
     return sys.platform in ("darwin", "win32") or any(map(os.environ.get, windows))
 
 
 class RunIndex:
-    """Serve a page of all runs at ``address``, on this machine only.
-
-    Args:
-        port: Port; 0 picks a free one.
+    """Serves a page of all runs at ``address``, on this machine only; port 0 picks a free one.
 
     Raises:
-        CapacityError: Another process has the port.
+        CapacityError: Another process uses the port.
     """
 
     def __init__(self, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Ask a run what it would do if machines were lost now (``everstep plan``)."""
+"""Ask a run what it would do if it lost machines now (``everstep plan``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FACTS = TypeAdapter(LossFacts)
 
 
 def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
-    """Return what the run in ``url`` would do if it lost ``lose`` now; see ``plan_recovery``.
+    """Return what the run in ``url`` would do if it lost ``lose`` now (``plan_recovery``).
 
     Raises:
         RunNotFoundError: There is no run, or it is over.
@@ -28,7 +28,7 @@ def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
 def plan_each_node(url: str) -> list[RecoveryPlan]:
     """Return what the run would do if it lost one of its nodes, for each node.
 
-    Raises as ``plan_losses`` does.
+    It raises the same errors as ``plan_losses``.
     """
     facts = _facts(url)
     return [plan_recovery(facts, [node]) for node in facts.reservations]
@@ -39,7 +39,7 @@ def _facts(url: str) -> LossFacts:
     run.live_contact()
     document = _losses(run)
     lineage = [(attempt, step) for attempt, step in document["lineage"]]
-    # Storage is read first: a version stored meanwhile is in memory too, and closer there.
+    # Read storage first: a version that is stored in the meantime is in memory, too, and closer.
     stored = run.stored(lineage, [tuple(source) for source in document["bad"]])
     document = _losses(run)
     rules = run.settings().rules()

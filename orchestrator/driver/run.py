@@ -1,4 +1,4 @@
-"""A run by its directory: what its files say, and how to reach its controller."""
+"""A run by its directory: read its files, and reach its controller."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Run:
         return document
 
     def live_contact(self) -> dict[str, Any]:
-        """Return the same for a run that is not over.
+        """Return ``contact`` for a run that is not over.
 
         Raises:
             RunNotFoundError: There is no run, or it is over.
@@ -92,11 +92,11 @@ class Run:
             ) from error
 
     def killed_at(self) -> float | None:
-        """Return when the run was ended by force; None if it has continued since, or never was."""
+        """Return when the run was killed; None if it never was, or has continued since."""
         return (self._document(CONTACT) or {}).get("killed_at")
 
     def note_killed(self) -> None:
-        """Record that the run is ended by force, so that no waiting command resumes it."""
+        """Record that the run is being killed, so that no waiting command resumes it."""
         contact = {**self.contact(), "killed_at": wall_time()}
         path = join(self.path, CONTACT)
         self.store.write_atomic(path, json.dumps(contact).encode(), fsync=False)
@@ -121,7 +121,7 @@ class Run:
     def ask(self, page: str) -> dict[str, Any] | None:
         """Return a document of the controller's page; None if it does not answer.
 
-        Ignore an answer from another process that now has the port.
+        An answer from another process that now has the port does not count.
         """
         request = urllib.request.Request(f"{self.contact()['url']}/{page}")  # noqa: S310
         if request.host.rpartition(":")[0] not in LOOPBACKS:
@@ -150,8 +150,7 @@ class Run:
     def best(self, lineage: Lineage | None = None) -> dict[str, Any] | None:
         """Return the best step that the newest checkpoint names, and its value; None without one.
 
-        Args:
-            lineage: The history of the run; read from the journal by default.
+        The ``lineage`` is read from the journal by default.
         """
         lineage = self.state().lineage if lineage is None else lineage
         found = find_committed(self.store, join(self.path, CHECKPOINTS), lineage=lineage)
@@ -162,7 +161,7 @@ class Run:
         return {"step": step, best["value"]: value}
 
     def safe_text(self) -> str:
-        """Return what is left of the run without its cluster, and how to resume it."""
+        """Return which step is safe without the cluster, and how to resume from it."""
         try:
             state = self.state()
             step = self.stored(state.lineage, state.bad).step
@@ -175,7 +174,7 @@ class Run:
     def last_step(self) -> tuple[int, float | None]:
         """Return the last recorded step and its loss, which is None if it is not a number.
 
-        (0, None) before the first step. Workers also record it while there is no controller.
+        Return (0, None) before the first step. Workers also record it while no controller runs.
         """
         for line in reversed(appended_text(self.store, join(self.path, METRICS)).splitlines()):
             try:

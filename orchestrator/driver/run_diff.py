@@ -1,4 +1,4 @@
-"""``everstep diff``: two runs beside each other, from the files in their directories."""
+"""``everstep diff``: compare two runs by the files in their directories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ucp_core.native import checkpoint_name, open_checkpoint
 from ucp_core.storage import join
 from workers.protocol import CHECKPOINTS, RESULT
 
-#: The numbers of a step that are compared, and their words.
+#: The numbers of a step that are compared, with the words for them.
 _NUMBERS = {
     "loss": "loss",
     "grad_norm": "gradient norm",
@@ -31,28 +31,28 @@ _NUMBERS = {
     "samples": "number of samples",
     "first_sample": "place of its samples in the order",
 }
-#: Settings that say where a run is, and not what it trains.
+#: Settings that say where a run is, not what it trains.
 _PLACES = ELSEWHERE | {"run.name"}
-#: All tensors, without the small values beside them, such as the number of the attempt.
+#: Matches all tensors, but not small values beside them such as the number of the attempt.
 _ALL = "."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberDiff:
-    """A number of the steps in which two runs differ."""
+    """A number that differs between the steps of two runs."""
 
     name: str  #: Such as ``loss``.
     num_steps: int  #: Steps in which it differs.
-    first_step: int  #: The first of these.
+    first_step: int  #: The first of these steps.
     first_values: tuple[float, float]  #: The numbers in that step.
-    #: How many float64 lie between them; None if one of them is not a number.
+    #: How many float64 values lie between them; None if one of them is not a number.
     first_ulp: int | None
     max_relative: float  #: Largest difference of finite numbers, relative to the larger one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """The facts of a run at the first step that differs; ``incident`` is the last one before."""
+    """A run at the first step that differs; ``incident`` is the last one before it."""
 
     attempt: int
     layout: str
@@ -69,17 +69,17 @@ class RunDiff:
     steps: tuple[int, int]  #: The first and the last step that both have.
     gaps: tuple[int, ...]  #: Steps in between that only one of them has.
     numbers: tuple[NumberDiff, ...]  #: The numbers of steps that differ.
-    #: The facts of both runs at the first step that differs; empty if there is none.
+    #: Both runs at the first step that differs; empty if there is none.
     situations: tuple[Situation, ...]
-    #: By step, what differs in the tensors of a version that both have. Versions behind the
+    #: By step, the differences between the tensors of a version that both have. Versions after the
     #: first that differs are not compared.
     versions: dict[int, DiffReport]
-    #: Whether the weights behind the last step are equal; None if one is not known.
+    #: Whether the weights after the last step are equal; None if one of them is not known.
     same_end: bool | None
 
     @property
     def equal(self) -> bool:
-        """Return whether nothing differs in what both have; settings do not count."""
+        """Return whether everything that both have is equal; settings do not count."""
         is_same = self.same_end is not False and all(one.equal for one in self.versions.values())
         return is_same and not self.numbers and not self.gaps
 
@@ -89,14 +89,14 @@ class RunDiff:
         return min((one.first_step for one in self.numbers), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the differences as JSON values."""
         versions = {step: report.to_json() for step, report in self.versions.items()}
         said = {"equal": self.equal, "first_step": self.first_step}
         document: dict[str, Any] = json_value(said | asdict(self) | {"versions": versions})
         return document
 
     def lines(self) -> Iterator[str]:
-        """Yield it for people."""
+        """Yield the differences as lines for people."""
         first, last = self.steps
         if self.first_step is None:
             yield f"steps {first} to {last} are equal: {', '.join(_NUMBERS.values())}"
@@ -138,9 +138,8 @@ class RunDiff:
 def diff_runs(a: str, b: str, *, weights: bool = True) -> RunDiff:
     """Return how the runs in two directories differ.
 
-    Args:
-        weights: Compare the versions in storage, too; where checksums do not prove them equal,
-            they are read.
+    With ``weights`` compare the versions in storage, too; they are read if checksums do not prove
+    them equal.
 
     Raises:
         RunNotFoundError: One of them holds no run, or one that still trains; or they have no step
@@ -192,7 +191,7 @@ def _require_at_rest(run: Run) -> None:
 
 
 def _numbers(steps: Sequence[tuple[StepRecord, StepRecord]]) -> Iterator[NumberDiff]:
-    """Yield the numbers that differ in ``steps``, of both runs."""
+    """Yield the numbers that differ in ``steps``, pairs of both runs' records."""
     for name in _NUMBERS:
         pairs = [(float(getattr(a, name)), float(getattr(b, name))) for a, b in steps]
         found = _compared(pairs)
@@ -248,7 +247,7 @@ def _versions(urls: Sequence[str]) -> Iterator[tuple[int, DiffReport]]:
 
 
 def _same_end(urls: Sequence[str], last_step: int) -> bool | None:
-    """Return whether the weights behind ``last_step`` are equal, None if a run ended elsewhere."""
+    """Return whether the weights after ``last_step`` are equal; None if a run ended elsewhere."""
     digests = set()
     for run in map(Run, urls):
         path = join(run.path, RESULT)

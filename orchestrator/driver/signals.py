@@ -1,4 +1,4 @@
-"""Signals that ask a command to end, and output without a reader."""
+"""Handle signals that ask a command to end, and output that has no reader."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def interrupts(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
     except KeyboardInterrupt as error:
         if isinstance(error, Interrupt):
             raise
-        # Ray 2.60 replaces whatever a handler raises while `ray.get` waits.
+        # Ray 2.60 replaces the exception of a handler that raises while `ray.get` waits.
         raise Interrupt(last) from error
     finally:
         for number, handler in before.items():
@@ -61,7 +61,7 @@ def interrupts(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
 
 
 def discard(stream: IO[Any]) -> None:
-    """Discard later output to ``stream``: its reader or its terminal is gone."""
+    """Discard further output to ``stream``: its reader or its terminal is gone."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

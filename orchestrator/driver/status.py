@@ -1,4 +1,4 @@
-"""The status of a run: from its controller, or else from its journal."""
+"""The status of a run: from its controller, otherwise from its journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def read_status(url: str) -> dict[str, Any]:
     """Return the status of the run in ``url``, with ``controller`` "alive", "down" or "over".
 
     ``best`` has the best step in storage by ``checkpoint.best``, and its value; null without one.
-
     While the controller is down, the journal gives the last known state. A run that is over has no
     workers, nodes or pending capacity. Unknown process ids are null.
     """
@@ -64,14 +63,14 @@ def read_status(url: str) -> dict[str, Any]:
 
 
 def _phase(phase: str, summary: Mapping[str, Any]) -> str:
-    """Return the phase for people: a stopped run did not finish."""
+    """Return the phase for people, which differs for a run that was stopped."""
     return "stopped" if summary.get("outcome") == "stopped" else phase
 
 
 def replay_run(url: str) -> dict[str, Any]:
     """Replay the journal of ``url``; raise ``JournalCorruptError`` if the actions differ.
 
-    Each resume of the run may have other settings: its part of the journal is folded with those.
+    Each resume of the run may have other settings; its part of the journal is folded with those.
     """
     run = Run(url)
     segments = read_segments(run.store, run.path)
@@ -91,7 +90,7 @@ def replay_run(url: str) -> dict[str, Any]:
 
 
 def _stored_redundancy(run: Run, state: RunState) -> dict[str, Any]:
-    """Return what is known about redundancy without a controller, which alone knows memory."""
+    """Return what is known about redundancy without the controller, which alone knows memory."""
     step = run.stored(state.lineage, state.bad).step
     return {
         "kind": "storage" if step else "none",

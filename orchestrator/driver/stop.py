@@ -32,17 +32,17 @@ from orchestrator.shell import (
     withdraw,
 )
 
-#: A live controller answers within this time; it took 1 to 50 ms.
+#: Bound for the first answer of a live controller; it took 1 to 50 ms.
 ANSWER_S = 3.0
-#: A process on the head answers within this time; it took 1 to 3 s.
+#: Bound for the answer of a task on the head; it took 1 to 3 s.
 HEAD_S = 30.0
 
 
 def stop_run(url: str, reason: str, *, say: Callable[[str], None], token: str = "") -> None:
     """Ask the controller of the run in ``url`` to stop it at the next step boundary.
 
-    ``say`` is called with a line for people before a long wait. Without ``token``, it is read from
-    ``url``.
+    ``say`` is called with a line for people before a long wait. Without ``token``, the one in
+    ``url`` is used.
 
     Raises:
         RunNotFoundError: There is no run, or it is over.
@@ -111,18 +111,18 @@ def _wrong_token(url: str) -> TokenError:
 
 
 def kill_run(url: str, *, token: str = "") -> None:
-    """End all processes of the run in ``url`` at once; steps since the last checkpoint are lost.
+    """Kill all processes of the run in ``url``; steps since the last checkpoint are lost.
 
-    Simulated nodes that were started for it end too.
+    Simulated nodes that were started for it end, too.
 
     Raises:
         RunNotFoundError: There is no run, or it is over.
-        TokenError: ``token`` is not that of the run, or the run's token cannot be read.
+        TokenError: ``token`` is not the run's, or the run's token cannot be read.
         CapacityError: Its cluster does not answer.
     """
     run = Run(url)
     contact, directory = run.live_contact(), run.settings().run.directory
-    # Ray ends processes for any caller; the directory restricts who may.
+    # Ray ends processes for any caller, so the right to read the directory decides.
     if token not in ("", run.token()):
         raise _wrong_token(url)
     run.note_killed()
@@ -138,7 +138,7 @@ def kill_run(url: str, *, token: str = "") -> None:
         for actor in ray.util.list_named_actors(all_namespaces=True)
         if actor["namespace"] == names.namespace
     ]
-    # The controller first: it would start new workers.
+    # Kill the controller first: it would start new workers.
     for name in sorted(actors, key=lambda name: name != CONTROLLER):
         with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(name, namespace=names.namespace), no_restart=True)
@@ -146,6 +146,6 @@ def kill_run(url: str, *, token: str = "") -> None:
         if group["name"].startswith(names.reservation_prefix):
             with contextlib.suppress(ValueError):
                 ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
-    # Otherwise Prometheus looks for the controller for ever.
+    # Otherwise Prometheus would look for the controller for ever.
     with contextlib.suppress(RayError, GetTimeoutError):
         ray.get(on_head(withdraw, names.run_id), timeout=HEAD_S)

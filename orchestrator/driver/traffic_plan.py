@@ -1,4 +1,4 @@
-"""Compute how long a layout communicates on a topology, and what orders and paths gain."""
+"""Compute how long a layout communicates on a topology, and how much orders and paths help."""
 
 from __future__ import annotations
 
@@ -57,9 +57,8 @@ def plan_traffic(
 ) -> TrafficPlan | None:
     """Return the traffic of a layout over the links of ``topology``; None if it names no racks.
 
-    Args:
-        node_size: Ranks on each node.
-        state_bytes: Each rank's part of a version.
+    There are ``node_size`` ranks on each node, and ``state_bytes`` is each rank's part of a
+    version.
 
     Raises:
         ConfigError: The topology has another number of nodes.

@@ -1,4 +1,4 @@
-"""Run a configuration until it ends for good, whatever happens to its clusters.
+"""Repeat ``everstep run`` until the run has ended, on one or several clusters.
 
 Each try is an ``everstep run`` in a separate process, because Ray silently ends a driver process a
 minute after its head is gone.
@@ -26,7 +26,7 @@ from ucp_core.errors import UcpError
 class Watched:
     """How a run ended."""
 
-    code: int | None  #: Exit code of the command that saw and reported it; None without one.
+    code: int | None  #: Exit code of the command that reported the end; None if none did.
     summary: dict[str, Any] | None  #: The run's summary; None if it is not over.
 
 
@@ -37,19 +37,19 @@ def watch_run(
     is_final: Callable[[int, int], bool],
     say: Callable[[str], None],
 ) -> Watched:
-    """Run until the run ends for good.
+    """Repeat the commands until the run has ended.
 
-    A signal (see ``interrupts``) goes to the current command; no other try follows.
+    A signal (``interrupts``) goes to the current command, and no other try follows.
 
     Args:
         commands: Each runs it on another cluster. They take turns.
-        is_final: Whether a command that ended with this code, after so many tries before, would end
-            the same again.
+        is_final: Given the exit code of a command and the number of tries before it: whether
+            another try would end the same.
         say: Called with a line for people before each pause.
 
     Raises:
-        CapacityError: Nothing was saved for as long as the run waits for workers, or it was ended
-            by force.
+        CapacityError: Nothing was saved for as long as the run may wait for workers, or it was
+            killed.
         Interrupt: A signal ended a pause.
     """
     run, tries = Run(config.run.directory), _Tries()
@@ -80,13 +80,13 @@ def watch_run(
 def pause_s(num_failed: int) -> float:
     """Return how long to wait after ``num_failed`` tries in a row that saved nothing.
 
-    A head boots within a minute or so, and each try takes seconds of a core.
+    A head boots within about a minute, and each try takes seconds of a core.
     """
     return min(2.0**num_failed, 60.0)
 
 
 class _Contents(NamedTuple):
-    """The contents of a run directory: see the methods of ``Run``."""
+    """The content of a run directory, as methods of ``Run`` return it."""
 
     summary: dict[str, Any] | None = None
     killed_at: float | None = None
@@ -95,7 +95,7 @@ class _Contents(NamedTuple):
     def is_over_since(self, first: _Contents) -> bool:
         """Return whether the run has ended since ``first``.
 
-        Raises ``CapacityError`` if it was ended by force: it must not restart.
+        Raise ``CapacityError`` if it was killed: it must not restart.
         """
         if self.killed_at not in (None, first.killed_at):
             raise CapacityError("the run was ended by force; the same command resumes it")
@@ -110,7 +110,7 @@ def _seen(run: Run, before: _Contents) -> _Contents:
 
 
 class _Tries:
-    """Run one command at a time and pass signals on to it; the first one ends the tries."""
+    """Runs one command at a time and passes signals on to it; the first one ends the tries."""
 
     is_ending = False
     _process: subprocess.Popen[bytes] | None = None

@@ -1,7 +1,7 @@
 """Sources that workers found bad, which must not be loaded again. Pure.
 
-A source is a buffer in the memory of one keeper, or a version in storage (``workers.protocol``).
-Answers to what a run can resume from omit a bad source for as long as its version counts.
+A source is a buffer in the memory of one keeper, or a version in storage (``workers.protocol``). A
+bad source is excluded from the versions to resume from for as long as its version counts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def on_node(bad: Iterable[Source], node: str) -> tuple[tuple[str, int, int], ...
 
 
 def still_bad(bad: Iterable[Source], lineage: Lineage) -> tuple[Source, ...]:
-    """Return the bad sources whose version still counts; the others are never offered."""
+    """Return the bad sources whose version still counts; other versions are never offered."""
     return tuple(
         source for source in bad if counts(step=source[0], attempt=source[1], lineage=lineage)
     )

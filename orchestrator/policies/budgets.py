@@ -1,4 +1,4 @@
-"""How many failures end a run, and whether the user's code caused them.
+"""Decide how many failures end a run, and whether the user's code caused them.
 
 Pure. Infrastructure, preemption and user errors have separate budgets: a spot cluster may lose a
 hundred nodes a day and be healthy; a training script that raises twice at one step will raise a
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from orchestrator.fault_kinds import FaultClass
 from ucp_core.layout import ParallelLayout
 
-#: Errors about stored state (``ucp_core.errors``): every rank meets them at once, and they do not
-#: point to the user's code. The next attempt reads storage again.
+#: Errors about stored state (``ucp_core.errors``): every rank meets them at once, and the user's
+#: code does not cause them. The next attempt reads storage again.
 DATA_ERRORS = frozenset(
     {
         "CheckpointNotFoundError",
@@ -28,33 +28,33 @@ DATA_ERRORS = frozenset(
 
 NOT_FINITE = "NotFiniteError"
 #: Errors that all ranks raise or none (``workers.errors``), or that the next attempt would meet
-#: again: a checkpoint of another model, or other data.
-#: One report of such an error is proof.
+#: again, such as a checkpoint of another model. One report of such an error is proof.
 OF_ALL = frozenset({NOT_FINITE, "DataDiffersError", "MisfitError"})
-#: All ranks raise these when a machine is at fault.
+#: All ranks raise these if a machine is at fault.
 DIVERGED, CORRUPT = "DivergedError", "CorruptError"
-#: Errors that say what a rank knows of all others.
+#: Errors that prove a fault of the program with a single report.
 PROVEN = frozenset({"ApartError", *OF_ALL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetRules:
-    """Limits as rates, so that a run survives rare failures for ever."""
+    """Limits as rates, so that a run survives rare failures for any length of time."""
 
     window_s: float = 3600.0  #: Length of the window in which faults are counted.
-    infrastructure_max: int = 1000  #: Most infrastructure faults in a window.
-    preemption_max: int = 10000  #: Most preemptions in a window.
-    user_max: int = 3  #: Most single-rank user errors in a window.
-    #: Most hangs in a window in which ranks called different collectives. A single one may come
+    infrastructure_max: int = 1000  #: Largest number of infrastructure faults in a window.
+    preemption_max: int = 10000  #: Largest number of preemptions in a window.
+    user_max: int = 3  #: Largest number of user errors of a single rank in a window.
+    #: Largest number of hangs in a window in which ranks called different collectives. One may come
     #: from a rank that read other data; two come from the program.
     program_max: int = 1
-    undecided_max: int = 4  #: Most unexplained hangs in a row after the same step.
-    #: Most failed attempts in a row without a new committed step, not counting unexplained ones.
+    undecided_max: int = 4  #: Largest number of unexplained hangs in a row after the same step.
+    #: Largest number of failed attempts in a row without a new committed step, unexplained ones
+    #: excluded.
     stuck_max: int = 12
-    #: Most attempts in a row without a new committed step, in a run that has trained, that lost
-    #: a peer although no process died and no rank raised. With the pauses between them they take
-    #: an hour. A person can repair a network that resets connections in that time; a program
-    #: whose ranks call different collectives fails likewise for ever.
+    #: Largest number of attempts in a row without a new committed step, in a run that has trained,
+    #: that lost a peer although no process died and no rank raised. With the pauses between them
+    #: they take an hour. In that time a person can repair a network that resets connections; a
+    #: program whose ranks call different collectives fails in the same way for ever.
     unexplained_max: int = 240
 
 
@@ -78,7 +78,7 @@ class UserError:
 
     @property
     def error_type(self) -> str:
-        """Return the part before the message, without its module, as in ``ValueError``."""
+        """Return the name of the type, without its module."""
         return self.error.split(":", 1)[0].rsplit(".", 1)[-1]
 
     def is_same(self, other: UserError) -> bool:
@@ -87,7 +87,7 @@ class UserError:
 
     @property
     def message(self) -> str:
-        """Return the part after the type."""
+        """Return the text after the type."""
         return self.error.partition(": ")[2]
 
     @property
@@ -97,7 +97,7 @@ class UserError:
 
     @property
     def is_not_finite(self) -> bool:
-        """Return whether updates were not finite."""
+        """Return whether a number of training was not finite."""
         return self.error_type == NOT_FINITE
 
     @property
@@ -107,17 +107,17 @@ class UserError:
 
     @property
     def is_of_copies(self) -> bool:
-        """Return whether copies of one state, or of one result, were found to differ."""
+        """Return whether copies of one state, or of one result, differ."""
         return self.error_type in (DIVERGED, CORRUPT)
 
     @property
     def is_of_data(self) -> bool:
-        """Return whether stored state is at fault, and not the code."""
+        """Return whether stored state is at fault rather than the code."""
         return self.error_type in DATA_ERRORS
 
 
 def charge(faults: tuple[Fault, ...], fault: Fault, rules: BudgetRules) -> tuple[Fault, ...]:
-    """Return the faults of the window that ends with ``fault``, which is the last of them."""
+    """Return the faults in the window that ends with ``fault``, that one last."""
     oldest_s = fault.at_s - rules.window_s
     return (*(f for f in faults if f.at_s > oldest_s), fault)
 
@@ -160,9 +160,9 @@ def overspent(
 def pause_s(num_stuck: int) -> float:
     """Return how long to wait before the next attempt after ``num_stuck`` without progress.
 
-    Two are tried at once, because most faults come alone. After that the cause, such as an unstable
-    network, gets time to pass before the budget is spent: 12 attempts take about a minute, and 240
-    an hour.
+    The first two attempts start at once, because most faults come alone. After that the cause, such
+    as an unstable network, gets time to pass before the budget is spent: 12 attempts take about a
+    minute, and 240 an hour.
     """
     num_tries = 2
     if num_stuck <= num_tries:
@@ -173,13 +173,12 @@ def pause_s(num_stuck: int) -> float:
 def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError | None:
     """Return the error that proves a bug in the user's code, or None.
 
-    One rank's exception may come from its machine and is forgiven once. Errors that prove a bug are
-    not. The same type on two ranks in one attempt, or again at the same step in a later attempt,
-    comes from the code.
+    One rank's exception may come from its machine and is forgiven once, unless it proves a bug. The
+    same type on two ranks in one attempt, or again at the same step in a later attempt, comes from
+    the code.
 
-    Args:
-        now: Errors of the attempt that has just ended, in order of arrival.
-        before: Errors of earlier attempts.
+    ``now`` are the errors of the attempt that has just ended, in order of arrival; ``before`` are
+    those of earlier attempts.
     """
     now = [error for error in now if not error.is_of_data]
     for index, error in enumerate(now):

@@ -1,4 +1,4 @@
-"""When a request for capacity has waited long enough to request the next alternative. Pure.
+"""Decide when a request has waited long enough to request the next alternative too. Pure.
 
 Alternatives are requested in the user's order. Refused requests stay open: they cost nothing, and a
 grant shows that capacity has returned.
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 class CapacityRules:
     """The alternatives that the run may request, and how long it waits for each."""
 
-    #: Price of the room for one worker, of each alternative in order; 0.0 if unknown.
+    #: Price per hour of the room for one worker, for each alternative in order; 0.0 if unknown.
     usd_per_hour: tuple[float, ...] = (0.0,)
-    #: A machine counts as refused after this time, before any of its kind has come. A cloud
+    #: Before any machine of its kind has come, a request counts as refused after this time. A cloud
     #: machine starts and joins the cluster within one to three minutes.
     guess_s: float = 180.0
     #: After the first machine, a request counts as refused after this multiple of the time that
     #: machines took.
     late: float = 3.0
-    #: Lower bound for that: with two requests, an autoscaler may serve them in turn.
+    #: Lower bound for that: of two requests, an autoscaler may serve one after the other.
     wait_s_min: float = 20.0
-    #: A machine seen within this time was already there: the cluster is read every 2 s.
+    #: A machine that joined no later than this after the request was there already: the cluster is
+    #: read every 2 s.
     seen_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -39,13 +40,10 @@ class CapacityRules:
 def took_s(
     before_s: float, rules: CapacityRules, *, since_s: float, joined_s: float, now_s: float
 ) -> float:
-    """Return how long a machine takes to come, after a grant on one that joined at ``joined_s``.
+    """Return how long a machine takes to come, after a grant at ``now_s``.
 
-    Args:
-        before_s: The value returned before; 0.0 if there was none.
-        since_s: When the request was made.
-        joined_s: When the machine joined the cluster.
-        now_s: When it was granted.
+    ``before_s`` is the value returned before, 0.0 if there was none. The request was made at
+    ``since_s``, and the machine joined the cluster at ``joined_s``.
     """
     if joined_s - since_s <= rules.seen_s:
         return before_s
@@ -55,7 +53,6 @@ def took_s(
 def grant_bound_s(took_s: float, rules: CapacityRules) -> float:
     """Return after how long without a grant a request counts as refused.
 
-    Args:
-        took_s: How long the last machines took to come; 0.0 if none has come yet.
+    ``took_s`` is how long recent machines took to come; 0.0 if none has come yet.
     """
     return max(rules.late * took_s, rules.wait_s_min) if took_s else rules.guess_s

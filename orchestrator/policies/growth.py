@@ -1,7 +1,7 @@
-"""When new workers, or another layout, justify a pause of the training ones.
+"""Decide when new workers, or another layout, are worth a pause of training.
 
-Pure. A change costs all workers one re-formation. It pays back by shorter steps until the run ends
-or a fault changes the layout anyway. Several newcomers that come close together share one pause.
+Pure. Each change costs all workers one re-formation. It pays off by shorter steps until the run
+ends or a fault changes the layout anyway. Newcomers that come close together share one pause.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from orchestrator.policies.saving import FaultsSeen, rate_per_s
 class GrowthRules:
     """Limits of planned growth."""
 
-    interval_s_min: float = 5.0  #: Least time between two planned changes.
-    #: Longest time that the first newcomer waits for others that are nearly ready.
+    interval_s_min: float = 5.0  #: Shortest time between two planned changes.
+    #: Longest time that the first newcomer waits for others that are starting.
     gather_s: float = 2.0
     pause_guess_s: float = 1.0  #: Cost of a re-formation before one was measured.
-    #: The time saved must exceed the pause by this factor: both estimates are rough (peers use 2
-    #: to 3 %), and it prevents flapping.
+    #: The time saved must exceed the pause by this factor: both estimates are rough, and without it
+    #: layouts would flap. Peers use 2 to 3 %.
     gain_min: float = 1.05
-    #: Time between the faults of one node before any occurred; it weighs as much as one fault.
-    #: In traces of the spot market (``tests/fixtures/spot``) a node was lost every 1.6 to 10
-    #: hours, in the training of Llama 3 (arXiv 2407.21783) every 6,300. One a day lies between
-    #: them, and a run soon has its own numbers.
+    #: Time between faults of one node before any occurred; it weighs as much as one fault. In
+    #: traces of the spot market (``tests/fixtures/spot``) a node was lost every 1.6 to 10 hours, in
+    #: the training of Llama 3 (arXiv 2407.21783) every 6,300. One a day lies between them, and a
+    #: run soon has its own numbers.
     node_fault_s: float = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowthFacts:
-    """The facts of the decision."""
+    """The inputs of the decision."""
 
     now_s: float
     num_members: int  #: Workers in the attempt.
@@ -49,7 +49,7 @@ class GrowthFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowthDecision:
-    """Grow now, or look again at ``retry_at_s`` (infinity: only when something changes)."""
+    """Grow now, or decide again at ``retry_at_s`` (infinity: only when something changes)."""
 
     grow: bool
     retry_at_s: float
@@ -59,10 +59,7 @@ class GrowthDecision:
 def next_fault_s(seen: FaultsSeen, observed_s: float, num_nodes: int, rules: GrowthRules) -> float:
     """Return the expected time to the next fault that takes a worker or a node.
 
-    Args:
-        seen: The faults since the run began.
-        observed_s: The time since then.
-        num_nodes: Nodes that train.
+    ``seen`` are the faults since the run began, ``observed_s`` ago. ``num_nodes`` train.
     """
     prior_s = rules.node_fault_s / num_nodes
     num_faults = seen.num_process + seen.num_node
@@ -76,7 +73,7 @@ def decide(facts: GrowthFacts, rules: GrowthRules) -> GrowthDecision:
     left_s = min(facts.num_steps_left * facts.step_s, facts.next_fault_s)
     won_s = left_s * (1 - facts.step_ratio)
     if won_s < pause_s * rules.gain_min:
-        # Without a measured step nothing can be compared: look again soon.
+        # Without a measured step nothing can be compared, so try again soon.
         retry_at_s = never if facts.step_s else facts.now_s + rules.interval_s_min
         reason = f"would win {won_s:.1f} s and cost {pause_s:.1f} s"
         return GrowthDecision(grow=False, retry_at_s=retry_at_s, reason=reason)

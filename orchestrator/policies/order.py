@@ -1,13 +1,13 @@
-"""The order of an attempt's nodes, in which their ranks are numbered. Pure.
+"""Choose the order of an attempt's nodes, in which their ranks are numbered. Pure.
 
-Collectives send around the ring of ranks. NCCL's and gloo's all-gather send to the next rank,
-gloo's all-reduce to the one before it, and trees use both directions. So a slow link between
-neighbours counts in either order. A ring that enters each rack once crosses between racks as rarely
-as possible, and each crossing shares the racks' uplink. (C4, arXiv 2406.04594, section 4, plans
-paths; above a transport only the order can be chosen.)
+Collectives send around the ring of ranks. The all-gather of NCCL and gloo sends to the next rank,
+gloo's all-reduce to the previous one, and trees use both directions. So a slow link between
+neighbours counts in either direction. A ring that enters each rack once crosses between racks as
+rarely as possible, and each crossing shares the racks' uplink. (C4, arXiv 2406.04594, section 4,
+plans paths; above a transport only the order can be chosen.)
 
-In order of priority it minimises slow links between neighbours, crossings, and the state that ranks
-would load from other nodes. With three nodes, all are neighbours.
+In order of priority, it minimises slow links between neighbours, crossings, and the state that
+ranks would load from other nodes. With three nodes, all are neighbours.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 Node = TypeVar("Node", bound=Hashable)
 
-#: Up to this many nodes all orders are compared; beyond it, nodes swap places while that helps.
+#: Up to this many nodes all orders are compared; with more, single nodes move where that helps.
 EXACT_MAX: Final = 8
-#: Precision at which parts of the state are compared.
+#: Resolution of the parts of the state.
 _PARTS: Final = 1000
 
 #: (slow links between neighbours, crossings, parts of the state to move).
@@ -47,7 +47,7 @@ class _Case(Generic[Node]):
         return (num_slow, is_crossing, 0)
 
     def moved(self, node: Node, first: int) -> int:
-        """Return how much a node would load from others with this first rank."""
+        """Return how much a node would load from others if this is its first rank."""
         low, high = first / self.total, (first + self.counts[node]) / self.total
         had = self.held.get(node, (0.0, 0.0))
         kept = max(0.0, min(high, had[1]) - max(low, had[0]))
@@ -64,11 +64,11 @@ def chosen(
     """Return the best order of ``nodes``; the given one if none is better.
 
     Args:
-        nodes: Each with its number of ranks, in the order that they have now.
+        nodes: Each with its number of ranks, in their present order.
         racks: The rack (or zone) of each node, if known.
         slow: (sender, receiver) of each slow link.
-        held: The part of the ranks' state that each node has, as (from, to) within (0, 1), as if
-            ranks were numbered in the given order.
+        held: The part of the ranks' state that each node has, as (from, to) within (0, 1), if ranks
+            were numbered in the given order.
     """
     counts, where = dict(nodes), held or _as_they_are(nodes)
     used = frozenset((a, b) for a, b in slow if a in counts and b in counts)
@@ -130,7 +130,7 @@ def _sum(one: Cost, other: Cost) -> Cost:
 
 
 def _exact(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
-    """Return the best of all orders (Held and Karp, 1962): by the set of the first ones."""
+    """Return the best of all orders (Held and Karp, 1962), by sets of the first nodes."""
     best: tuple[tuple[float, ...], list[Node]] = ((inf,), list(names))
     for start in names:
         others = [node for node in names if node != start]
@@ -158,7 +158,7 @@ def _exact(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
 
 
 def _greedy(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
-    """Return a good order: nodes grouped by rack in their order, then single nodes moved."""
+    """Return a good order: group nodes by rack, then move single nodes that have slow links."""
     racks: dict[str, list[Node]] = {}
     for node in names:
         racks.setdefault(case.racks.get(node, ""), []).append(node)

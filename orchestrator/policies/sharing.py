@@ -1,9 +1,10 @@
-"""Which runs give workers to which others on a shared cluster. Pure.
+"""Decide which runs give workers to which others on a shared cluster. Pure.
 
 A run that lacks workers takes them from runs of lower priority, down to their minimum; runs of
 equal priority share evenly. Each run decides only what it gives up, by the same rule and from the
-reports of all, so no judge is needed. Reports are slightly stale, so a run that gave workers waits
-until the others had time to take them. It gives nothing more to a run that did not take them.
+reports of all, so no central decision is needed. Reports are slightly old, so a run that gave
+workers waits until the others had time to take them. For a while it gives nothing more to a run
+that did not take them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ class Share:
     """A run's report to the others."""
 
     run: str  #: Its id on the cluster.
-    priority: int = 0  #: A higher one takes from a lower one.
+    priority: int = 0  #: A run takes from runs of lower priority.
     num_min: int = 1  #: With fewer workers it does not train.
     #: Whether it has ever trained; from then on it keeps at least ``num_min``.
     has_begun: bool = True
     num_held: int = 0  #: Workers that it has room for, on nodes that stay.
-    num_lacking: int = 0  #: How many more it requested and did not get in the time Ray needs.
+    num_lacking: int = 0  #: How many more it requested and did not get in the time that Ray needs.
     unit: int = 1  #: Its workers come in multiples of this.
     needs: tuple[tuple[str, float], ...] = ()  #: ``(resource, amount)`` of the room for one worker.
 
@@ -38,10 +39,10 @@ class SharingRules:
     #: A request counts as not granted after this time; Ray places one within a second if there
     #: is room.
     lack_s: float = 5.0
-    #: Workers that were given are taken within this time or not at all: runs ask each other
-    #: every two seconds, and Ray places a request in one.
+    #: Workers that were given are taken within this time or not at all: runs ask each other every
+    #: two seconds, and Ray places a request in one.
     settle_s: float = 10.0
-    #: How long a run gets nothing after it did not take what it was given: it waits for
+    #: How long a run gets nothing after it did not take what it was given, because it waits for
     #: something else.
     deaf_s: float = 600.0
 
@@ -52,9 +53,9 @@ class Sharing(NamedTuple):
     #: The most workers that it requests and holds; -1 if the others need none of them.
     limit: int = -1
     runs: tuple[str, ...] = ()  #: The runs that need the others, while there is a limit.
-    #: No new decision before this time: the last workers given are still on their way.
+    #: No new decision before this time: the workers given last are still on their way.
     settled_s: float = -inf
-    given: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()  #: The runs to which it gave them.
     num_others: int = 0  #: How many workers all others held before.
     #: ``(run, until_s)`` of the runs that did not take what they were given.
     deaf: tuple[tuple[str, float], ...] = ()
@@ -63,11 +64,7 @@ class Sharing(NamedTuple):
 def decide(
     before: Sharing, own: Share, others: Sequence[Share], rules: SharingRules, *, now_s: float
 ) -> Sharing:
-    """Return a run's new decision, from the reports of all runs on the cluster.
-
-    Args:
-        before: Its previous decision.
-    """
+    """Return a run's new decision, from its decision ``before`` and the reports of all runs."""
     is_giving = 0 <= before.limit < own.num_held
     deaf = tuple((run, until_s) for run, until_s in before.deaf if until_s > now_s)
     num_others = sum(other.num_held for other in others)
@@ -97,13 +94,13 @@ def decide(
         return Sharing(left, names, now_s + rules.settle_s, given, num_others, deaf)
     limit = before.limit
     if limit >= 0 and all(other.priority == own.priority for other in rivals):
-        # New arrivals change the shares of all.
+        # Runs that arrive or leave change the shares of all.
         limit = max(limit, min(other.num_held for other in rivals) + own.unit)
     return Sharing(limit, names if limit >= 0 else (), deaf=deaf)
 
 
 def _after_giving(own: Share, others: Sequence[Share]) -> tuple[int, tuple[str, ...]]:
-    """Return how many workers a run keeps, and the runs to which it gave some.
+    """Return how many workers a run keeps, and the runs to which it gives some.
 
     Runs give in turn, one unit at a time: the lowest priority first, and among equals the run with
     the most.
@@ -131,7 +128,7 @@ def _after_giving(own: Share, others: Sequence[Share]) -> tuple[int, tuple[str, 
 
 
 def _may_give(giver: Share, taker: Share, held: dict[str, float], num_due: int) -> bool:
-    """Return whether a run may give one more step; the taker will have ``num_due`` anyway."""
+    """Return whether a run may give one more unit; the taker will have ``num_due`` anyway."""
     step = _step(giver, held)
     if not 0 < step <= _num_spare(giver, held) or not _serves(giver, taker, held):
         return False
@@ -143,7 +140,7 @@ def _may_give(giver: Share, taker: Share, held: dict[str, float], num_due: int) 
 
 
 def _serves(giver: Share, taker: Share, held: dict[str, float]) -> bool:
-    """Return whether a run gives anything to another one, if it can spare it."""
+    """Return whether a run gives to another one at all, if it can spare something."""
     if giver.run == taker.run or not _num_for_one(taker, giver):
         return False
     if _trains(giver, held) or giver.priority != taker.priority:
@@ -153,7 +150,7 @@ def _serves(giver: Share, taker: Share, held: dict[str, float]) -> bool:
 
 
 def _num_due(taker: Share, shares: Sequence[Share], held: dict[str, float]) -> int:
-    """Return how many workers a run that does not train yet would start with; 0 if too few."""
+    """Return how many workers a run that has not trained yet would start with; 0 if too few."""
     spare = sum(
         _num_spare(giver, held) / _num_for_one(taker, giver)
         for giver in shares
@@ -167,7 +164,7 @@ def _trains(share: Share, held: dict[str, float]) -> bool:
 
 
 def _num_spare(share: Share, held: dict[str, float]) -> float:
-    """Return how many workers other runs may take from a run: one that trains continues."""
+    """Return how many workers others may take from a run; one that trains keeps its minimum."""
     return held[share.run] - (share.num_min if _trains(share, held) else 0)
 
 

@@ -1,9 +1,9 @@
-"""Whether to replace a slow worker: waiting for it costs time, and so does a change.
+"""Decide whether to replace a slow worker: waiting for it costs time, and so does a change.
 
 Pure. The cost of the wait so far is known; how long the worker will stay slow is not. So the run
 waits until the wait has cost as much as the change would, which is at most twice the optimum (ski
 rental, Karlin et al., "Competitive snoopy caching", Algorithmica 3, 1988). A change costs more than
-its pause, so the wait must have cost some steps as well. And the change must pay within the
+its pause, so the wait must have cost some steps as well. And the change must pay off within the
 remaining time.
 """
 
@@ -17,27 +17,27 @@ from orchestrator.policies.growth import GrowthRules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRules:
-    """Limits of what is done about slow workers."""
+    """When the run acts on slow workers."""
 
     #: A worker must have been slow for this long: other load on a machine comes and goes within
     #: seconds.
     lasts_s: float = 10.0
-    #: The same for a worker that was as slow in each of several steps in a row.
+    #: The same for a worker that was equally slow in several steps in a row.
     steady_s: float = 3.0
-    #: The wait must have cost the time of this many healthy steps: 4 steps that take 3 times as
-    #: long, or 31 that take 1.2 times as long.
+    #: The wait must have cost the time of this many healthy steps: 3 steps that take 3 times as
+    #: long, or 30 that take 1.2 times as long.
     lost_steps: float = 6.0
-    #: The same where all workers of a node agree: each was measured by itself.
+    #: The same if all workers of a node agree: each was measured separately.
     agreed_lost_steps: float = 4.0
     #: How long to wait for a replacement before the run continues with fewer workers.
     replace_s: float = 10.0
-    convictions_max: int = 3  #: Most convictions within the window.
-    window_s: float = 3600.0  #: Its length.
+    convictions_max: int = 3  #: Largest number of convictions within the window.
+    window_s: float = 3600.0  #: Length of the window.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowFacts:
-    """The facts of the decision."""
+    """The inputs of the decision."""
 
     now_s: float
     node: str  #: Where the worker is.
@@ -68,7 +68,7 @@ class SlowFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowDecision:
-    """Replace the worker's node, or look again at ``retry_at_s`` (infinity: when asked)."""
+    """Replace the worker's node, or decide again at ``retry_at_s`` (infinity: on new facts)."""
 
     convict: bool
     retry_at_s: float

@@ -1,9 +1,8 @@
-"""Which version to resume from, and which node losses it survives, given what keepers hold.
+"""Decide which version to resume from, and which node losses it survives.
 
-Pure. A version in memory exists when keepers hold the parts of all its ranks, or parities from
-which to compute them. It counts by the same rule as a commit in storage (``ucp_core/SPEC.md``, 5).
-Memory can be lost with a node, so every answer holds only for the inventories that it was made
-from.
+Pure. A version in memory exists if keepers hold the parts of all its ranks, or parities from which
+to compute them. It counts by the same rule as a commit in storage (``ucp_core/SPEC.md``, 5). Memory
+can be lost with a node, so every answer holds only for the inventories that it is based on.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ STORAGE = "storage"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """A version that can be resumed from."""
+    """A version from which a run can resume."""
 
     step: int  #: The step after which the state was taken.
     attempt: int  #: The attempt that took it.
     source: str  #: "memory" or "storage".
-    #: In memory, every holder of every rank's part, by rank; () in storage. A rank without a
-    #: holder is computed from parities.
+    #: In memory, every holder of every rank's part, by rank; () in storage. A part without a holder
+    #: is computed from parities.
     parts: tuple[PartRef, ...] = ()
-    parities: tuple[PartRef, ...] = ()  #: In memory, every holder of parities of it.
+    parities: tuple[PartRef, ...] = ()  #: In memory, every holder of parities of the version.
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks that took it; 0 for a version in storage."""
+        """Return the number of ranks that saved it; 0 for a version in storage."""
         return next(iter(_world_sizes(self)), 0)
 
     def members(self) -> dict[int, Member]:
@@ -52,7 +51,7 @@ class Protection:
     """How well snapshots in memory protect the run."""
 
     step: int  #: Step of the newest version that is complete in memory; 0 if there is none.
-    #: How many nodes, whichever they are, may be lost while a complete version stays in memory:
+    #: How many nodes, whichever they are, may be lost so that a complete version stays in memory:
     #: 0, 1 or 2.
     node_losses_survived: int
 
@@ -157,8 +156,8 @@ def protects(
 ) -> bool:
     """Return whether ``nodes`` alone hold a version of ``attempt`` that survives enough losses.
 
-    Enough is ``tolerance``. Any other keeper then holds nothing that the run needs. As for
-    ``newest``, the last step is no version.
+    Enough is ``tolerance``. All other keepers then hold nothing that the run needs. As in
+    ``newest``, the last step does not count.
     """
 
     def helps(ref: PartRef) -> bool:
@@ -183,10 +182,10 @@ def without(version: Version, is_lost: Callable[[str], bool]) -> Version | None:
 class _Dependency:
     """Parts that are lost together: one part, or those of a group with parities."""
 
-    #: By place, the nodes that hold its part; None where there is no part.
+    #: By place, the nodes that hold its part; None if there is no part.
     parts: tuple[frozenset[str] | None, ...]
     parities: tuple[frozenset[str], ...] = ()  #: By place, the nodes that hold its parities.
-    #: How many blocks of a stripe may be missing, if all its parities are held.
+    #: How many blocks of a stripe may be missing if all its parities are held.
     tolerance: int = 0
 
     def is_left(self, lost: Iterable[str]) -> bool:
@@ -206,7 +205,7 @@ class _Dependency:
         return all(len(missing - kept_by) <= len(left & kept_by) for kept_by in holders)
 
     def fatal(self) -> frozenset[frozenset[str]]:
-        """Return the nodes, and pairs of other nodes, whose loss would lose a part."""
+        """Return the single nodes, and pairs of other nodes, whose loss would lose a part."""
         nodes = frozenset[str]().union(*(part for part in self.parts if part), *self.parities)
         alone = {node for node in nodes if not self.is_left([node])}
         pairs = combinations(sorted(nodes - alone), 2)
@@ -226,7 +225,7 @@ def _dependencies(version: Version) -> frozenset[_Dependency]:
             group.setdefault(covered.place, set()).add(one.node)
     dependencies = set()
     left = set(holders)
-    # If two groups have the same rank, take the one with more parities held.
+    # If two groups have the same rank, use the one with more parities held.
     for (tolerance, members), kept in sorted(groups.items(), key=lambda each: -len(each[1])):
         ranks = {member.rank for member in members if member is not None}
         if ranks <= left:
@@ -241,10 +240,9 @@ def _dependencies(version: Version) -> frozenset[_Dependency]:
 
 
 def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str]) -> int:
-    """Return how many nodes may be lost while one of several versions is left, at most two.
+    """Return how many nodes may be lost so that one of several versions is left, at most two.
 
-    Args:
-        fatal: The results of ``_Dependency.fatal`` for every version.
+    ``fatal`` has the result of ``_Dependency.fatal`` for every version.
     """
     alone = [{node for lost in each if len(lost) == 1 for node in lost} for each in fatal]
     if set.intersection(*alone):
@@ -260,13 +258,11 @@ def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str
 
 
 def newest_stored(known: int, read: int, damaged: Collection[int]) -> int:
-    """Return the newest step in storage below which the run must not fall.
+    """Return the newest step in storage; no attempt may resume from an older one.
 
-    Args:
-        known: The current one; 0 if nothing was ever committed.
-        read: The newest that storage has now, 0 for none.
-        damaged: Newer steps that storage has with damaged bytes. The run may resume from an older
-            step only because of these. It never restarts from the beginning, because a person may
-            repair one.
+    ``known`` is the current one, 0 if nothing was ever committed. ``read`` is the newest that
+    storage has now, 0 for none. ``damaged`` are newer steps that storage has with damaged bytes:
+    only because of these may the run resume from an older step. It never restarts from the
+    beginning, because a person may repair one.
     """
     return max(read, 1) if known in damaged else max(read, known)

@@ -1,7 +1,7 @@
-"""The recovery that would follow if machines or processes were lost now.
+"""Compute the recovery that would follow if machines or processes were lost now.
 
-Pure, and by the same rules that the controller and the loaders follow: newest version first,
-memory before storage, a rank's own node before another one.
+Pure, and by the same rules as the controller and the loaders: the newest version first, memory
+before storage, a rank's own node before another one.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class LossFacts:
         return replace(self.layout, refused=self.refused, steps=self.steps)
 
     def choose(self, rooms: Rooms) -> ParallelLayout | None:
-        """Return the layout that workers with these rooms would use."""
+        """Return the layout for workers with these rooms; None if there is none."""
         return choose(rooms, self.max_workers, self.rules, self.min_workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSource:
-    """A source for some of the part of one rank."""
+    """A source for a part of one rank, or for some of it."""
 
     rank: int  #: The rank that saved it.
-    #: One of ``SOURCES``; local and peer are from the view of the workers that would load it.
+    #: One of ``SOURCES``; "local" and "peer" are from the view of the workers that would load it.
     source: str
     node: str  #: The node that holds it; "" in storage, or if it is computed from several.
     size_bytes: int  #: Its size.
@@ -94,17 +94,17 @@ class RecoveryPlan:
     """The recovery that would follow."""
 
     lost_nodes: tuple[str, ...]  #: Nodes that are assumed lost, whole ids.
-    lost_workers: tuple[str, ...]  #: Workers that are gone, those of the lost nodes included.
-    step: int  #: Training would continue after this step; 0 is the beginning.
+    lost_workers: tuple[str, ...]  #: Workers that would be gone, those on the lost nodes included.
+    step: int  #: Training would resume after this step; 0 is the beginning.
     attempt: int  #: The attempt that took that version.
     source: str  #: "memory", "storage", or "" if there is none.
     lost_steps: int  #: Completed steps that would be redone.
-    #: Where each rank's part of the version would come from, if every worker took an equal share
+    #: Where each rank's part of the version would come from, if every worker loaded an equal share
     #: of the state in the order of ranks.
     parts: tuple[PartSource, ...]
     bytes_by_source: Mapping[str, int]  #: The sums by source.
     workers_before: int  #: Workers that train now.
-    workers_after: int  #: Workers that would train; 0: the run would wait for capacity.
+    workers_after: int  #: Workers that would train; 0 if the run would wait for capacity.
     layout_after: str  #: Their layout, for people.
     step_s_after: float  #: Estimated step time, from steps of this run; 0.0 if unknown.
 
@@ -116,8 +116,7 @@ class RecoveryPlan:
 def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
     """Return what the run would do if all of ``lose`` were lost at once, now.
 
-    Args:
-        lose: Ids of nodes, or the beginning of one; ``worker:w0003`` for a single process.
+    ``lose`` has ids of nodes, or the beginning of one; ``worker:w0003`` for a single process.
 
     Raises:
         ConfigError: Something in ``lose`` is not in the run, or could be several nodes.
@@ -189,7 +188,7 @@ def _listed(names: Iterable[str]) -> str:
 def _usable(facts: LossFacts, lost_nodes: set[str], lost_workers: set[str]) -> dict[str, int]:
     """Return how many workers would train on each node, if all could, in the order of ranks.
 
-    Like ``core.formation``: leaving nodes count only if the run would stop without them.
+    Like ``core.formation``, count leaving nodes only if the run would stop without them.
     """
     nodes = (*(place.node for place in facts.workers), *facts.reservations)
     left = dict.fromkeys((node for node in nodes if node not in lost_nodes), 0)
@@ -208,9 +207,8 @@ def _usable(facts: LossFacts, lost_nodes: set[str], lost_workers: set[str]) -> d
 def _from_memory(version: Version, readers: Sequence[str]) -> list[PartSource]:
     """Return the sources that each worker would load from.
 
-    Args:
-        version: The rest of the version.
-        readers: The node of each worker that would load it, by rank; empty if the run waits.
+    ``version`` is the rest of the version. ``readers`` is the node of each worker that would load
+    it, by rank; empty if the run waits.
     """
     holders: dict[int, list[PartRef]] = {}
     for part in sorted(version.parts, key=lambda part: (part.held.rank, part.is_copy)):

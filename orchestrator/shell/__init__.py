@@ -1,4 +1,4 @@
-"""The run's effects on Ray: the world into events, actions into effects, and no decisions."""
+"""The run's effects on Ray: facts become events, actions become effects. It decides nothing."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Actions on a run from its page. Each becomes an event in the journal."""
+"""Actions that a person requests on a run's page. Each becomes an event in the journal."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ from orchestrator.errors import ActionError
 from orchestrator.shell.parts import Parts
 from ucp_core.numerics import counted
 
-#: The run leaves a drained node within this; a replacement may come before.
+#: The run leaves a drained node within this time; earlier if a replacement is ready.
 DRAIN_S = 30.0
 
 
 class Actions:
-    """Performs actions on the loop of the run.
-
-    Args:
-        stop: Stops the run at the next step boundary, for a reason.
-        spawn: Runs a coroutine in the background.
-    """
+    """Performs actions on the run's loop; ``spawn`` runs a coroutine in the background."""
 
     def __init__(
         self,
@@ -42,11 +37,10 @@ class Actions:
         }
 
     def perform(self, name: str, what: Mapping[str, Any]) -> str:
-        """Perform the action; return a line for people.
+        """Perform an action; return a line for people.
 
-        Args:
-            name: stop (``step``, 0 for the next), save, drain or undrain (``node``), workers
-                (``num``), or kill (``worker`` or ``node``).
+        ``name`` is stop (``step``, 0 for the next one), save, drain or undrain (``node``), workers
+        (``num``), or kill (``worker`` or ``node``).
 
         Raises:
             ActionError: There is no such action, or it is impossible now.

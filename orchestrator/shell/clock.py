@@ -6,7 +6,7 @@ import time
 
 
 def monotonic_s() -> float:
-    """Return seconds on a clock that never goes back; only differences count."""
+    """Return seconds on a clock that never goes back; only differences have a meaning."""
     return time.monotonic()
 
 
@@ -18,8 +18,8 @@ def wall_time() -> float:
 class RunClock:
     """Seconds since the run began, continued over restarts of the controller.
 
-    A restarted controller continues from the last journaled ``at_s``, so that deadlines in the
-    state stay valid. The wall clock shows how long it was down.
+    A restarted controller continues from the last journaled ``at_s`` plus the time that it was down
+    by the wall clock, so deadlines in the state stay valid.
     """
 
     def __init__(self, *, last_at_s: float = 0.0, last_wall_time: float | None = None) -> None:

@@ -22,9 +22,9 @@ from ray.job_config import JobConfig
 from orchestrator.errors import ConfigError
 from orchestrator.shell.local import local_clusters
 
-#: A running cluster accepts a connection in milliseconds, also from far away.
+#: A running cluster accepts a connection in milliseconds, even from far away.
 ANSWER_S = 3.0
-#: Ray's own message does not mention tokens: it refuses a process without one like any other.
+#: Ray's own message does not mention tokens: without one it refuses a process as it does any other.
 _AUTH = "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
 _UV_HOOK = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
@@ -50,15 +50,15 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
         # Local clusters need no token, even if the user has one for other clusters.
         os.environ["RAY_AUTH_MODE"] = "disabled"
     # Ray 2.60 prints a raylet's lines about dead workers to our stdout whatever log_to_driver is.
-    # The output of --json must stay clean, and incidents report the same.
+    # The output of --json must stay clean, and incidents report the same facts.
     ray_worker.print_to_stdstream = lambda *_, **__: None
-    # Ray would put the working directory of this command first on the path of its workers, where a
+    # Ray would put this command's working directory first on the path of its workers, where a
     # user's file such as attrs.py would shadow a library.
     job: Any = JobConfig
     job._py_driver_sys_path = property(lambda _: [], lambda *_: None)  # noqa: SLF001
     if _UV_HOOK not in os.environ:
-        # Ray would let `uv run` build an environment for each worker. Nodes have their own, with
-        # the same versions as this one.
+        # Ray would let `uv run` build an environment for each worker, although nodes have their own
+        # with the same versions as this one.
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -87,7 +87,7 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
 def why_silent(address: str, *, timeout_s: float = ANSWER_S) -> str:
     """Return why nothing accepts a connection at ``address``; "" if something does.
 
-    Addresses such as "auto" are resolved by Ray and not checked here.
+    Ray resolves addresses such as "auto"; they are not checked here.
     """
     host, port = _parts(address.removeprefix("ray://"))
     if not port:
@@ -105,23 +105,24 @@ def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
     except OSError:
         if host not in _OWN_NAMES:
             raise
-        # A head may listen only at its node's address, which Ray uses for the machine's own names.
+        # A head may listen only at its node's address, which Ray also uses for the machine's own
+        # names.
         own = ray.util.get_node_ip_address()
         return socket.create_connection((own, port), timeout=timeout_s)
 
 
 def _parts(address: str) -> tuple[str, int]:
-    """Return host and port; port 0 if the address is not of this form."""
+    """Return host and port; port 0 if the address has another form."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port) if port.isdecimal() and "/" not in host else 0
 
 
 def _why_no_head(address: str) -> str:
-    """Return why the server at HOST:PORT is not a head of Ray; "" if it is one."""
+    """Return why the server at HOST:PORT is no head of Ray; "" if it is one."""
     host, port = _parts(address)
     if not port:
         return ""
-    # With a server that does not speak gRPC, Ray's own client would write logs for a minute.
+    # With a server that does not speak gRPC, Ray's own client would write log lines for a minute.
     why = "" if os.environ.get("RAY_USE_TLS") else _why_no_grpc(host, port)
     if not why:
         _, why = _ask_head(address)
@@ -136,7 +137,7 @@ def _why_no_head(address: str) -> str:
 
 
 def is_another_head(address: str) -> bool:
-    """Return whether the head at ``address`` has another cluster than this process joined.
+    """Return whether another cluster than the one this process joined has its head at ``address``.
 
     A head that was restarted without its old state has a new cluster id.
     """
@@ -146,7 +147,7 @@ def is_another_head(address: str) -> bool:
 
 
 def _ask_head(address: str) -> tuple[str, str]:
-    """Return the id of the cluster whose head is at ``address``, or "" and why none answers."""
+    """Return the id of the cluster whose head is at ``address``, or "" and why it is not known."""
     answers: list[tuple[str, str]] = []
 
     def ask() -> None:
@@ -179,7 +180,7 @@ def _why_no_grpc(host: str, port: int) -> str:
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Drop output to descriptor 2, to which Ray's C++ library logs."""
+    """Drop output to file descriptor 2, where Ray's C++ library logs."""
     kept = os.dup(2)
     try:
         with tempfile.TemporaryFile() as dropped:
@@ -191,7 +192,7 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def head_returns(environment: Mapping[str, str]) -> bool:
-    """Return whether a head with ``environment`` comes back as the same cluster.
+    """Return whether a head with ``environment`` returns as the same cluster after a restart.
 
     It does if it keeps its state outside the head.
     """

@@ -1,7 +1,7 @@
 """The controller: one detached, restartable actor per run, around the pure machine.
 
 Its loop takes an event, journals it, folds it and performs the actions. A restarted controller
-folds the journal again and finds out which workers live; meanwhile they continue to train.
+folds the journal again and finds the living workers, which continue to train in the meantime.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ OPTIONS = {
     "enable_task_events": False,
 }
 
-#: A controller that cannot continue ends after this. Each start costs a second of a core, and while
-#: a disk is full there are many starts.
+#: A controller that cannot continue ends after this pause. Each start costs a second of a core, and
+#: while a disk is full there are many starts.
 GIVE_WAY_S = 2.0
 
 
@@ -49,7 +49,7 @@ class Controller:
         config: The resolved ``RunConfig`` as JSON.
         claim: Number of the claim that starts or resumes the run under ``config``. Ray gives the
             same arguments to every later incarnation.
-        token: Token of this claim; no other has it.
+        token: Token of this claim; no other claim has it.
     """
 
     def __init__(self, *, run_id: str, config: dict[str, Any], claim: int, token: str) -> None:
@@ -58,8 +58,8 @@ class Controller:
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15; decisions must not queue behind training.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        # Import these only now: beside busy trainers half a second of imports took two seconds at
-        # that niceness.
+        # Import these only now: at that niceness half a second of imports took two seconds beside
+        # busy trainers.
         from orchestrator.shell.loop import Run
 
         self._loop = asyncio.new_event_loop()
@@ -79,7 +79,7 @@ class Controller:
     # Even an empty answer would take a tenth of the call's time, and no caller waits for it.
     @ray.method(num_returns=0)
     def observe(self, report: NodeReport) -> None:
-        """Take in a keeper's report."""
+        """Take a keeper's report."""
         self._loop.call_soon_threadsafe(self._run.on_report, report)
 
     def status(self) -> dict[str, Any]:
@@ -109,14 +109,14 @@ class Controller:
         try:
             self._loop.run_until_complete(self._run.serve())
         except Exception as error:  # noqa: BLE001  any error that ended the loop
-            # For example, the journal cannot be written. A process without its loop would look like
-            # a controller for ever, so end it: Ray then starts the next one.
+            # For example, the journal cannot be written. Without its loop the process would look
+            # like a live controller for ever, so end it; Ray starts the next one.
             _give_way("the controller ends because its loop failed", error)
         ray.kill(self._self, no_restart=True)
 
 
 def collect_seldom() -> None:
-    """Make garbage collection rare, and let it leave out what is there by now.
+    """Make garbage collection rare, and exclude what exists by now.
 
     Reports and decisions leave no cycles, so reference counts free them. With Python's thresholds,
     collections took a third of the time that the reports of 80,000 ranks cost.

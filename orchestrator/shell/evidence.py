@@ -1,4 +1,4 @@
-"""Evidence of attempts that end: collected before anything is killed, stored in the background."""
+"""Evidence of attempts that end: collected before any kill, stored in the background."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 #: Name of the file with the members' last reports, in the folder of the incident.
 REPORTS: Final = "reports.json"
-#: Longest time that a worker to blame for a hang is left alive to collect evidence of it.
+#: How long the kill of a worker waits for evidence of a hang.
 KILL_S: Final = 0.5
 #: How many incidents keep their evidence.
 NUM_KEPT: Final = 20
@@ -30,7 +30,7 @@ CLOSE_S: Final = 10.0
 
 
 class Evidence:
-    """Lets keepers collect evidence, and store it once the incident has its number.
+    """Has keepers collect evidence, and store it once the incident has its number.
 
     ``reports`` has the last report on each worker.
     """
@@ -64,7 +64,7 @@ class Evidence:
         self._awaited = self._taking if action.is_awaited else None
 
     def then(self, within_s: float, act: Callable[[], None]) -> None:
-        """Call ``act`` once awaited evidence is collected, after ``within_s`` at the latest."""
+        """Call ``act`` once awaited evidence is collected, or after ``within_s`` at the latest."""
         if self._awaited is None or self._awaited.done():
             act()
         else:
@@ -112,7 +112,7 @@ class Evidence:
 
 
 def _document(rows: Sequence[WorkerReport]) -> dict[str, Any]:
-    """Return the reports as JSON values; list the members of a group once, not for each worker."""
+    """Return the reports as JSON values, with the members of each group listed only once."""
     members = {group.group: list(group.ranks) for row in rows for group in row.groups}
     workers = [asdict(row) for row in sorted(rows, key=lambda row: row.rank)]
     for row in workers:

@@ -1,11 +1,11 @@
-"""Kills the controller's process if a signal has stopped it.
+"""Kill the controller's process if a signal has stopped it.
 
-A stopped controller looks alive to Ray, which therefore starts no other one: the next fault would
-not be handled, and a finished run would never end. Killing it does no harm: the workers continue to
-train, and the next controller takes over about a second later.
+A stopped controller looks alive to Ray, so Ray starts no other: the next fault would not be
+handled, and a finished run would never end. Killing it does no harm: the workers continue to train,
+and the next controller takes over about a second later.
 
 The guard is a separate process, because all threads of a stopped process stand still. The kernel's
-state of a process distinguishes a stopped one from a busy or waiting one. The guard runs as a file,
+state of a process distinguishes a stopped one from a busy or waiting one. The guard runs as a file
 without installed packages: it takes 10 MB of memory, and 30 us of processor time per check.
 """
 
@@ -19,15 +19,15 @@ import sys
 from pathlib import Path
 from typing import Final
 
-#: How many checks in a row, equally far apart, must find it stopped. A guard that was suspended
-#: together with it has made only one check in that time.
+#: How many evenly spaced checks in a row must find it stopped. A guard that was suspended together
+#: with it has made only one check in that time.
 _NUM_LOOKS: Final = 10
 
 
 def begin_guard(stopped_s: float) -> subprocess.Popen[bytes]:
     """Start a guard that kills this process once it was stopped for ``stopped_s``.
 
-    The guard ends with this process, and when the returned handle is dropped.
+    The guard ends with this process, or when the returned handle is dropped.
     """
     return subprocess.Popen(  # noqa: S603  our own file
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(stopped_s)],
@@ -39,7 +39,7 @@ def begin_guard(stopped_s: float) -> subprocess.Popen[bytes]:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped ``pid``; under a debugger the state is another one."""
+    """Return whether a signal has stopped ``pid``; a process under a debugger has another state."""
     try:
         return b"\nState:\tT" in Path(f"/proc/{pid}/status").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""The inbox of a run, which every part gets: it takes events and has the run's clock."""
+"""The inbox of a run: it takes events and has the run's clock. Every part gets it."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ class Inbox:
     """Takes events. Call both functions on the event loop."""
 
     at_s: Callable[[], float]  #: Returns the run's age in seconds.
-    post: Callable[[Event], None]  #: Takes an event; events are folded in their order.
+    post: Callable[[Event], None]  #: Takes an event; events are folded in this order.

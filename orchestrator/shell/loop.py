@@ -1,7 +1,7 @@
-"""One run in the shell: the inbox, the loop and the performers of actions.
+"""One run in the shell: the inbox, the loop and the functions that perform actions.
 
 It decides nothing. ``event -> journal -> machine.step -> actions -> effects -> events``. A worker's
-death becomes an event within 30 ms. From there to the next attempt the only waits are for answers.
+death becomes an event within 30 ms. From there to the next attempt the run only waits for answers.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from workers.repeated import Repeated
 
 log = logging.getLogger(__name__)
 
-#: Address at which the page listens if it is only for this machine.
+#: The page listens at this address if it is only for this machine.
 LOOPBACK = "127.0.0.1"
 #: Precision of deadlines in the state, and the longest time between two checks of them.
 TICK_S = 0.1
 TICK_S_MAX = 1.0
-#: How often to ask the autoscaler, which reports refusals every few seconds.
+#: Period of questions to the autoscaler, which reports refusals every few seconds.
 REFUSALS_POLL_S = 2.0
 
 
 class Run:
-    """The effects of one run; see ``Controller`` for the arguments."""
+    """The effects of one run; ``Controller`` documents the arguments."""
 
     def __init__(
         self, *, run_id: str, config: dict[str, Any], claim: int, token: str, controller: Any
@@ -93,7 +93,7 @@ class Run:
         self._actions = Actions(self._parts, stop=self.request_stop, spawn=self._spawn)
 
     async def serve(self) -> None:
-        """Lead the run until it is over and everything is released."""
+        """Lead the run until it is over and all its resources are released."""
         parts, config = self._parts, self._config
         live = Live(
             config=config,
@@ -121,7 +121,7 @@ class Run:
             asked = parts.state.fleet.reservations.items()
             await parts.capacity.adopt({n: (each.avoid, each.alternative) for n, each in asked})
         if parts.begun.is_resume:
-            # A controller that was ended by force has left its workers behind.
+            # A controller that was killed has left its workers behind.
             await parts.capacity.release_all()
             await parts.worker_pool.kill_strays()
         for background in (
@@ -173,7 +173,7 @@ class Run:
         self._over.set()
 
     async def _owns(self) -> bool:
-        """Return whether this claim on the run directory counts, as far as known."""
+        """Return whether this claim on the run directory counts, as far as it is known."""
         try:
             await in_thread(STORAGE, self._parts.owner.require)
             self._owner_failures.passed()
@@ -191,7 +191,7 @@ class Run:
         return {**document, "directory": self._config.run.directory}
 
     async def _furnish(self, page: StatusPage) -> None:
-        """Load, one after the other, what the run does not need while it takes over."""
+        """Load one after the other what the run does not need while it takes over."""
         parts, names = self._parts, self._parts.names
         if self._is_restart:
             await asyncio.sleep(SURVEY_S)
@@ -205,11 +205,11 @@ class Run:
         await asyncio.to_thread(announce, names.run_id, run=self._config.run.name, url=url)
 
     def on_report(self, report: NodeReport) -> None:
-        """Take in a keeper's report. On the loop."""
+        """Take a keeper's report. Call it on the loop."""
         parts = self._parts
         parts.observer.on_report(report)
         parts.nodes.notices.on_keeper(report.node, report.notice)
-        # All evidence comes in reports, and a worker that stands still sends them often.
+        # All evidence comes in reports, and a worker that stands still causes frequent ones.
         parts.observer.judge()
         parts.snapshots.on_report(report)
         if not parts.state.attempt.plan.is_final and parts.snapshots.holds_any:
@@ -229,7 +229,7 @@ class Run:
             raise TokenError("that is not the token of the run")
 
     def request_stop(self, reason: str) -> None:
-        """Stop at the next step boundary. On the loop.
+        """Stop at the next step boundary. Call it on the loop.
 
         Keepers store their snapshots at once, because the user may not wait for the end of a step.
         """
@@ -238,7 +238,7 @@ class Run:
             self._spawn(self._parts.snapshots.flush(self._parts.state.lineage))
 
     def note_fault(self, fault: str, target: str) -> None:
-        """Journal that a fault is being injected now. On the loop."""
+        """Journal that a fault is being injected now. Call it on the loop."""
         self._inbox.post(core.FaultInjected(at_s=self._inbox.at_s(), fault=fault, target=target))
 
     async def status(self) -> dict[str, Any]:
@@ -389,7 +389,7 @@ class Run:
 
     async def _close(self, page: StatusPage) -> None:
         parts = self._parts
-        # If the run was already over when this incarnation began, no process is known yet.
+        # If the run was already over when this incarnation began, its processes are not known yet.
         await parts.nodes.met.wait()
         for task in list(self._background):
             task.remove_done_callback(_finished)
@@ -413,7 +413,7 @@ class Run:
 
 
 def _finished(task: asyncio.Task[Any]) -> None:
-    """Report a background task that failed, which is a bug, and let Ray restart the process."""
+    """Report a background task that failed, which is a bug; let Ray restart the process."""
     if not task.cancelled() and task.exception() is not None:
         log.critical("this controller ends: a background task failed", exc_info=task.exception())
         os._exit(1)

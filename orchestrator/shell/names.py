@@ -14,7 +14,7 @@ CONTROLLER = "controller"
 
 
 def run_id(directory: str) -> str:
-    """Return the id of the run in ``directory``: readable, and the same for the same directory."""
+    """Return the id of the run in ``directory``: readable, and always the same for a directory."""
     where = directory if "://" in directory else str(Path(directory).resolve())
     name = re.sub(r"[^a-zA-Z0-9]+", "-", Path(directory).name).strip("-").lower()[:24]
     return f"{name}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
@@ -54,7 +54,7 @@ class RunNames:
     def shared_directory(self, node: str) -> str:
         """Return where the workers on ``node`` keep progress records and record rings.
 
-        Simulated nodes share one /dev/shm, so the path names the node.
+        Simulated nodes share one /dev/shm, so the path contains the node.
         """
         return f"{self.shared_root}/{node[:16]}"
 
@@ -64,9 +64,9 @@ class RunNames:
         return f"/dev/shm/{self.namespace}"  # noqa: S108  memory, not a temp file
 
     def spool(self, actor: str) -> str:
-        """Return where a controller keeps what it has not yet sent to storage.
+        """Return where a controller keeps what it has not sent to storage yet.
 
         It is outside ``shared_root``, which keepers remove at the end of a run before the journal
-        is complete. Another controller of the run, with another Ray actor id, has its own.
+        is complete. Each controller of the run has another Ray actor id, and so its own spool.
         """
         return f"{self.shared_root}-journal-{actor}"

@@ -1,4 +1,4 @@
-"""Turns keepers' reports into events: a member has formed, a step is complete, a member hangs."""
+"""Turn keepers' reports into events: a member has formed, a step is complete, a member hangs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ _NUM_STEPS_MEASURED = 10
 
 
 class Observer:
-    """Keeps the last report of every worker of a node and folds all of them into the detector.
+    """Keeps the last report of every worker of a node and feeds all of them to the detector.
 
     Args:
-        inbox: Takes the events.
         on_formed: Called once with (worker, attempt, when) for each member that has formed.
-        node_silent: Called with (node, cause) when a node is silent beyond its bound.
+        node_silent: Called with (node, cause) when a node is silent for longer than its bound.
         patience: A step may take this many times the observed p99.
         parallel: Has the timeout of collectives.
     """
@@ -102,7 +101,7 @@ class Observer:
         resume_step: int,
         layout: ParallelLayout | None = None,
     ) -> None:
-        """Watch ``attempt`` from now on; only show reports on older ones.
+        """Watch ``attempt`` from now on; reports of older ones are only shown.
 
         Without a ``layout`` all members do equal work.
         """
@@ -126,17 +125,15 @@ class Observer:
             self._forget(self._listed.pop(node))
 
     def end(self, inside: tuple[str, ...], late_s: float) -> None:
-        """Stop judging the attempt, which is fenced: its silence means nothing.
+        """Stop judging the attempt: it is fenced, so its silence means nothing.
 
-        Args:
-            inside: Members that must leave it.
-            late_s: Time after which members that have not left are checked.
+        Members in ``inside`` must leave it. After ``late_s`` those that have not left are checked.
         """
         self._members, self._is_member = (), frozenset()
         self._fenced, self._late_at_s = inside, self._inbox.at_s() + late_s
 
     def on_report(self, report: NodeReport) -> None:
-        """Take in one keeper's report."""
+        """Take one keeper's report."""
         at_s = self._inbox.at_s()
         is_slowed = self._live.is_slow or bool(self._slow_links)
         self._detector = detection.observe(self._detector, report, at_s, learns=not is_slowed)
@@ -167,7 +164,7 @@ class Observer:
 
     @property
     def step_s(self) -> dict[str, float]:
-        """Return ``p50`` and ``p99`` of the last steps; empty while none was observed."""
+        """Return ``p50`` and ``p99`` of the last steps in seconds; empty before the first."""
         ordered = sorted(self._detector.steps_s)
         shares = {"p50": 0.5, "p99": 0.99} if ordered else {}
         return {name: ordered[ceil(share * len(ordered)) - 1] for name, share in shares.items()}
@@ -175,8 +172,8 @@ class Observer:
     def judge(self) -> None:
         """Post the detector's verdict, once per attempt.
 
-        Call it after every report. With many nodes, most reports change nothing and are not judged
-        one by one.
+        Call it after every report. With many nodes, most reports change nothing, so several are
+        judged together.
         """
         at_s = self._inbox.at_s()
         self._look_who_leaves(at_s)
@@ -235,8 +232,8 @@ class Observer:
         Args:
             since_s: When they became slow.
             times: Step time divided by what it should be.
-            is_confirmed: Whether keepers found the same some time before: only then may the run
-                leave a node because of it.
+            is_confirmed: Whether keepers found the same before; only then may the run leave a node
+                because of it.
         """
         if attempt != self._attempt or not self._members:
             return
@@ -250,7 +247,7 @@ class Observer:
                     since_s=since_s,
                     evidence=one.evidence,
                     alternatives=one.alternatives,
-                    # Without a worker, no node is left; the link can be avoided.
+                    # Without a worker, the run leaves no node, but it can avoid the link.
                     worker=self._members[one.guilty.ranks[0]]
                     if one.guilty.ranks and is_confirmed
                     else "",
@@ -301,7 +298,7 @@ class Observer:
         self._loaded_s = {
             worker: row.trainer_s for worker, row in self.reports.items() if not row.attempt
         }
-        # If another thread is counted now, the time also differs: that is progress, too.
+        # If another thread is counted now, the time differs as well; that is progress, too.
         advanced = tuple(
             worker for worker, s in self._loaded_s.items() if before.get(worker, s) != s
         )
@@ -319,8 +316,8 @@ class Observer:
             self._on_formed(row.worker, self._attempt, at_s)
 
     def _note_step(self, row: WorkerReport, at_s: float) -> None:
-        # Before its first step in the attempt, a worker's record still shows an older attempt's
-        # step.
+        # Before its first step in the attempt, a worker's record still shows the step of an older
+        # attempt.
         if row.step <= self._step or not row.step_s:
             return
         self._ahead[row.worker] = row

@@ -1,4 +1,4 @@
-"""Asks the other runs on the cluster what they hold and lack. It decides nothing."""
+"""Ask the other runs on the cluster what they hold and lack. It decides nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.names import CONTROLLER, NAMESPACE_PREFIX, RunNames
 from orchestrator.shell.threads import RAY, in_thread
 
-#: How often to ask, and how long to wait for an answer; controllers answered in 1 to 50 ms.
+#: Period of questions, and bound for an answer; controllers answered in 1 to 50 ms.
 POLL_S = 2.0
 ANSWER_S = 1.0
-#: How long the last answer of a silent controller counts: Ray restarts it meanwhile.
+#: How long the last answer of a silent controller counts: Ray may be restarting it.
 KEPT_S = 30.0
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Others:
 
     async def poll_forever(self) -> None:
         """Report their answers until cancelled."""
-        # A restarted controller may have left workers to a run that is gone since.
+        # A restarted controller may have left workers to a run that has ended since.
         was_shared = True
         while True:
             await asyncio.sleep(POLL_S)

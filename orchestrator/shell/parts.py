@@ -34,7 +34,7 @@ from workers.protocol import CHECKPOINTS
 
 
 class Parts:
-    """Builds the parts. ``state`` is the run as folded so far; see ``Controller`` for the rest."""
+    """Builds the parts; ``state`` is the run as folded so far. See ``Controller`` for the rest."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Parts:
         self.rules = config.rules()
         self.store, self.path = open_store(config.run.directory)
         self.owner = Owner(self.store, self.path, claim)
-        # If a script that runs alone has taken the run over, its claim shows it.
+        # If a script that runs alone has taken the run over, there is a newer claim.
         self.owner.require()
         self._held = ExitStack()
         self._held.enter_context(held(self.store, self.path, shared=True))

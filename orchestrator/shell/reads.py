@@ -1,4 +1,4 @@
-"""Reads of a run: where its version is, which workers live, and how much memory keepers have.
+"""Find where a run's version is, which workers live, and how much memory keepers have.
 
 Members enter an attempt with the answers.
 """
@@ -32,7 +32,7 @@ class Reads:
         self._measured: tuple[tuple[tuple[str, int], ...], int] = ((), 0)
 
     async def find_and_enter(self, action: act.StartAttempt) -> None:
-        """Start the members once the places of their version and their meeting point are known."""
+        """Start the members once the parts of their version and their rendezvous are known."""
         parts, snapshots = self._parts, self._parts.snapshots
         version, unreached = (action.resume_step, action.resume_attempt), action.unreached
         memory = snapshots.known_parts(*version, unreached=unreached)
@@ -60,10 +60,10 @@ class Reads:
             parts.workers.enter(worker, assignment, parts.capacity.gpu_ids(reservation))
 
     async def read_committed(self, action: act.ReadCommitted) -> None:
-        """Post the newest version; nothing if it cannot be known now: the core asks again."""
+        """Post the newest version; post nothing if it cannot be known now: the core asks again."""
         parts, state = self._parts, self._parts.state
-        # Once all have left, no commit is newer than the least step at which one left; before that,
-        # than the last step that all reported.
+        # Once all have left, no commit is newer than the least step at which one left. Before that,
+        # no commit is newer than the last step that all reported.
         newest_step = state.attempt.step if state.attempt.num_inside else state.attempt.left_step
         answer = await parts.snapshots.read(
             action.lineage,
@@ -106,7 +106,7 @@ class Reads:
         self.measure_soon()
 
     def measure_soon(self) -> None:
-        """Soon ask keepers for their memory and repeat their orders."""
+        """Ask keepers for their memory, and repeat their orders, after ``MEASURE_S``."""
         if self._measuring is None:
             self._measuring = asyncio.get_running_loop().call_later(
                 MEASURE_S, lambda: self._spawn(self._measure_all())
@@ -131,7 +131,7 @@ class Reads:
             )
 
     async def survey(self) -> None:
-        """After a restart of the controller, find out which workers live."""
+        """After a restart of the controller, find the workers that live."""
         parts, state = self._parts, self._parts.state
         known = [
             # A starting worker cannot answer and is in no attempt.
@@ -159,6 +159,6 @@ class Reads:
 
 
 def _stored_step(state: core.RunState) -> int:
-    """Return the newest step that is known to be committed in storage and not known to be bad."""
+    """Return the newest step that is known to be in storage and not known to be bad."""
     step = 0 if state.committed_in_memory else state.committed[0]
     return 0 if step in bad_sources.in_storage(state.bad, state.lineage) else step

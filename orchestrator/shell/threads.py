@@ -18,9 +18,9 @@ from orchestrator.shell.clock import monotonic_s
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-#: For calls to Ray, whose head answers in milliseconds, or this process ends with it.
+#: For calls to Ray. Its head answers in milliseconds, or this process ends with it.
 RAY: Final = ThreadPoolExecutor(8, thread_name_prefix="ray")
-#: For storage: reads are repeated every ten seconds, and a write waits for the one before.
+#: For storage: reads are repeated every ten seconds, and a write waits for the previous one.
 STORAGE: Final = ThreadPoolExecutor(4, thread_name_prefix="storage")
 #: For the journal: one thread, so that lines keep their order.
 JOURNAL: Final = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -38,7 +38,7 @@ async def in_thread(
 
 
 class Tasks(set[asyncio.Task[Any]]):
-    """Running tasks that no other task awaits: asyncio itself does not keep them alive."""
+    """Running tasks that no other task awaits; asyncio itself would not keep them alive."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run ``coroutine`` in the background."""
@@ -49,11 +49,7 @@ class Tasks(set[asyncio.Task[Any]]):
 
 
 class LoopWatch:
-    """Measures how long the loop was busy with one thing or could not run.
-
-    Attributes:
-        longest_pause_s: The longest time that a due callback had to wait.
-    """
+    """Measures in ``longest_pause_s`` the longest time that a due callback had to wait."""
 
     def __init__(self) -> None:
         self.longest_pause_s = 0.0

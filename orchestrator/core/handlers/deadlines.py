@@ -1,4 +1,4 @@
-"""Handlers for waits that reach their bound, and for requests of the user."""
+"""Handlers for bounds that are reached, and for requests of the user."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ticked(transition: Transition, event: Ticked) -> None:
     """Handle every bound that has been reached."""
     run = transition.run
     if run.surveying_until_s != inf:
-        # Events may have been missed while the controller was away: wait for the survey first.
+        # Events may have been missed while no controller ran, so wait for the survey first.
         if run.surveying_until_s <= event.at_s:
             survey.ask(transition)
         return
@@ -60,7 +60,7 @@ def _look_at_fleet(transition: Transition) -> None:
 def _look_at_workers(transition: Transition) -> None:
     """Handle the bounds of processes; kill only one late process at a time.
 
-    Processes are often late together, for a cause that passes.
+    Processes are often late together, and the cause passes.
     """
     spared_s = transition.now_s + transition.rules.bounds.start_s * _SPARED_SHARE
     has_killed = False
@@ -115,17 +115,17 @@ def fault_injected(transition: Transition, event: FaultInjected) -> None:
 
 
 def save_requested(transition: Transition, event: SaveRequested) -> None:
-    """Change nothing: keepers store what is in memory, and training goes on."""
+    """Change nothing: keepers store what is in memory while training continues."""
 
 
 def workers_set(transition: Transition, event: WorkersSet) -> None:
-    """Note the new limit; ``demand`` and ``planned`` do the rest."""
+    """Note the new limit; ``demand`` and ``planned`` act on it."""
     transition.run.most_workers = event.num
     transition.follow(CapacityChanged())
 
 
 def stop_requested(transition: Transition, event: StopRequested) -> None:
-    """Note the request: training stops at the next step boundary, a recovery once it has read."""
+    """Note the request: training stops at a step boundary, a recovery after its read."""
     run = transition.run
     if event.step > run.attempt.step:
         run.stop_at = (event.step, event.reason)
@@ -141,7 +141,7 @@ def stop_requested_waiting(transition: Transition, event: StopRequested) -> None
 
 
 def stop_requested_forming(transition: Transition, event: StopRequested) -> None:
-    """Fence the attempt, which has not begun to train."""
+    """Fence the attempt: it has not trained yet, so no step can be lost."""
     if event.step > transition.run.attempt.step:
         stop_requested(transition, event)
     elif not transition.run.stop_reason:

@@ -1,6 +1,6 @@
-"""Requests for reservations, as many as the run may use, and for worker processes on them.
+"""Request reservations, as many as the run may use, and worker processes on them.
 
-The ``settle`` functions run after every event, so no other place has to make requests.
+The ``settle`` functions run after every event, so no other code has to make requests.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from orchestrator.policies import capacity
 
 
 def settle(transition: Transition, _: EventFolded) -> None:
-    """Request missing reservations but start no processes: they would slow the recovery down.
+    """Request missing reservations; start no processes, which would slow down the recovery.
 
     Importing torch takes a core several seconds. If enough workers are left, replacements start
-    after their first step.
+    after the attempt's first step.
     """
     _settle(transition, trains=False)
 
@@ -68,12 +68,12 @@ def _staff_nodes(transition: Transition, *, trains: bool) -> None:
         renew_pending(transition)
     for number in fleet.short:
         _staff(transition, number, trains=trains)
-    # Releasing a reservation or killing a worker lists its node; these were just looked at.
+    # Releasing a reservation or killing a worker lists its node again, but these were handled.
     fleet.short = ()
 
 
 def _is_left(transition: Transition, number: int) -> bool:
-    """Return whether the run leaves a node on which it still holds unused reservations."""
+    """Return whether the run leaves a node while it holds unused reservations there."""
     node = transition.run.fleet.nodes[number]
     trains = transition.run.phase is Phase.TRAINING
     return node.draining and trains and bool(fleet.free_reservations(transition, node))
@@ -82,8 +82,8 @@ def _is_left(transition: Transition, number: int) -> bool:
 def renew_pending(transition: Transition) -> None:
     """Request pending reservations again if the nodes to avoid have changed.
 
-    Call it before a node to be avoided may get free room, and when a node no longer needs to be
-    avoided. A notice alone frees no room, and each renewal costs as much as all pending requests.
+    Call it before room becomes free on a node to avoid, and when a node need no longer be avoided.
+    A drain notice alone frees no room, and each renewal costs as much as all pending requests.
     """
     run = transition.run
     avoid = avoided_nodes(transition)
@@ -100,16 +100,16 @@ def renew_pending(transition: Transition) -> None:
     for alternative, before in enumerate(offers):
         after = run.fleet.offers[alternative]
         if before.num_pending and after.num_pending:
-            # The alternative counts as requested since then all the same.
+            # Renewing does not restart the wait for a grant.
             since_s, refused_s = before.since_s, before.refused_s
             asked = after._replace(since_s=since_s, refused_s=refused_s)
             fleet.put_offer(transition, alternative, asked)
 
 
 def _outdated(transition: Transition, avoid: tuple[str, ...]) -> list[int]:
-    """Return the pending reservations that were requested with other nodes to avoid."""
+    """Return the pending reservations that exclude other nodes than ``avoid``."""
     fleet = transition.run.fleet
-    # Reservations that were requested together share their nodes to avoid.
+    # Reservations that were requested together share the object ``avoid``.
     known: dict[int, bool] = {}
     found: list[int] = []
     for number, reservation in fleet.reservations.where(is_pending):
@@ -133,7 +133,7 @@ def forgive_nodes(transition: Transition) -> None:
 
 
 def avoided_nodes(transition: Transition) -> tuple[str, ...]:
-    """Return the names of the nodes that get nothing new, sorted."""
+    """Return the names of the nodes to request nothing on, sorted."""
     now_s = transition.now_s
     given_up = reach.given_up(transition)
     nodes = transition.run.fleet.nodes
@@ -149,15 +149,15 @@ def _may_be_avoided(node: Node) -> bool:
 
 
 def release_reservation(transition: Transition, number: int) -> None:
-    """Release a reservation; ``settle`` requests another."""
+    """Release a reservation; ``settle`` requests another if the run needs it."""
     fleet.drop_reservation(transition, number)
     transition.actions.append(ReleaseReservation(reservation=number))
 
 
 def release_failing_reservations(transition: Transition, number: int) -> None:
-    """Release the unused reservations of an avoided node, if the run can do without them.
+    """Release the unused reservations of an avoided node if the run can do without them.
 
-    A node where no process starts may be gone, so its reservations are released in any case.
+    A node where no process starts may be gone, so it is released in any case.
     """
     node = transition.run.fleet.nodes[number]
     if node.avoid_until_s <= transition.now_s:
@@ -190,7 +190,7 @@ def _refuse(transition: Transition, alternative: int, why: str) -> None:
 
 
 def _look_at_offers(transition: Transition) -> None:
-    """Count requests as refused that are not granted in time."""
+    """Count requests that were not granted in time as refused."""
     for alternative, offer in enumerate(transition.run.fleet.offers):
         by_s = _refused_by_s(transition, alternative)
         if by_s <= transition.now_s:
@@ -201,10 +201,10 @@ def _look_at_offers(transition: Transition) -> None:
 
 
 def _settle_alternatives(transition: Transition, *, trains: bool) -> None:
-    """Request from an alternative what the better, refused ones do not grant.
+    """Request from each alternative what the better ones do not grant, once they refused.
 
     A refused request stays open: a grant shows that its capacity is back. Reservations of worse
-    alternatives are released once no member uses them (``planned`` moves the members).
+    alternatives are released once no member uses them; ``planned`` moves the members.
     """
     run, max_workers = transition.run, transition.max_workers
     staying, pending = Counter[int](), dict[int, list[int]]()
@@ -230,7 +230,7 @@ def _settle_alternatives(transition: Transition, *, trains: bool) -> None:
 
 
 def _give_back(transition: Transition, num_surplus: int, *, placed: bool = True) -> None:
-    """Release so many reservations, except what members use: ``planned`` moves those first."""
+    """Release this many reservations, but none that members use: ``planned`` moves those first."""
     reservations = transition.run.fleet.reservations
     pending = sorted(number for number, _ in reservations.where(is_pending))
     for number in pending[::-1][:num_surplus]:
@@ -269,7 +269,7 @@ def _request_some(
 
 
 def _refused_by_s(transition: Transition, alternative: int) -> float:
-    """Return when requests for an alternative count as refused if none is granted by then."""
+    """Return when requests for an alternative count as refused without a grant; or infinity."""
     offer = fleet.offer(transition, alternative)
     if offer.refused_s != inf:
         return inf
@@ -277,7 +277,7 @@ def _refused_by_s(transition: Transition, alternative: int) -> float:
 
 
 def request(transition: Transition, number: int) -> RequestReservation:
-    """Return the order for a reservation."""
+    """Return the order that requests a reservation."""
     reservation = transition.run.fleet.reservations[number]
     return RequestReservation(
         reservation=number,
@@ -318,12 +318,12 @@ def _staff(transition: Transition, number: int, *, trains: bool) -> None:
 
 
 def reach_changed(transition: Transition, _: ReachChanged) -> None:
-    """Request nodes again that no longer need to be avoided."""
+    """Request other nodes, or ones that need no longer be avoided, given what links do now."""
     replace_unreached(transition)
 
 
 def replace_unreached(transition: Transition) -> None:
-    """Request other nodes in place of those whose link has been lost for too long."""
+    """Request other nodes in place of those whose links have been lost for too long."""
     for number in sorted(reach.given_up(transition)):
         for reservation in transition.run.fleet.nodes[number].reservations:
             release_reservation(transition, reservation)
@@ -332,9 +332,9 @@ def replace_unreached(transition: Transition) -> None:
 
 
 def release_surplus(transition: Transition) -> None:
-    """Release surplus reservations, for example after a drain was called off.
+    """Release surplus reservations, for example after a drain notice was withdrawn.
 
-    Unless members train, only pending ones: the next attempt may need workers on any other.
+    Unless members train, release only pending ones: the next attempt may need the granted ones.
     """
     run = transition.run
     num_surplus = run.fleet.num_reservations - transition.max_workers
@@ -344,7 +344,7 @@ def release_surplus(transition: Transition) -> None:
 
 
 def give_up_starting(transition: Transition) -> None:
-    """End the run if every process died at its start and none is left."""
+    """End the run if too many processes died at their start and no worker is ready."""
     run = transition.run
     live = any(worker.status is WorkerStatus.READY for worker in run.fleet.workers.values())
     if not live and run.phase is Phase.WAITING:
@@ -356,7 +356,7 @@ def give_up_starting(transition: Transition) -> None:
 
 
 def note_failed_start(transition: Transition, number: int, detail: str) -> None:
-    """Note a process that died at its start, and pause on its node, twice as long each time."""
+    """Note a process that died at its start, and pause on its node, longer each time."""
     run = transition.run
     run.fleet.num_failed_starts += 1
     run.fleet.failed_start = detail

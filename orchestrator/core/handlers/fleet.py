@@ -1,7 +1,7 @@
-"""Bookkeeping of reservations, workers and nodes. Every count in the fleet is kept here.
+"""Bookkeeping of reservations, workers and nodes, with all counts of the fleet.
 
-Each function takes time in the size of one node, not of the fleet. ``demand`` decides what to
-request, ``formation`` who trains.
+Except for strikes, the cost depends on the size of one node, not on that of the fleet. ``demand``
+decides what to request, ``formation`` which workers train.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def put_node(transition: Transition, number: int, node: Node) -> None:
         workers = run.fleet.workers
         num_ready = [workers[w].status for w in node.workers].count(WorkerStatus.READY)
         usable = min(len(node.reservations), num_ready)
-    # Inlined ``draining``: nearly every event comes here.
+    # Inlined ``Node.draining``: nearly every event comes here.
     was_leaving, is_leaving = before.leave_by_s != inf, node.leave_by_s != inf
     if not was_leaving:
         run.fleet.num_reservations -= len(before.reservations)
@@ -141,7 +141,7 @@ def drop_worker(transition: Transition, number: int) -> None:
 
 
 def kill_worker(transition: Transition, number: int, reason: str) -> None:
-    """Kill a worker. It counts as inside its attempt until it is gone."""
+    """Kill a worker; if it is a member, it stays inside its attempt until it is gone."""
     worker = transition.run.fleet.workers[number]
     if worker.status is WorkerStatus.DYING:
         return
@@ -156,13 +156,13 @@ def kill_worker(transition: Transition, number: int, reason: str) -> None:
 
 
 def offer(transition: Transition, alternative: int) -> Offer:
-    """Return what became of the requests for an alternative of capacity."""
+    """Return the state of the requests for an alternative of capacity."""
     offers = transition.run.fleet.offers
     return offers[alternative] if alternative < len(offers) else Offer()
 
 
 def put_offer(transition: Transition, alternative: int, changed: Offer) -> None:
-    """Store an offer. Without pending requests it is neither waiting nor refused."""
+    """Store an offer; without pending requests it neither waits nor is refused."""
     if not changed.num_pending:
         changed = changed._replace(since_s=inf, refused_s=inf)
     offers = transition.run.fleet.offers
@@ -221,7 +221,7 @@ def place_reservation(transition: Transition, number: int, node_number: int) -> 
         ),
     )
     if not (node.is_kept and node.reservations):
-        # Start it even if one is known: it may have been ended when it reported.
+        # Start the keeper even if one is known: that one may have been ended when it reported.
         transition.actions.append(StartKeeper(node=node.name))
     reservations = tuple(sorted((*node.reservations, number)))
     put_node(transition, node_number, node._replace(reservations=reservations, is_kept=True))
@@ -230,9 +230,9 @@ def place_reservation(transition: Transition, number: int, node_number: int) -> 
 def end_needless_keepers(transition: Transition) -> None:
     """End the keepers of nodes where the run has no worker or reservation left.
 
-    Call it when storage, or the nodes of the current attempt under protection, have a version of
+    Call it when storage, or the protected memory of the current attempt's nodes, has a version of
     this attempt: those keepers hold only older ones. While a process of ours is on a machine, Ray
-    does not count it as idle, so it is not given back.
+    does not count the machine as idle and does not return it.
     """
     fleet = transition.run.fleet
     emptied, fleet.emptied = fleet.emptied, ()
@@ -262,7 +262,7 @@ def drop_pending(transition: Transition, numbers: Sequence[int]) -> None:
 
 
 def drop_reservation(transition: Transition, number: int) -> None:
-    """Forget a reservation; its worker then has none."""
+    """Forget a reservation; the worker that used it has none then."""
     run = transition.run
     reservation = run.fleet.reservations[number]
     if reservation.node < 0:
@@ -286,7 +286,7 @@ def drop_reservation(transition: Transition, number: int) -> None:
 
 
 def alternative_of(transition: Transition, node: int) -> int:
-    """Return the alternative of capacity that a node belongs to; the worst if several."""
+    """Return the alternative of capacity that a node belongs to; the worst if it has several."""
     fleet = transition.run.fleet
     if len(fleet.offers) <= 1:
         return 0
@@ -305,11 +305,10 @@ def free_reservations(transition: Transition, node: Node) -> list[int]:
 def strike(transition: Transition, number: int, *, is_certain: bool = False) -> None:
     """Note a proven failure of a worker on a node, and avoid the node if it stands out.
 
-    A node that is certain to fail again is avoided at once.
-
-    The node is compared with the best other node: if all fail alike, they share a cause, and
-    avoiding them would only idle healthy nodes. A node that was avoided is on trial afterwards.
-    Otherwise a broken one would end an attempt every few minutes.
+    If ``is_certain`` that the node will fail again, avoid it at once. Otherwise compare it with the
+    best other node: if all fail alike, they share a cause, and avoiding them would only leave
+    healthy nodes idle. After it was avoided, a node is on trial: without that, a broken one would
+    end an attempt every few minutes.
     """
     rules = transition.rules.avoid
     node = transition.run.fleet.nodes[number]
@@ -343,6 +342,6 @@ def revive_node(transition: Transition, number: int) -> None:
     joined_s = node.joined_s if node.alive else transition.now_s
     revived = node._replace(alive=True, leave_by_s=inf, joined_s=joined_s, slow=Slow())
     put_node(transition, number, revived)
-    # A node that is lost again and again is used later each time.
+    # The link to the controller pauses, longer each time a node is lost and found again.
     ends = (CONTROLLER, node.name)
     search.note(transition, (), heard=ends, asked=(ends,))

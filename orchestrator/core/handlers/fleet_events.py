@@ -46,15 +46,15 @@ def node_joined(transition: Transition, event: NodeJoined) -> None:
     if not node.alive or node.draining:
         fleet.revive_node(transition, number)
         demand.release_surplus(transition)
-        # Pending reservations may have been requested with this node to avoid.
+        # Pending reservations may exclude this node.
         demand.renew_pending(transition)
     if node.is_kept:
-        # A restarted controller has no handle to its keeper.
+        # A restarted controller has no handle of the node's keeper.
         transition.actions.append(StartKeeper(node=event.node))
 
 
 def keeper_ready(transition: Transition, event: KeeperReady) -> None:
-    """Note that a keeper is up, or up again; an earlier controller may have started it."""
+    """Note that a keeper is up; an earlier controller may have started it."""
     number = transition.run.fleet.node_ids.get(event.node)
     if number is not None and not transition.run.fleet.nodes[number].is_kept:
         node = transition.run.fleet.nodes[number]
@@ -63,14 +63,14 @@ def keeper_ready(transition: Transition, event: KeeperReady) -> None:
 
 
 def keeper_died(transition: Transition, event: KeeperDied) -> None:
-    """Wait for a keeper that died. Training continues while its node lives."""
+    """Wait for a keeper that died; training continues while its node lives."""
     by_s = transition.now_s + transition.rules.bounds.keeper_return_s
     _expect_keeper(transition, event.node, by_s)
     transition.wake_by(by_s)
 
 
 def keeper_died_waiting(transition: Transition, event: KeeperDied) -> None:
-    """Wait for the keeper, and read again: what no living worker holds died with it."""
+    """Wait for the keeper, and read again: versions that no living worker holds are lost."""
     keeper_died(transition, event)
     transition.follow(MemoryLost())
     recovery.advance(transition)
@@ -95,7 +95,7 @@ def _expect_keeper(transition: Transition, name: str, by_s: float) -> None:
 
 
 def give_up_node(transition: Transition, number: int) -> None:
-    """Treat a node as lost if its keeper did not come back: nothing on it would be saved."""
+    """Treat a node as lost: its keeper did not come back, so nothing on it would be saved."""
     node = transition.run.fleet.nodes[number]
     bound_s = transition.rules.bounds.keeper_return_s
     reason = f"its keeper was not back after {bound_s:g} s"
@@ -104,7 +104,7 @@ def give_up_node(transition: Transition, number: int) -> None:
 
 
 def node_lost(transition: Transition, event: NodeLost) -> None:
-    """Treat everything on the node as gone."""
+    """Treat everything on the node as gone, unless the node is lost already."""
     number = transition.run.fleet.node_ids.get(event.node)
     if number is not None and transition.run.fleet.nodes[number].alive:
         lose_node(transition, number, event.cause)
@@ -121,7 +121,7 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
         if worker_number in run.attempt.inside:
             members.append(worker.name)
         fleet.drop_worker(transition, worker_number)
-        # If the node is only cut off, its workers still train: kill those that can be reached.
+        # If the node is only cut off, its workers still train: kill those that the shell can reach.
         transition.actions.append(KillWorker(worker=worker.name, reason=f"node lost: {cause}"))
     for reservation in node.reservations:
         demand.release_reservation(transition, reservation)
@@ -151,7 +151,7 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
 
 
 def node_draining(transition: Transition, event: NodeDraining) -> None:
-    """Note a drain notice; ``planned`` leaves the node in time."""
+    """Note a drain notice; ``planned`` makes members leave the node in time."""
     number = fleet.find_node(transition, event.node)
     node = transition.run.fleet.nodes[number]
     if node.leave_by_s != event.deadline_s:
@@ -163,12 +163,12 @@ def node_draining(transition: Transition, event: NodeDraining) -> None:
 
 
 def controller_draining(transition: Transition, event: ControllerDraining) -> None:
-    """Note when the controller's machine goes; ``planned`` stores the state before."""
+    """Note when the controller's machine is taken; ``planned`` stores the state before that."""
     transition.run.store_by_s = event.deadline_s
 
 
 def reservation_granted(transition: Transition, event: ReservationGranted) -> None:
-    """Use a granted reservation, or release it if it is no longer wanted."""
+    """Use a granted reservation, or release it if the run no longer needs it."""
     run = transition.run
     reservation = run.fleet.reservations.get(event.reservation)
     if reservation is None:
@@ -178,7 +178,7 @@ def reservation_granted(transition: Transition, event: ReservationGranted) -> No
     if reservation.node == number:
         return
     if reservation.node >= 0 or run.fleet.nodes[number].draining:
-        # Ray moved it, or it is on a node that is about to leave: request another one.
+        # Ray moved it, or its node is about to leave: request another one.
         if reservation.node < 0:
             # Renew first: Ray would place another pending request there next.
             demand.renew_pending(transition)
@@ -192,7 +192,7 @@ def reservation_granted(transition: Transition, event: ReservationGranted) -> No
 
 
 def starts_advanced(transition: Transition, event: StartsAdvanced) -> None:
-    """Give processes that compute more time to get ready, up to the largest bound."""
+    """Give processes that compute more time to get ready, up to the maximum."""
     bounds = transition.rules.bounds
     for name in event.workers:
         found = fleet.find_worker(transition, name)
@@ -207,7 +207,7 @@ def starts_advanced(transition: Transition, event: StartsAdvanced) -> None:
 
 
 def worker_ready(transition: Transition, event: WorkerReady) -> None:
-    """Note that a process can be assigned."""
+    """Note that a process is ready to be assigned."""
     found = fleet.find_worker(transition, event.worker)
     if found is None or found[1].status is not WorkerStatus.STARTING:
         return
@@ -223,7 +223,7 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
 
 
 def worker_exited(transition: Transition, event: WorkerExited) -> None:
-    """Forget a process that is gone. If it was inside the attempt, the attempt ends."""
+    """Forget a process that is gone; if it was inside the attempt, the attempt ends."""
     found = fleet.find_worker(transition, event.worker)
     if found is None:
         return

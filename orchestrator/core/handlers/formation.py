@@ -1,4 +1,4 @@
-"""Which workers train next, as which ranks, on which reservations; the start of an attempt."""
+"""Decide which workers train next, with which ranks and reservations; start the attempt."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from ucp_core.numerics import counted
 def capacity(transition: Transition) -> int:
     """Return how many workers an attempt would have now; 0 if fewer than the minimum.
 
-    Draining nodes are used only if the run cannot train without them and they are not about to go.
+    Draining nodes count only if the run cannot train without them and they are not about to go.
     """
     for leaving in (False, True):
         if used := reach.num_together(transition, leaving=leaving):
@@ -50,7 +50,7 @@ def capacity(transition: Transition) -> int:
 
 
 def wait(transition: Transition) -> None:
-    """Enter WAITING, and start at once if enough workers are left."""
+    """Enter WAITING; start at once if there are enough workers."""
     run = transition.run
     transition.enter(Phase.WAITING, transition.now_s + transition.rules.bounds.capacity_s)
     run.waiting_since_s = transition.now_s
@@ -66,13 +66,13 @@ def capacity_changed(transition: Transition, _: CapacityChanged) -> None:
 
 
 def reach_changed_waiting(transition: Transition, _: ReachChanged) -> None:
-    """Start an attempt, or request other nodes, given what is now known of links."""
+    """Start an attempt, or request other nodes, after links changed."""
     _try_start(transition)
     demand.replace_unreached(transition)
 
 
 def links_due(transition: Transition, _: LinksDue) -> None:
-    """Do the same when a link's pause is over, or when the run gives up on lost links."""
+    """Start an attempt, or request other nodes: a pause or the patience for links may be over."""
     _try_start(transition)
     demand.replace_unreached(transition)
     transition.wake_by(reach.patience_end_s(transition))
@@ -81,7 +81,7 @@ def links_due(transition: Transition, _: LinksDue) -> None:
 def _try_start(transition: Transition) -> bool:
     """Start an attempt if there are enough workers; return whether the run stopped waiting.
 
-    The first attempt waits a while for all workers, but not for replacements of lost ones.
+    The first attempt waits for all workers for a while, but not for replacements of lost ones.
     """
     run = transition.run
     used = capacity(transition)
@@ -98,7 +98,7 @@ def _try_start(transition: Transition) -> bool:
             run.deadline_s = min(run.deadline_s, grace_end_s)
             return False
     if run.attempt.members and run.network.unread != reach.unreached(transition):
-        # The last read assumed other members: read again at once.
+        # The last read excluded other nodes: read again at once.
         transition.enter(Phase.READING, transition.now_s)
         run.reads.bad_from = run.reads.num + 1
         run.reads.seen = False
@@ -114,7 +114,7 @@ def _first_wanted(transition: Transition) -> int:
     """
     run, num = transition.run, transition.max_workers
     if run.fleet.nodes.where(_has_lost):
-        # Count ready processes, and starting ones that replace no failed one.
+        # Count ready processes, and starting ones that do not replace a failed one.
         nodes = list(run.fleet.nodes.values())
         num = sum(max(_num_live(transition, one) - len(one.strikes), one.usable) for one in nodes)
     return transition.rules.wanted(min(num, transition.max_workers), run.refused)
@@ -125,14 +125,14 @@ def _has_lost(node: Node) -> bool:
 
 
 def _num_live(transition: Transition, node: Node) -> int:
-    """Return how many processes of ``node`` train or may soon, at most one per reservation."""
+    """Return how many processes of ``node`` train or may do so soon, one per reservation."""
     statuses = [transition.run.fleet.workers[number].status for number in node.workers]
     num = sum(status is not WorkerStatus.DYING for status in statuses)
     return min(num, len(node.reservations))
 
 
 def _wait_for_due(transition: Transition) -> None:
-    """Check again when nodes that were to be taken should be gone: they may have stayed."""
+    """Set a time to check nodes that are about to be taken: they may have stayed."""
     if transition.run.fleet.leaving:
         lead_s = transition.rules.bounds.drain_lead_s
         ends = [node.leave_by_s + lead_s for node in reach.due(transition)]
@@ -140,7 +140,7 @@ def _wait_for_due(transition: Transition) -> None:
 
 
 def wait_bound(transition: Transition, _: BoundReached) -> None:
-    """Handle the bound of WAITING: start with fewer workers, or fail for want of capacity."""
+    """Start with fewer workers when WAITING reaches its bound, or fail for lack of capacity."""
     run = transition.run
     if _try_start(transition):
         return
@@ -152,7 +152,7 @@ def wait_bound(transition: Transition, _: BoundReached) -> None:
 
 
 def _lacking(transition: Transition) -> str:
-    """Return, for people, which workers could not be had."""
+    """Return as text which workers the run could not get."""
     rules = transition.rules
     together = num_workers(reach.offered(transition, leaving=True))
     usable = transition.run.fleet.num_usable
@@ -226,13 +226,12 @@ def _start(transition: Transition) -> None:
 def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: bool) -> list[int]:
     """Return the workers that would train in ``layout``, in rank order.
 
-    Survivors keep their order, so that their state stays near. Workers of a node are neighbours;
-    new workers follow the survivors of their node, and new nodes come last. Racks that are known,
-    and slow links, may put nodes in another order (``policies.order``). If there are too many
-    workers, enough nodes keep one to survive lost nodes (``snapshot.tolerance``).
+    Survivors keep their order, so that their state stays on their nodes. Workers of one node have
+    consecutive ranks; new workers follow the survivors of their node, and new nodes come last.
+    Known racks and slow links may change the order of nodes (``policies.order``). If there are too
+    many workers, enough nodes keep one so that snapshots survive ``snapshot.tolerance`` lost nodes.
 
-    Args:
-        leaving: Whether to use nodes that are about to leave, as the last ones.
+    ``leaving`` uses nodes that are about to leave, too, as the last ones.
     """
     run = transition.run
     ranks = {number: rank for rank, number in enumerate(run.attempt.members)}
@@ -251,7 +250,8 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
                 continue
             if number not in out and node not in too_late:
                 ready[number] = _ready_on(transition, node, ranks)
-    # If there are too many, nodes that stay come first, then preferred capacity; ties keep order.
+    # If there are too many, nodes that stay come first, then preferred capacity; ties keep the
+    # order.
     places = {
         number: (nodes[number].draining, fleet.alternative_of(transition, number))
         for number in ready
@@ -259,7 +259,7 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
     preferred = sorted(ready, key=places.__getitem__)
     rooms = [len(ready[number]) for number in preferred]
     last = max(at for at, num in enumerate(spread(rooms, layout)) if num)
-    # For protection, add no node that the user likes less than the last one needed.
+    # For protection, add no node that the user prefers less than the last one needed.
     alike = [places[number] <= places[preferred[last]] for number in preferred]
     num_nodes = min(sum(alike), transition.rules.redundancy.tolerance + 1)
     used = dict(zip(preferred, spread(rooms, layout, num_nodes), strict=True))
@@ -270,7 +270,7 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
 
 
 def _in_order(transition: Transition, used: list[tuple[int, int]]) -> list[int]:
-    """Return the nodes, each with its number of workers, in the best order for the network."""
+    """Return the nodes, given with their numbers of workers, in the best order for the network."""
     run = transition.run
     nodes, ids, size = run.fleet.nodes, run.fleet.node_ids, len(run.attempt.nodes)
     held: dict[int, tuple[float, float]] = {}
@@ -287,11 +287,11 @@ def _in_order(transition: Transition, used: list[tuple[int, int]]) -> list[int]:
 
 
 def _ready_on(transition: Transition, node: Node, ranks: dict[int, int]) -> list[int]:
-    """Return the workers of ``node`` that may train, survivors first, one per reservation."""
+    """Return the workers of ``node`` that may train, one per reservation, survivors first."""
     workers = transition.run.fleet.workers
     ready = [w for w in node.workers if workers[w].status is WorkerStatus.READY]
     newest_rank = len(ranks)
-    # ``node.workers`` is in ascending order, which decides among newcomers.
+    # ``node.workers`` is ascending, and the sort keeps that order among newcomers.
     ready.sort(key=lambda w: ranks.get(w, newest_rank))
     return ready[: node.usable]
 
@@ -299,15 +299,13 @@ def _ready_on(transition: Transition, node: Node, ranks: dict[int, int]) -> list
 def _bind(
     transition: Transition, members: list[int]
 ) -> tuple[tuple[tuple[str, str, int], ...], tuple[int, ...]]:
-    """Give every member a reservation on its node; most have kept theirs.
+    """Give every member a reservation on its node; most keep theirs.
 
-    Returns:
-        Worker, node and reservation of each member, and the number of each one's node, in rank
-        order.
+    Return worker, node and reservation of each member, and the number of its node, in rank order.
     """
     run = transition.run
     chosen = set(members)
-    # A worker that is left out releases its reservation to its node first.
+    # First, workers that are no longer members release their reservations.
     for number in run.attempt.members:
         worker = None if number in chosen else run.fleet.workers.get(number)
         if worker is not None and worker.reservation:

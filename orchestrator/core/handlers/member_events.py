@@ -29,16 +29,16 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.lineage import counts
 from workers.protocol import DEVICE_MEMORY
 
-#: Weight of the newest step in the smoothed duration, which averages about ten steps.
+#: Weight of the newest step in the smoothed duration, an average over about ten steps.
 _STEP_WEIGHT = 0.1
-#: With a slow worker: its cost must show within a few steps.
+#: The weight while a worker is slow: its cost must show within a few steps.
 _SLOWED_WEIGHT = 0.5
 #: Smaller relative changes of a layout's step time are ignored: they change no decision.
 _STEP_NEWS = 0.05
 
 
 def worker_formed(transition: Transition, event: WorkerFormed) -> None:
-    """Note that members are ready to step, and what they loaded from."""
+    """Note that members have formed, and which sources they loaded from."""
     found = _members(transition, event)
     if not found:
         recovery.heard_late(transition, event)
@@ -64,7 +64,7 @@ def worker_formed_forming(transition: Transition, event: WorkerFormed) -> None:
 
 
 def step_completed(transition: Transition, event: StepCompleted) -> None:
-    """Note a completed step, and end keepers that hold only older versions than storage."""
+    """Note a completed step, and end keepers that only hold versions older than storage."""
     run = transition.run
     is_first, stored = not run.attempt.stepped, run.stored
     step_completed_fencing(transition, event)
@@ -107,10 +107,7 @@ def step_completed_fencing(transition: Transition, event: StepCompleted) -> None
 
 
 def _learn(run: MutableRunState, step_s: float) -> None:
-    """Note how long a step took in the attempt's layout.
-
-    The first step of an attempt is not typical.
-    """
+    """Note how long a step took in the attempt's layout; its first step is not typical."""
     layout = run.attempt.layout
     assert layout is not None
     steps = dict(run.steps)
@@ -137,20 +134,20 @@ def _run(transition: Transition) -> None:
 
 
 def checkpoint_committed(transition: Transition, event: CheckpointCommitted) -> None:
-    """Note a commit of the current attempt; keepers also store while no attempt trains."""
+    """Note a commit of the current attempt; keepers store even while no attempt trains."""
     if event.attempt == transition.run.attempt.number:
         _know(transition.run, event.step, in_memory=False)
 
 
 def checkpoint_committed_training(transition: Transition, event: CheckpointCommitted) -> None:
-    """Note the commit, and end keepers that hold only older versions than storage."""
+    """Note the commit, and end keepers that only hold versions older than storage."""
     if event.attempt == transition.run.attempt.number:
         checkpoint_committed(transition, event)
         fleet.end_needless_keepers(transition)
 
 
 def worker_left(transition: Transition, event: WorkerLeft) -> None:
-    """Fence the others: the member left unasked, unless the script has ended."""
+    """Fence the others if a member left unasked; let them finish if the script has ended."""
     if not _leaves(transition, event):
         return
     if event.how is Leaving.COMPLETED:
@@ -175,13 +172,13 @@ def worker_left_yielding(transition: Transition, event: WorkerLeft) -> None:
 
 
 def worker_left_fencing(transition: Transition, event: WorkerLeft) -> None:
-    """Continue once the last member is out."""
+    """Continue the recovery once the last member is out."""
     if _leaves(transition, event):
         recovery.advance(transition)
 
 
 def _leaves(transition: Transition, event: WorkerLeft) -> bool:
-    """Note that members have left, and what they report; return whether more is to be done."""
+    """Note that members left and what they report; return whether the caller must act on it."""
     numbers = _members(transition, event)
     if not numbers:
         recovery.heard_late(transition, event)
@@ -204,7 +201,8 @@ def _leaves(transition: Transition, event: WorkerLeft) -> bool:
         # A member yields or completes only after it has seen the commit.
         _know(run, event.step, in_memory=event.how is Leaving.YIELDED)
     if event.told:
-        # Something outside the run told its process to end, and it has committed: nothing is lost.
+        # Something outside the run ordered its process to end. It has committed, so nothing is
+        # lost.
         fleet.kill_worker(transition, number, event.told)
         transition.follow(AttemptFailed(FaultKind.PREEMPTION, (event.worker,), event.told))
         return False
@@ -266,7 +264,7 @@ def _refuse(transition: Transition, event: WorkerRaised) -> bool:
 
 
 def _is_short_first(run: MutableRunState, layout: ParallelLayout) -> bool:
-    """Return whether this is the first attempt that ran out of memory in a layout.
+    """Return whether this is the first attempt in the layout that ran out of device memory.
 
     Connections of the previous attempt may have filled the device.
     """
@@ -292,7 +290,7 @@ def not_finite_found(transition: Transition, event: NotFiniteFound) -> None:
 
 
 def _end_diverged(transition: Transition, error: UserError, ranks: tuple[int, ...]) -> None:
-    """Go back to the last version, whose copies were equal. With two copies, blame no rank."""
+    """Return to the last version with equal copies; with only two copies, blame no rank."""
     run = transition.run
     failed = _of_ranks(transition, FaultKind.DIVERGED, error.message, ranks)
     layout = run.attempt.layout
@@ -305,9 +303,9 @@ def _end_diverged(transition: Transition, error: UserError, ranks: tuple[int, ..
 
 
 def _end_corrupt(transition: Transition, error: UserError, event: WorkerRaised) -> None:
-    """Go back to the last version that was checked, and do without the machine that erred.
+    """Return to the last version that was checked, and leave the machine that computed wrong.
 
-    If all ranks are named, it is not known which of them did, and no node is left.
+    If all ranks are named, it is not known which of them did, and the run leaves no node.
     """
     run = transition.run
     failed = _of_ranks(transition, FaultKind.CORRUPT, error.message, event.ranks)
@@ -322,7 +320,7 @@ def _end_corrupt(transition: Transition, error: UserError, event: WorkerRaised) 
 
 
 def _leave_node(transition: Transition, guilty: int, why: str) -> None:
-    """Kill the workers of a node, or one of them if the run needs the others; avoid the node."""
+    """Avoid a node and kill its workers, or only the guilty one if the run needs the others."""
     run = transition.run
     number = run.attempt.nodes[run.attempt.members.index(guilty)]
     node = run.fleet.nodes[number]
@@ -334,16 +332,16 @@ def _leave_node(transition: Transition, guilty: int, why: str) -> None:
 
 
 def _is_news(run: MutableRunState, kind: FaultKind) -> bool:
-    """Return whether no other rank has said it: all of them raise the same."""
+    """Return whether no other rank reported it yet: all of them raise the same error."""
     return run.phase is not Phase.FENCING or run.cause is None or run.cause.kind is not kind
 
 
 def _go_back(run: MutableRunState, step: int) -> None:
-    """Let versions behind ``step`` count no more, as if an attempt had resumed there."""
+    """Discard versions after ``step``, as if an attempt had resumed there."""
     following = run.attempt.number + 1
     run.lineage, run.trained = (*run.lineage, (following, step)), following
     run.stored = run.stored if run.stored <= step else 0
-    # Only a read that begins now says what is left.
+    # Only a read that begins now shows what is left.
     run.committed, run.committed_in_memory = (0, 0), True
     run.reads.pending, run.reads.seen = 0, False
 
@@ -351,7 +349,7 @@ def _go_back(run: MutableRunState, step: int) -> None:
 def _of_ranks(
     transition: Transition, kind: FaultKind, text: str, ranks: tuple[int, ...]
 ) -> AttemptFailed:
-    """Return a fault that names the workers and nodes of the ranks that caused it."""
+    """Return a fault that names the workers and nodes of the ranks that it comes from."""
     run = transition.run
     members = run.attempt.members
     workers = [(rank, run.fleet.workers[members[rank]]) for rank in ranks if rank < len(members)]
@@ -362,7 +360,7 @@ def _of_ranks(
 
 
 def hang_found(transition: Transition, event: HangFound) -> None:
-    """Kill the workers that are proven guilty and fence the others. If undecided, blame none."""
+    """Kill the workers that are proven guilty and fence the others; if none is, blame none."""
     if event.attempt == transition.run.attempt.number:
         _end_hang(transition, event, _kill_guilty(transition, event))
 
@@ -396,7 +394,7 @@ def _end_hang(transition: Transition, event: HangFound, guilty: tuple[str, ...])
 
 
 def suspected(transition: Transition, event: Suspected) -> None:
-    """Note the suspicions. ``planned`` decides whether to continue without a slow worker."""
+    """Note the suspicions; ``planned`` decides whether to continue without a slow worker."""
     attempt = transition.run.attempt
     if event.attempt == attempt.number:
         before, attempt.suspects = attempt.suspects, event.suspects
@@ -412,10 +410,7 @@ def attempt_stalled(transition: Transition, event: AttemptStalled) -> None:
 
 
 def members_at_work(transition: Transition, event: MembersAtWork) -> None:
-    """Note the members that compute and will leave late.
-
-    One that has got stuck gets no more time.
-    """
+    """Note the members that compute and will leave late; one that stopped gets no more time."""
     run = transition.run
     found = (_member(transition, event.attempt, name) for name in event.workers)
     before, run.attempt.at_work = run.attempt.at_work, tuple(one[0] for one in found if one)
@@ -438,12 +433,12 @@ def _know(run: MutableRunState, step: int, *, in_memory: bool) -> None:
 
 
 def _counts(run: MutableRunState, step: int) -> bool:
-    """Return whether a version of the current attempt counts: the run may have to go back."""
+    """Return whether a version of the current attempt counts: the run may have gone back."""
     return counts(step=step, attempt=run.attempt.number, lineage=run.lineage)
 
 
 def _members(transition: Transition, event: WorkerFormed | WorkerLeft) -> list[int]:
-    """Return the members of an event that are inside its attempt, if it is the current one."""
+    """Return the event's members that are inside its attempt; none if it is not the current one."""
     attempt = transition.run.attempt
     if event.attempt != attempt.number:
         return []
@@ -452,7 +447,7 @@ def _members(transition: Transition, event: WorkerFormed | WorkerLeft) -> list[i
 
 
 def _member(transition: Transition, attempt: int, name: str) -> tuple[int, Worker] | None:
-    """Return the worker if it is inside ``attempt`` and that is the current one."""
+    """Return a worker that is inside ``attempt``; None if it is not, or the attempt is old."""
     if attempt != transition.run.attempt.number:
         return None
     found = fleet.find_worker(transition, name)

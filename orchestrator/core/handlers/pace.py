@@ -1,4 +1,4 @@
-"""How often the run saves, given what saves cost and how often faults occur."""
+"""Choose how often the run saves, given what saves cost and how often faults occur."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchestrator.policies import Redundancy, next_pace
 
 
 def saves_measured(transition: Transition, event: SavesMeasured) -> None:
-    """Choose the intervals again; tell rank 0 if they change."""
+    """Choose the intervals again; send them to rank 0 if they change."""
     run = transition.run
     attempt = run.attempt
     rank_0 = run.fleet.workers.get(attempt.members[0]) if attempt.members else None

@@ -1,4 +1,4 @@
-"""Planned changes: growth, drains, shares, stops. All members leave together, so nothing is lost.
+"""Planned changes: growth, drains, shares, stops. All members leave together, so no step is lost.
 
 The run asks members to leave at a step boundary. They agree on the step, commit it and report it;
 the next attempt resumes from it without a read. The commit goes to storage if the run stops or has
@@ -25,7 +25,7 @@ _DIFFER = -2
 
 
 def settle_and_consider(transition: Transition, folded: EventFolded) -> None:
-    """Request what is missing, then start a planned change if one is due."""
+    """Request missing reservations and workers, then start a planned change if one is due."""
     demand.settle_training(transition, folded)
     if transition.run.surveying_until_s == inf:
         _consider(transition)
@@ -83,10 +83,10 @@ def _leaves_slow_node(transition: Transition) -> bool:
 
 
 def _stores_for_controller(transition: Transition) -> bool:
-    """Store the state before the controller's machine goes; the run then continues to train.
+    """Store the state before the controller's machine is taken; the run then trains again.
 
-    The head of the cluster may go with it, and the whole cluster a minute later. Returns whether
-    the members were asked to leave.
+    The head of the cluster may go with it, and the whole cluster a minute later. Return whether the
+    members were asked to leave.
     """
     run = transition.run
     store_at_s = run.store_by_s - transition.rules.bounds.drain_lead_s
@@ -103,7 +103,7 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     """Leave draining nodes when replacements are ready, at the latest before the deadline.
 
     If too few workers are left, the state goes to storage and the run waits. Nodes that the
-    provider did not take in time are used again. Returns whether the members were asked to leave.
+    provider did not take in time are used again. Return whether the members were asked to leave.
     """
     run, lead_s = transition.run, transition.rules.bounds.drain_lead_s
     draining = [
@@ -187,7 +187,7 @@ def _change_if_it_pays(
 
 
 def _consider_move(transition: Transition) -> None:
-    """Move members to capacity that the user likes better, once it pays."""
+    """Move members to capacity that the user prefers, once it pays."""
     run = transition.run
     members = run.attempt.members
     leaving = not reach.num_together(transition)
@@ -205,8 +205,7 @@ def _consider_move(transition: Transition) -> None:
         for workers in (left, newcomers)
     )
     if after < before:
-        # Rate the move as growth from the members that stay: those that leave count as not
-        # training.
+        # Rate the move as growth from the members that stay, as if those that leave did not train.
         num_staying = len(members) - len(left)
         names = ", ".join(run.fleet.workers[worker].name for worker in left)
         reason = f"capacity that is preferred to that of {names} is back"
@@ -252,7 +251,7 @@ def yield_attempt(
 
 
 def yield_order(transition: Transition) -> YieldAttempt:
-    """Return the order to leave; the cause decides where the commit goes."""
+    """Return the order to leave; the cause decides whether the commit goes to storage."""
     run = transition.run
     assert run.cause is not None, "a planned change has a cause"
     # Commit to storage if memory may not survive: too few nodes stay, or the head may go.
@@ -267,7 +266,7 @@ def yield_order(transition: Transition) -> YieldAttempt:
 
 
 def yield_deadline_s(transition: Transition) -> float:
-    """Return by when members that are asked now must have left.
+    """Return by when members that are asked to leave now must have left.
 
     A step may just have begun, and the request reaches all ranks with the next one. So allow two
     steps, and two in reserve.
@@ -287,7 +286,7 @@ def member_yielded(transition: Transition, step: int) -> None:
 
 
 def complete(transition: Transition, step: int, ended: str) -> None:
-    """Give the others time to leave after the last step, which a member reports as committed."""
+    """Let the others leave after the last step, which a member reports as committed."""
     evidence = f"step {step} is committed"
     transition.run.cause = Cause(FaultKind.COMPLETED, (), evidence, transition.now_s)
     transition.enter(Phase.YIELDING, yield_deadline_s(transition))
@@ -295,10 +294,7 @@ def complete(transition: Transition, step: int, ended: str) -> None:
 
 
 def member_completed(transition: Transition, ended: str) -> None:
-    """Note that a member reached the last step.
-
-    ``ended`` says why the script made it the last one; "" if it is the last of the run.
-    """
+    """Note that a member completed; ``ended`` says why the script stopped early, else ""."""
     run = transition.run
     run.attempt.completed = True
     run.attempt.ended = run.attempt.ended or ended
@@ -316,13 +312,13 @@ def all_left(transition: Transition) -> None:
         transition.finish(RunOutcome.COMPLETED, f"step {run.committed[0]} is committed{why}")
         return
     if run.attempt.yielded_step == _DIFFER:
-        # The members did not agree, so the committed step must be read.
+        # The members left at different steps, so the committed step must be read.
         failed = AttemptFailed(FaultKind.UNDECIDED, (), "members yielded at different steps")
         transition.follow(failed)
         return
     run.committed = (run.attempt.yielded_step, run.attempt.number)
     run.store_by_s = inf
-    # Members hold the step and reach each other, so it need not be read.
+    # The members hold the step and reach each other, so it need not be read.
     run.network = run.network._replace(unread=reach.unreached(transition))
     transition.report_incident()
     if run.committed[0] >= transition.rules.total_steps:

@@ -1,4 +1,4 @@
-"""How the snapshots of an attempt are protected, given the memory that keepers reported."""
+"""Plan how to protect an attempt's snapshots, given the memory that keepers reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def memory_measured(transition: Transition, event: MemoryMeasured) -> None:
 
 
 def memory_measured_training(transition: Transition, event: MemoryMeasured) -> None:
-    """Decide what the attempt's plan left open until memory was measured."""
+    """Revise a plan that was not final before memory was measured."""
     memory_measured(transition, event)
     attempt = transition.run.attempt
     if transition.run.state_bytes and not attempt.plan.is_final:
@@ -52,7 +52,7 @@ def memory_protected(transition: Transition, event: MemoryProtected) -> None:
 
 
 def order_keepers(transition: Transition, _: KeepersOutdated) -> None:
-    """Give the attempt's keepers the new plan. While none trains, the next start does so."""
+    """Give the attempt's keepers the new plan and the bad sources."""
     run = transition.run
     transition.actions.append(
         OrderKeepers(
@@ -84,7 +84,7 @@ def _facts(
 def _met(
     transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
 ) -> Callable[[str, str], float] | None:
-    """Return what copies meet on the network; None if all ways are alike.
+    """Return the cost of a copy on each way between nodes; None if all ways are alike.
 
     Until the traffic of a step is measured, each axis counts as much as the copy.
     """

@@ -1,8 +1,8 @@
-"""From a fault to the next attempt: fence, read what was committed, decide.
+"""Recover from a fault: fence the attempt, read what was committed, decide what comes next.
 
 This order keeps the promises. No attempt starts before every member has left or is gone. The
-version to resume from is read from keepers and storage, not taken from reports. Only workers that
-are proven guilty are blamed.
+version to resume from is read from keepers and storage where reports may be outdated. Only workers
+that are proven guilty are blamed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TWICE = "; seen twice, so it is taken for a bug"
 _READ_AGAIN = 0.1
 #: Kinds of fault whose reason only the processes themselves can show.
 _UNEXPLAINED = frozenset({FaultKind.HANG, FaultKind.UNDECIDED})
-#: Rule and verdict that follow from the kind of a fault. A lost node may only be cut off.
+#: Rule and verdict that follow from the kind of a fault. A lost node has none: it may be cut off.
 _FOUND: Final[Mapping[FaultKind, tuple[str, str]]] = {
     FaultKind.CRASH: ("exited", FaultKind.DEAD.value),
     FaultKind.OUT_OF_MEMORY: ("exited", FaultKind.DEAD.value),
@@ -69,12 +69,12 @@ def begin_fence(transition: Transition, failed: AttemptFailed) -> None:
 
 
 def add_to_cause(transition: Transition, failed: AttemptFailed) -> None:
-    """Let a fault explain the attempt's end if it does so better than the known cause."""
+    """Make a fault the cause of the attempt's end if it explains more than the known cause."""
     run = transition.run
     kind, guilty, evidence = failed.kind, failed.guilty, failed.evidence
     cause = run.cause
     if cause is None or kind.weight > cause.kind.weight:
-        # The fault counts as found when its first hint came.
+        # The fault counts as found when its first sign came.
         at_s = cause.at_s if cause else transition.now_s
         run.cause = cause_of(failed, at_s)
     elif kind is cause.kind:
@@ -158,7 +158,7 @@ def members_inside(transition: Transition) -> tuple[str, ...]:
 
 
 def read(transition: Transition) -> None:
-    """Ask keepers and storage what was committed."""
+    """Ask keepers and storage for the version to resume from."""
     run = transition.run
     run.reads.num += 1
     run.reads.pending += 1
@@ -180,7 +180,7 @@ def read(transition: Transition) -> None:
 
 
 def memory_lost(transition: Transition, _: MemoryLost) -> None:
-    """Take no answer from memory to a read that began before the loss."""
+    """Distrust answers from memory to reads that began before the loss."""
     run = transition.run
     run.reads.memory_from = run.reads.num + 1
     if run.committed_in_memory:
@@ -205,10 +205,7 @@ def _read_again(transition: Transition) -> None:
 def leave_out(
     transition: Transition, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()
 ) -> bool:
-    """Exclude damaged sources, and sources that two attempts could not read.
-
-    Returns whether any of these was not yet known to be bad.
-    """
+    """Exclude damaged sources, and those that a second attempt could not read; return if new."""
     if not damaged and not unread:
         return False
     run = transition.run
@@ -243,7 +240,7 @@ def _leave_out_of(transition: Transition, event: WorkerFormed | WorkerLeft) -> b
 
 
 def advance(transition: Transition) -> None:
-    """Continue a recovery if all members are out and the version to resume from is known."""
+    """Continue a recovery once all members are out and the version to resume from is known."""
     transition.follow(RecoveryAdvanced())
 
 
@@ -278,9 +275,9 @@ def _known_is_final(transition: Transition) -> bool:
     A commit of step s needs every rank to have completed s. So the least step that a member had
     completed when it left is an upper bound. If the known commit is older than that bound, or no
     member reported a step, only a read that was sent after the fence is final. After an attempt
-    that never trained the run always reads, because what it failed to load may be damaged. Final
-    means that nothing newer can appear. A version in memory can still be lost: then loading it
-    fails and the next attempt reads again.
+    that never trained the run always reads, because what it failed to load may be damaged. A
+    version in memory can still be lost later: then loading it fails and the next attempt reads
+    again.
     """
     run = transition.run
     if run.reads.seen and run.reads.num - run.reads.pending >= run.reads.final_from:
@@ -301,9 +298,9 @@ def _known_is_final(transition: Transition) -> bool:
 
 
 def late_read(transition: Transition, event: CommittedRead) -> None:
-    """Take an answer that came while the run waits, if its version is newer than the known one.
+    """Take an answer that comes while the run waits, if its version is newer than the known one.
 
-    A keeper came back late, and nothing has started yet.
+    The keeper was back late, and nothing has started yet.
     """
     run = transition.run
     number = event.number or run.reads.num
@@ -315,7 +312,7 @@ def late_read(transition: Transition, event: CommittedRead) -> None:
 
 
 def committed_read(transition: Transition, event: CommittedRead) -> None:
-    """Take the answer to a read, unless a newer one was taken."""
+    """Take the answer to a read, unless that to a newer one was taken."""
     run = transition.run
     number = event.number or run.reads.num
     if not _is_awaited(transition, event):
@@ -340,7 +337,7 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
         damaged = {*event.damaged, *bad_sources.in_storage(run.bad, run.lineage)}
         stored = versions.newest_stored(run.stored, event.stored, damaged)
         if stored > run.stored:
-            # Reads that are still pending may have looked before it was written.
+            # Pending reads may have looked before it was written.
             run.reads.stored_from = run.reads.num + 1
         run.stored = stored
     if _may_come_back(transition, event) or _is_behind_storage(transition, event):
@@ -376,7 +373,7 @@ def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
 
 
 def _is_behind_storage(transition: Transition, event: CommittedRead) -> bool:
-    """Return whether to wait for storage: only memory answered, with less than storage has."""
+    """Return whether to wait for storage: only memory answered, with an older step than stored."""
     run = transition.run
     patience_end_s = run.attempt.fenced_s + transition.rules.bounds.capacity_s
     is_early = run.attempt.num_inside or transition.now_s < patience_end_s
@@ -423,8 +420,8 @@ def fence_bound(transition: Transition, _: BoundReached) -> None:
 def give_up(transition: Transition, number: int) -> None:
     """Forget a killed process that was not reported as gone.
 
-    It cannot commit alone, and what it writes belongs to an attempt that no longer counts. Its node
-    gets no strike: the order or its answer may only be late.
+    It cannot commit alone, and its files belong to an attempt that no longer counts. Its node gets
+    no strike: the order or its answer may only be late.
     """
     fleet.drop_worker(transition, number)
 
@@ -449,7 +446,7 @@ def read_bound(transition: Transition, _: BoundReached) -> None:
 
 
 def decide(transition: Transition) -> None:
-    """End the run or start the next attempt; the last one is fenced and its commits are read."""
+    """End the run or start the next attempt, once the last one is fenced and read."""
     run = transition.run
     is_first_time = not run.attempt.judged
     run.attempt.judged = True
@@ -457,7 +454,7 @@ def decide(transition: Transition) -> None:
         search.explain(transition)
         _refuse_layout(transition)
         transition.report_incident()
-    # The code after the last step raised. To end well, a run has to execute that code, too.
+    # The code after the last step raised. A run succeeds only if that code runs, too.
     if run.committed[0] >= transition.rules.total_steps and not run.attempt.raised:
         transition.finish(RunOutcome.COMPLETED, f"step {run.committed[0]} is committed")
         return
@@ -533,7 +530,7 @@ def _charge(transition: Transition) -> str:
             f"{bug.traceback.rstrip()}\n\nrank {bug.rank} raised at step {bug.step}: {bug.error} "
             f"(attempt {run.attempt.number}{'' if bug.is_proven else _TWICE})"
         )
-    # The last 64 are enough: an error that repeats comes back at the same step, in the next
+    # The last 64 are enough: an error that repeats comes back at the same step in the next
     # attempts.
     run.raised_before = (*run.raised_before, *run.attempt.raised)[-64:]
     kind = run.cause.kind if run.cause else FaultKind.PEER_LOST
@@ -553,7 +550,7 @@ def _charge(transition: Transition) -> str:
     if run.attempt.stepped and fault_class is not FaultClass.UNDECIDED:
         run.num_undecided = 0
     elif fault_class is FaultClass.UNDECIDED and search.is_program(transition):
-        # A program hangs at the same step again; an unstable network may fail anywhere.
+        # A program hangs at the same step again; an unstable network may fail at any step.
         step = max(run.attempt.step, run.attempt.left_step)
         is_again = step == run.undecided_step and not progressed
         run.num_undecided = run.num_undecided + 1 if is_again else 1
@@ -588,7 +585,7 @@ def _is_free(run: MutableRunState, kind: FaultKind) -> bool:
 def _dead_end(transition: Transition) -> str:
     """Return why the run must fail after a refusal; "" if another layout is worth an attempt.
 
-    A run that has not trained yet fails at once if the configuration demands what was refused.
+    A run that has not trained yet fails at once if the configuration demands the refused layout.
     """
     run, rules = transition.run, transition.rules
     refused = run.attempt.refused

@@ -1,4 +1,4 @@
-"""Resuming a run that is over or has lost its cluster: its history continues.
+"""Resume a run that is over or has lost its cluster; its history continues.
 
 Earlier events were handled under earlier settings and cannot be folded under new ones. So one event
 carries the state that the earlier journal leads to.
@@ -28,14 +28,13 @@ def resume_event(
 ) -> RunResumed:
     """Return the event that resumes the run from ``state``, the last one of its journal.
 
-    Args:
-        num_unknown: Most attempts that may have started since without a record in the journal.
-        last_attempt: The highest attempt that has a file in storage.
+    At most ``num_unknown`` attempts may have started since without a record in the journal;
+    ``last_attempt`` is the highest one that has a file in storage.
     """
     num_unknown = 0 if state.phase in TERMINAL else num_unknown
     if state.phase in TERMINAL:
         outcome = "failed" if state.phase is Phase.FAILED else "ended"
-        # The reason may hold the user's traceback; its last line says what went wrong.
+        # The reason may hold the user's traceback; its last line says what failed.
         why = f"it {outcome}: {state.reason.rstrip().rpartition(chr(10))[2]}"
     else:
         why = f"its cluster was gone while it was {state.phase}"
@@ -44,7 +43,7 @@ def resume_event(
         incarnation=incarnation,
         attempt=max(state.attempt.number + num_unknown, last_attempt),
         # An attempt that completed no step has no history. Without it in the lineage, versions
-        # newer than the one it resumed from count again, once a person has mended what hid them.
+        # newer than the one it resumed from count again, once a person has repaired what hid them.
         lineage=tuple(one for one in state.lineage if one[0] <= max(state.trained, last_attempt)),
         # If the run failed because no version could be loaded, a person was asked to put a sound
         # copy back.
@@ -58,7 +57,7 @@ def resume_event(
 
 
 def go_back(resumed: RunResumed, step: int) -> RunResumed:
-    """Return ``resumed`` going back to ``step`` in storage; newer steps no longer count."""
+    """Return ``resumed`` with ``step`` of storage as the newest one that counts."""
     # The lineage is as if an attempt had resumed there and ended at once.
     attempt = resumed.attempt + 1
     lineage = (*resumed.lineage, (attempt, step))
@@ -70,11 +69,8 @@ def resume_without_journal(
 ) -> RunResumed:
     """Return the event that resumes from checkpoints without a journal.
 
-    A script that ran alone wrote them, or the journal is gone.
-
-    Args:
-        attempt: The highest attempt that has a file there.
-        stored: The newest step that was committed there; 0 for none.
+    A script that ran alone wrote them, or the journal is gone. ``attempt`` is the highest one that
+    has a file there, ``stored`` the newest step that was committed there, 0 for none.
     """
     event = resume_event(RunState(), at_s=at_s, incarnation=incarnation, last_attempt=attempt)
     why = f"checkpoints/ has step {stored}, and there was no journal"

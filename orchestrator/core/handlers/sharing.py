@@ -1,7 +1,7 @@
-"""A cluster that several runs share: what this run leaves to others, and reports of itself.
+"""A cluster that several runs share: what this run leaves to others, and what it reports.
 
-``demand`` requests no more than the limit that is set here and releases unused workers above it;
-``planned`` has members leave at a step boundary.
+``demand`` requests no more than the limit that this module sets, and releases unused workers above
+it; ``planned`` makes members leave at a step boundary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orchestrator.policies import Share, sharing
 
 
 def others_seen(transition: Transition, event: OthersSeen) -> None:
-    """Decide what to leave to the other runs, given what all lack."""
+    """Decide how many workers to leave to the other runs, given what all lack."""
     run, rules = transition.run, transition.rules
     if run.surveying_until_s != inf:
         return  # it is not known yet what the run has
@@ -33,7 +33,7 @@ def others_seen(transition: Transition, event: OthersSeen) -> None:
 def own_share(
     state: RunState | MutableRunState, rules: RunRules, *, run: str, now_s: float
 ) -> Share:
-    """Return what this run, whose id is ``run``, reports of itself."""
+    """Return this run's report to the others; ``run`` is its id."""
     offers = [offer for offer in state.fleet.offers if offer.num_pending]
     num_held = state.fleet.num_reservations - sum(offer.num_pending for offer in offers)
     since_s = min((offer.since_s for offer in offers), default=inf)

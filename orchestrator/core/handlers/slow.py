@@ -1,7 +1,7 @@
-"""Slow workers: the run leaves a node with a convicted worker as if the provider took it.
+"""Slow workers: the run leaves the node of a convicted worker as if the provider took it.
 
 It requests a replacement elsewhere while it trains. The members leave once that is ready, or
-without it if fewer workers are faster. Nothing is lost, and the node is used again later. The run
+without it if fewer workers are faster. No step is lost, and the node is used again later. The run
 keeps the node if its workers recover before that.
 """
 
@@ -19,7 +19,7 @@ from orchestrator.core.transition import Transition
 from orchestrator.diagnosis import Suspicion, is_agreed
 from orchestrator.policies import growth, slow, step_ratio
 
-#: Steps without a slow worker that are needed to know how long a step usually takes.
+#: How many steps without a slow worker must be seen to know how long a step usually takes.
 _NUM_STEPS_KNOWN = 10
 
 
@@ -33,7 +33,7 @@ class Found:
 
 
 def consider(transition: Transition) -> Found | None:
-    """Convict workers that were slow for long enough; return why members are to leave, if so."""
+    """Convict workers that were slow for long enough; return why members must leave, or None."""
     run = transition.run
     for one in run.attempt.suspects:
         if one.times and not one.may_be_work:
@@ -43,9 +43,10 @@ def consider(transition: Transition) -> Found | None:
 
 
 def keep_well(transition: Transition, before: Iterable[Suspicion]) -> None:
-    """Keep a convicted node whose workers were suspected ``before`` and are well again.
+    """Keep a convicted node whose workers were suspected ``before`` and are not any longer.
 
-    Once within the window: one that is slow again and again costs as much as one that stays so.
+    Do so once within the window: a worker that is slow again and again costs as much as one that
+    stays slow.
     """
     run = transition.run
     well = _suspected(transition, before) - _suspected(transition, run.attempt.suspects)
@@ -54,7 +55,7 @@ def keep_well(transition: Transition, before: Iterable[Suspicion]) -> None:
         convicted = [left for _, left, _, _ in _recent(transition)]
         if run.fleet.nodes[number].is_slow and convicted.count(name) == 1:
             _acquit(transition, number)
-            # Without ranks: this one does not count, and says nothing of their work.
+            # Without ranks, this conviction is not counted and is not compared with later ones.
             run.convicted = tuple(
                 (at_s, left, () if left == name else ranks, layout)
                 for at_s, left, ranks, layout in run.convicted
@@ -62,12 +63,12 @@ def keep_well(transition: Transition, before: Iterable[Suspicion]) -> None:
 
 
 def is_awaited(transition: Transition) -> bool:
-    """Return whether the run is about to leave a slow node."""
+    """Return whether members are on a slow node that the run will leave."""
     return bool(_nodes(transition))
 
 
 def look(transition: Transition, number: int) -> bool:
-    """Use a slow node again once its time is over; return whether that was so."""
+    """Use a slow node again once its time is over; return whether it was over."""
     node = transition.run.fleet.nodes[number]
     if not node.is_slow:
         return False
@@ -99,7 +100,7 @@ def _suspected(transition: Transition, suspects: Iterable[Suspicion]) -> set[int
 
 
 def _recent(transition: Transition) -> list[tuple[float, str, tuple[int, ...], str]]:
-    """Return the convictions within the window, those that were withdrawn, too."""
+    """Return the convictions within the window, also those that were withdrawn."""
     oldest_s = transition.now_s - transition.rules.slow.window_s
     return [each for each in transition.run.convicted if each[0] > oldest_s]
 
@@ -147,7 +148,7 @@ def _judge(transition: Transition, one: Suspicion) -> None:
 
 
 def _withdraw(transition: Transition, one: Suspicion, left: str) -> None:
-    """Clear a node if its rank is as slow on another node: that rank has more work."""
+    """Clear a node whose rank is as slow on another node: that rank has more work."""
     run = transition.run
     evidence = (
         f"{one.evidence} It was as slow on node {left[:8]}: its work takes longer, and both nodes "
@@ -161,7 +162,7 @@ def _withdraw(transition: Transition, one: Suspicion, left: str) -> None:
 
 
 def _acquit(transition: Transition, number: int) -> None:
-    """Use a node again that was convicted, as if it had not been, and ask for none in its place."""
+    """Use a convicted node again as if it had not been convicted, and request no replacement."""
     node = transition.run.fleet.nodes[number]
     well = node._replace(leave_by_s=inf, avoided_s=0.0, slow=Slow(), strikes=node.strikes[:-1])
     fleet.put_node(transition, number, well)
@@ -192,7 +193,7 @@ def _facts(transition: Transition, one: Suspicion, node: Node, num_ranks: int) -
 
 
 def _leave(transition: Transition, left: list[Node]) -> Found | None:
-    """Return why to leave now; None while the run waits for a replacement."""
+    """Return why members must leave now; None while the run waits or gains nothing."""
     run, rules = transition.run, transition.rules
     now, then = run.attempt.layout, reach.layout(transition)
     assert now is not None

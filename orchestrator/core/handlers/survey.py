@@ -1,7 +1,7 @@
-"""After a controller restart: reconcile the journal with the living workers and reservations.
+"""After a controller restart: reconcile the state with the living workers and reservations.
 
-The new controller does not know which of the last actions were performed. So it repeats every
-action that may have been lost; all are idempotent. It leaves an undisturbed attempt alone.
+The new controller does not know which of the last actions the old one performed. So it repeats
+every action that may have been lost; all are idempotent. It leaves an undisturbed attempt alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def controller_started(transition: Transition, event: ControllerStarted) -> None
     """Start the run, or survey the workers if an earlier controller started it."""
     run = transition.run
     run.incarnation = max(run.incarnation, event.incarnation)
-    # This controller may be on another machine, and gets a notice if that goes too.
+    # This controller may be on another machine, and gets a new notice if that one is taken, too.
     run.store_by_s = inf
     if event.incarnation > 1:
         _expect_keepers(transition)
@@ -49,7 +49,7 @@ def finish_again(transition: Transition, event: ControllerStarted) -> None:
 
 
 def _expect_keepers(transition: Transition) -> None:
-    """Expect a report from every keeper: one may have died while there was no controller."""
+    """Expect a report from every keeper: one may have died while no controller ran."""
     run, bounds = transition.run, transition.rules.bounds
     by_s = transition.now_s + bounds.survey_s + bounds.keeper_return_s
     for number, node in list(run.fleet.nodes.items()):
@@ -73,12 +73,9 @@ class Adopted:
 
 
 def adopted(state: RunState, alive: Iterable[tuple[str, str, int]]) -> Adopted:
-    """Return the workers to adopt.
+    """Return the workers to adopt, given ``WorkersSurveyed.alive``.
 
-    Args:
-        state: The run according to its journal.
-        alive: As ``WorkersSurveyed.alive``. A worker that did not answer may be stuck in the
-            attempt, so it counts as inside.
+    A worker that did not answer may be stuck in the attempt, so it counts as inside.
     """
     if state.phase not in ACTIVE:
         return Adopted((), ())
@@ -157,7 +154,7 @@ def _reconcile(
 ) -> tuple[list[str], list[str]] | None:
     """Reconcile the state with the survey; return None if the run did not wait for one.
 
-    Returns the members of the current attempt that died unnoticed, and those that left it
+    Otherwise return the members of the current attempt that died unnoticed, and those that left it
     unnoticed.
     """
     run = transition.run
@@ -168,11 +165,11 @@ def _reconcile(
     unheard = _reconcile_workers(transition, event)
     for number, node in list(run.fleet.nodes.items()):
         if node.keeper_by_s != inf:
-            # The keeper may have come back while there was no controller to note it.
+            # The keeper may have come back while no controller could note it.
             by_s = transition.now_s + transition.rules.bounds.keeper_return_s
             run.fleet.nodes = run.fleet.nodes.set(number, node._replace(keeper_by_s=by_s))
             transition.wake_by(by_s)
-    # Starts that were ordered may have been lost: look at every node again.
+    # Ordered starts may have been lost, so check every node again.
     run.fleet.short = tuple(range(len(run.fleet.node_ids)))
     return unheard
 
@@ -221,13 +218,13 @@ def _reconcile_workers(
             if number in run.attempt.inside:
                 dead.append(worker.name)
             fleet.drop_worker(transition, number)
-            # A worker that was not found may still live: kill it if it can be reached.
+            # A worker that was not found may still live: kill it if the shell can reach it.
             transition.actions.append(
                 KillWorker(worker=worker.name, reason="not found after the controller restarted")
             )
         elif worker.status is WorkerStatus.READY:
-            # A member that never formed may yet get its assignment from the dead controller:
-            # only its answer to a fence shows that it is out.
+            # A member that never formed may yet get its assignment from the dead controller. Only
+            # its answer to a fence proves that it is out.
             has_entered = run.attempt.inside.get(number) or run.attempt.stepped
             answered = alive[worker.name] != UNKNOWN_ATTEMPT
             is_out = answered and alive[worker.name] != run.attempt.number and has_entered
@@ -235,7 +232,7 @@ def _reconcile_workers(
                 left.append(worker.name)
                 fleet.leave(transition, [number])
         else:
-            # There was no controller meanwhile, so the bounds restart.
+            # No controller ran in the meantime, so the bounds restart.
             is_dying = worker.status is WorkerStatus.DYING
             bounds = transition.rules.bounds
             deadline_s = transition.now_s + (

@@ -1,7 +1,7 @@
 """Typed values as JSON values and back, by the type hints of their classes.
 
-Every field is encoded. Values that are read are checked against the hints. Making a decoder fails
-for a hint that has none.
+``encode`` writes every field. A decoder checks what it reads against the type hints. ``decoder``
+fails for a type that it does not support.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchestrator.core.state import Table
 #: or ``AssertionError`` if the value does not fit the type.
 Decoder: TypeAlias = Callable[[Any], Any]
 
-#: JSON has no numbers for these.
+#: Floats that JSON cannot express. They are written as text.
 _NOT_FINITE = frozenset({"inf", "-inf", "nan"})
 _PLAIN = frozenset({int, str, bool, NoneType})
 
@@ -74,7 +74,7 @@ def decoder(hint: Any) -> Decoder:
 
 
 def known_fields(kind: Any, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record that a document has: one of another version may lack some."""
+    """Return the decoded fields that ``document`` has; one of another version may lack some."""
     decoders = _field_decoders(kind)
     return {name: each(document[name]) for name, each in decoders.items() if name in document}
 
@@ -98,7 +98,7 @@ def _exactly(kind: type, value: Any) -> Any:
 
 
 def _float(value: Any) -> float:
-    # JSON writes 1.0 as 1.0, but other writers may not.
+    # Another writer may write 1.0 as 1.
     if type(value) is float or type(value) is int or value in _NOT_FINITE:
         return float(value)
     raise TypeError(f"{value!r} is not float")

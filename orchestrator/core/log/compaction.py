@@ -1,4 +1,4 @@
-"""The folded journal up to one of its records, so that a restart reads only what follows.
+"""Journal compaction: the state folded up to one record, so that a restart reads only the rest.
 
 The journal stays authoritative. A compaction is used only if it is whole, belongs to this journal
 and was made by the same program under the same rules; otherwise the whole journal is folded. Pure;
@@ -27,16 +27,16 @@ class JournalPlace:
     segment: int  #: Number of the segment, from 1.
     before_bytes: int  #: Size of all segments before it.
     end_bytes: int  #: Size of the segment up to and with the line.
-    line: str  #: The line. With its ``wall_time`` and ``seq`` it is unique to one journal.
+    line: str  #: The record's line. Its ``wall_time`` and ``seq`` make it unique to this journal.
 
     @property
     def begin_bytes(self) -> int:
-        """Return the size of the segment up to the line."""
+        """Return where the line begins in its segment, in bytes."""
         return self.end_bytes - len(self.line)
 
     @property
     def journal_bytes(self) -> int:
-        """Return the size of the journal up to here."""
+        """Return the size of the journal up to and with the line."""
         return self.before_bytes + self.end_bytes
 
 
@@ -50,7 +50,7 @@ class Compaction:
     folded: Folded
 
     def document(self) -> bytes:
-        """Return it as a document."""
+        """Return the compaction as the content of a file."""
         text = json.dumps(encode(self), separators=(",", ":"), allow_nan=False).encode()
         head = {"v": VERSION, "bytes": len(text), "crc32": crc32(text)}
         return json.dumps(head).encode() + b"\n" + text + b"\n"
@@ -81,14 +81,10 @@ class Compaction:
         return found
 
     def behind(self, segments: Sequence[bytes]) -> list[bytes]:
-        """Return the records after this place.
-
-        Args:
-            segments: The journal from the line of the place on; the first one begins with that
-                line.
+        """Return the records after this place; ``segments`` begin with its line.
 
         Raises:
-            CompactionError: Another line is there: the compaction belongs to another journal.
+            CompactionError: ``segments`` begin with another line, of another journal.
         """
         line = self.place.line.encode()
         if not segments[0].startswith(line):

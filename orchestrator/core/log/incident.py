@@ -1,4 +1,4 @@
-"""One interruption of training, or planned change, and its repair."""
+"""One interruption of training, or one planned change, and its recovery."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ PHASES = (
 
 @dataclass(slots=True, kw_only=True)
 class Incident:
-    """One loss of service or planned change, and what it took to continue.
+    """One loss of service or planned change, and what it took to continue training.
 
-    Instants are on the journal's clock (``at_s``). They are None if the run did not get that far
-    or does not know: ``t_fault_s`` is known only for injected faults.
+    Instants are on the journal's clock (``at_s``). One that the run did not reach or does not know
+    is None: ``t_fault_s`` is known only for injected faults.
     """
 
     number: int = 0  #: Counts from 1.
@@ -54,19 +54,20 @@ class Incident:
     t_load_s: float | None = None  #: When its state was loaded.
     t_first_step_s: float | None = None  #: When its first step was complete.
     sources: dict[str, int] = field(default_factory=dict)  #: Bytes loaded, by kind of source.
-    skipped: tuple[str, ...] = ()  #: A line for each source that could not be loaded from.
-    rule: str = ""  #: The rule of detection that found it; "" if none did.
+    skipped: tuple[str, ...] = ()  #: A line for each source that could not be loaded.
+    rule: str = ""  #: The detection rule that found it; "" if none did.
     verdict: str = ""  #: The verdict's kind as ``orchestrator.diagnosis`` names it; "" if none.
     #: (rank, worker, node) of each rank that caused it, the faulty ones included; empty if not
     #: known.
     places: tuple[tuple[int, str, str], ...] = ()
-    #: The same of each member that did not leave when fenced and was killed: healthy members leave
-    #: at once, so it may have failed, too.
+    #: The same for each member that did not leave when fenced and was killed. Healthy members leave
+    #: at once, so these may have failed, too.
     killed: tuple[tuple[int, str, str], ...] = ()
     suspects: tuple[Suspicion, ...] = ()  #: The suspicions when it was recorded.
-    folder: str = ""  #: Where its evidence is, below the run directory; "" if none was taken.
+    #: The folder with its evidence, below the run directory; "" if none was collected.
+    folder: str = ""
     #: Whether the run had not trained yet since a person started or resumed it. The time to the
-    #: first step then is start-up, not recovery.
+    #: first step then counts as start-up, not as recovery.
     is_start: bool = False
 
     @property
@@ -77,14 +78,14 @@ class Incident:
 
     @property
     def who(self) -> str:
-        """Return the faulty workers for people, "undecided" if nothing was proven."""
+        """Return the faulty workers as text, "undecided" if nothing was proven."""
         kind = FaultKind.of(self.kind)
         nobody = "undecided" if kind is None or kind.names else "\N{EN DASH}"
         return ", ".join(self.guilty) or nobody
 
     @property
     def begin_s(self) -> float | None:
-        """Return the instant of the fault, or of its detection if the former is not known."""
+        """Return the instant of the fault, or of its detection if that is not known."""
         return self.t_detect_s if self.t_fault_s is None else self.t_fault_s
 
     @property
@@ -128,21 +129,19 @@ class Incident:
         return durations
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``incident.json`` holds."""
+        """Return the content of ``incident.json``."""
         document: dict[str, Any] = encode(self)
         return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, number: int) -> Incident:
-        """Return the incident of a document; missing fields get their defaults.
+        """Return the incident of a document, perhaps of another version.
 
-        Args:
-            document: As ``to_json`` returns it, perhaps of another version.
-            number: Its number, if it does not say one.
+        Missing fields get their defaults. ``number`` is used if the document has none.
         """
         return cls(**{"number": number, "kind": "unknown", **known_fields(cls, document)})
 
 
 def incident_folder(number: int) -> str:
-    """Return where an incident's document and evidence are, below the run directory."""
+    """Return the folder of an incident's document and evidence, below the run directory."""
     return f"incidents/{number:04d}"

@@ -35,7 +35,7 @@ JournalRecord: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """The fold of a journal up to one of its records; ``Folded()`` before the first."""
+    """The fold of a journal up to one of its records; ``Folded()`` is the fold of no record."""
 
     state: RunState = field(default_factory=RunState)  #: State of the run since it was last opened.
     stats: RunStats = field(default_factory=RunStats)
@@ -55,10 +55,8 @@ def transition_records(
 ) -> list[JournalRecord]:
     """Return the records of one event and the actions it led to, in order.
 
-    The writer adds ``seq`` (consecutive over the whole run) and ``wall_time``.
-
-    Args:
-        attempt: Attempt of the state after the event.
+    ``attempt`` is the current one after the event. The writer adds ``seq``, consecutive over the
+    whole run, and ``wall_time``.
     """
     head = {"v": VERSION, "at_s": event.at_s, "attempt": attempt}
     return [
@@ -70,7 +68,7 @@ def transition_records(
 def counted(
     event: ev.Event, actions: Iterable[act.Action]
 ) -> list[tuple[ev.Event | act.Action, int]]:
-    """Return what to record and how often: the event, its actions, and the first of equal orders.
+    """Return the event and its actions, each with its count; equal orders become one item.
 
     Orders are equal if they differ only in their reservations, which are consecutive.
     """
@@ -99,7 +97,7 @@ def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
     """Return the event or action of a record.
 
     Raises:
-        JournalCorruptError: It is no event or action of a version that this program knows.
+        JournalCorruptError: This program does not know the version, or cannot read the record.
     """
     where = f"journal record seq={record.get('seq')}"
     version = record.get("v")
@@ -130,13 +128,9 @@ def read(
 ) -> Iterator[JournalRecord]:
     """Yield the records of all segments, oldest first; skip a torn last line of each.
 
-    Args:
-        segments: Oldest first.
-        seq: Number of the record before them; None accepts any.
-        first: Number of the first segment, for messages.
-
-    Raises:
-        JournalCorruptError: Another line cannot be read, or records are missing between two.
+    ``seq`` is the number of the record before them; None accepts any. ``first`` is the number of
+    the first segment, for messages.
+        JournalCorruptError: Another line cannot be read, or the numbers are not consecutive.
     """
     for index, segment in enumerate(segments, start=first):
         lines = segment.split(b"\n")
@@ -160,9 +154,7 @@ def without_late_lines(segments: Sequence[bytes]) -> list[bytes]:
 
     The later one numbers its records from the last one that it found. The earlier one may append
     more until it sees the newer claim, but its decisions after that record do not count.
-
-    Args:
-        segments: All segments of the journal, or the last ones, oldest first.
+    ``segments`` are the last ones of the journal, or all, oldest first.
     """
     found = list(segments)
     for begin in starts(segments)[1:]:
@@ -172,7 +164,7 @@ def without_late_lines(segments: Sequence[bytes]) -> list[bytes]:
 
 
 def starts(segments: Sequence[bytes]) -> list[int]:
-    """Return the indices of the segments that start or resume the run: the first, and others.
+    """Return the indices of the segments that start or resume the run; the first always counts.
 
     A resumed run has settings of its own, so the segments between two starts are folded separately.
     """
@@ -186,13 +178,10 @@ def starts(segments: Sequence[bytes]) -> list[int]:
 def fold_on(
     folded: Folded, segments: Sequence[bytes], rules: RunRules, *, first: int = 1
 ) -> Folded:
-    """Return the fold of a journal, given the fold of its first part.
+    """Return the fold of a journal, given the fold of its first part, whose ``stats`` change.
 
-    Args:
-        folded: Fold of the records before; its ``stats`` object is reused and changed.
-        segments: The segments that follow, oldest first.
-        rules: Rules of the run since it was last opened.
-        first: Number of the first of ``segments``, for messages.
+    ``segments`` are those that follow, oldest first, from number ``first`` on. The rules are those
+    of the run since it was last started or resumed.
 
     Raises:
         JournalCorruptError: As ``read`` and ``parse``.
@@ -200,7 +189,7 @@ def fold_on(
     begin = max(starts(segments), default=0)
     state, stats, last = RunState() if begin else folded.state, folded.stats, None
     records = read(segments, seq=folded.seq if folded.seq >= 0 else None, first=first)
-    # Records before the last start were decided under other rules and are only counted.
+    # Records before the last start were decided under other rules, so they are only counted.
     num_before = sum(segment.count(b"\n") for segment in segments[:begin])
     for index, last in enumerate(records):
         stats.add(last)
@@ -212,12 +201,11 @@ def fold_on(
 def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
     """Return the state after one start's events; check that they lead to the journaled actions.
 
-    Args:
-        segments: From one start of the run to the next, oldest first.
-        rules: Rules of the run in that time.
+    ``segments`` reach from one start of the run to the next, oldest first. ``rules`` are those of
+    that time.
 
     Raises:
-        JournalCorruptError: They differ; or as ``read`` and ``parse``.
+        JournalCorruptError: The actions differ; or as ``read`` and ``parse``.
     """
     state, last, event = RunState(), None, None
     computed: tuple[act.Action, ...] = ()
@@ -249,7 +237,7 @@ def _up_to(segment: bytes, seq: int) -> bytes:
 
 
 def _head(lines: bytes) -> tuple[int, str]:
-    """Return number and kind of the first record; -1 and "" if it is torn, as ``read`` reports."""
+    """Return number and kind of the first record; -1 and "" if ``read`` will refuse it."""
     try:
         record = json.loads(lines[: lines.find(b"\n")])
         return int(record["seq"]), str(record["kind"])

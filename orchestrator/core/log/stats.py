@@ -1,11 +1,11 @@
-"""The journal's records, folded into numbers: incidents, goodput, lost steps, time by phase.
+"""Statistics of a run from its journal: incidents, goodput, lost steps, time by phase.
 
 Pure. Status, ``summary.json``, the report and the Prometheus exporter read these numbers, so they
-are the same everywhere, live and in a replay.
+agree everywhere, live and in a replay.
 
-A step is completed once rank 0 has completed it and so has a line of metrics. ``StepCompleted``
-reports it about once a second, and each worker reports its last step when it leaves. If rank 0
-died, the step of the survivor that got furthest counts; it may be one ahead or behind.
+A step counts as completed once rank 0 has completed it and has written its line of metrics.
+``StepCompleted`` reports it about once a second, and each worker reports its last step when it
+leaves. If rank 0 died, the step of the survivor that got furthest counts; it may be one off.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class RunStats:
 
     began_at: float = 0.0  #: Wall time of the first record; 0.0 if it has none.
     attempt: int = 0
-    step: int = 0  #: Last completed step that is not to be redone.
+    step: int = 0  #: Last completed step that need not be redone.
     layout: str = ""  #: Layout of the newest attempt, for people.
     num_workers: int = 0
-    #: Oldest first; the last ones may still be open.
+    #: Oldest first. The last ones may still change.
     incidents: list[Incident] = field(default_factory=list)
     #: Bytes that the newest attempt loaded, by kind of source.
     loaded: dict[str, int] = field(default_factory=dict)
@@ -58,25 +58,25 @@ class RunStats:
     suspicions: dict[str, int] = field(default_factory=dict)  #: How many there were, by kind.
     #: Cost of the run's reservations so far; 0.0 without a known price.
     cost_usd: float = 0.0
-    #: ``(at_s, step)`` of completed steps, redone ones too; the older, the sparser.
+    #: ``(at_s, step)`` of completed steps, redone ones too; older ones are thinned.
     progress: list[tuple[float, int]] = field(default_factory=list)
     #: ``(at_s, workers)`` at each change of the number of workers that train.
     sizes: list[tuple[float, int]] = field(default_factory=list)
     lost_nodes: list[str] = field(default_factory=list)  #: Nodes that are gone and did not return.
     outcome: str = ""  #: Outcome of ``FinishRun``, "" before.
-    reason: str = ""  #: Likewise.
+    reason: str = ""  #: Reason of ``FinishRun``, "" before.
     #: ``(alternative, dollars an hour)`` of requested and of granted reservations.
     _pending: Table[tuple[str, float]] = field(default_factory=Table)
     _held: Table[tuple[str, float]] = field(default_factory=Table)
     #: Granted reservations by price. The price is text, as a key in JSON must be.
     _prices: dict[str, int] = field(default_factory=dict)
-    #: Current suspicions, and the last ones overall.
+    #: Current suspicions, and the newest ones of the run, oldest first.
     _suspects: list[Suspicion] = field(default_factory=list)
     _suspected_last: list[Suspicion] = field(default_factory=list)
     _began_s: float | None = None
     _now_s: float = 0.0
     _phase_since_s: float = 0.0
-    #: Indices in ``incidents``.
+    #: Indices of the incidents that may still change.
     _open: list[int] = field(default_factory=list)
     _injected_s: list[float] = field(default_factory=list)
     #: Duration of the last step that was reported.
@@ -84,12 +84,13 @@ class RunStats:
     _time: TimeParts = field(default_factory=TimeParts)
     #: Whether the run has trained since a person started or resumed it.
     _has_trained: bool = False
-    #: Members of the newest attempt that have not formed.
+    #: Members of the newest attempt that have not formed. The values mean nothing.
     _unformed: dict[str, bool] = field(default_factory=dict)
     _first_rank: str = ""
     #: Rank and node of each member of the newest attempt, by worker.
     _members: dict[str, tuple[int, str]] = field(default_factory=dict)
-    #: Last step of the attempt that rank 0 reported when it left, and that any member reported.
+    #: Last steps of the newest attempt, by reports of members that left: of rank 0, and of any
+    #: member.
     _said_by_first: int | None = None
     _said_step: int = 0
     _skipped: list[str] = field(default_factory=list)
@@ -98,7 +99,7 @@ class RunStats:
     _evidence_of: int = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in the next record of the journal."""
+        """Count the next record of the journal."""
         at_s = float(record["at_s"])
         if self._began_s is None:
             self._began_s = self._phase_since_s = at_s
@@ -106,9 +107,9 @@ class RunStats:
             self._time.begin(at_s)
             self._now_s = at_s
         if record["kind"] == "RunResumed":
-            # The record before was the run's last sign of life.
+            # The previous record is the run's last sign of life.
             self._enter("over", self._now_s)
-        # The resources of the run between two claims are unknown.
+        # The reservations between that sign of life and the resume are unknown.
         if self._prices and at_s > self._now_s and record["kind"] != "RunResumed":
             self.cost_usd += (at_s - self._now_s) * self.usd_per_hour / _HOUR_S
         self._now_s = max(self._now_s, at_s)
@@ -123,7 +124,7 @@ class RunStats:
 
     @property
     def began_s(self) -> float:
-        """Return the instant of the first record."""
+        """Return the instant of the first record; 0.0 before it."""
         return self._began_s or 0.0
 
     @property
@@ -145,7 +146,7 @@ class RunStats:
 
     @property
     def goodput_since_start(self) -> float:
-        """Return the same share, of the time without starts and stops by a person."""
+        """Return ``goodput`` without idle time and the time of starts by a person."""
         parts_s = self.parts_s
         trains_s = sum(parts_s.values()) - parts_s["start"] - parts_s["idle"]
         return parts_s["steps"] / trains_s if trains_s > 0.0 else 0.0
@@ -174,7 +175,7 @@ class RunStats:
 
     @property
     def usd_per_hour(self) -> float:
-        """Return the price per hour of the reservations that the run has."""
+        """Return the price per hour of the granted reservations."""
         return sum(num * float(price) for price, num in self._prices.items())
 
     @property
@@ -189,15 +190,15 @@ class RunStats:
 
     @property
     def suspected(self) -> list[tuple[float, str]]:
-        """Return ``(since_s, sentence)`` of the last suspicions, in few lines."""
+        """Return ``(since_s, sentence)`` of the newest suspicions, summarized."""
         return in_few_lines(self._suspected_last)
 
     def busy(self, at_s: float) -> str:
-        """Return a line that machines are busy if suspicions go round; otherwise ""."""
+        """Return a line that machines are busy if suspicions change ranks; otherwise ""."""
         return busy(self._suspected_last, at_s)
 
     def summary(self) -> dict[str, Any]:
-        """Return what the journal contributes to ``summary.json``."""
+        """Return the journal's part of ``summary.json``."""
         return {
             "outcome": self.outcome,
             "reason": self.reason,
@@ -234,7 +235,7 @@ class RunStats:
         return [self.incidents[index] for index in self._open]
 
     def _settle(self) -> None:
-        """Close the incidents that have ended with a step."""
+        """Close the incidents after which a step was completed."""
         self._open = [i for i in self._open if self.incidents[i].t_first_step_s is None]
 
     def _enter(self, phase: str, at_s: float) -> None:
@@ -274,7 +275,7 @@ class RunStats:
             )
 
     def _resumed(self, record: Mapping[str, Any], at_s: float) -> None:
-        """Continue counting; open incidents never ended with a step and are final now."""
+        """Continue counting. Open incidents are final now, although no step followed them."""
         self.outcome = self.reason = ""
         self._open.clear()
         self._pending = Table()
@@ -335,7 +336,7 @@ class RunStats:
             last.folder, self._evidence_of = incident_folder(last.number), 0
         if kind == "unloadable":
             last.skipped = tuple(self._skipped)
-        # A requested stop and a skipped update are no loss of service that a step ends.
+        # No later step ends a requested stop or a skipped update.
         if kind in ("stop", "not_finite"):
             self._open.pop()
 
@@ -373,7 +374,7 @@ class RunStats:
             self.incidents[self._open[-1]].lost_steps += num_lost
 
     def _resume(self, resume_step: int) -> int:
-        """Move to the step that the next attempt resumes from; return how many steps are lost."""
+        """Go to the step that the next attempt resumes from; return how many steps are lost."""
         reached_step = self._reached_step
         self._time.lose(resume_step)
         self._count(resume_step)
@@ -421,7 +422,7 @@ class RunStats:
             # Reservations cost money while training waits and while steps are redone.
             waited_s = sum(s for phase, s in incident.phases_s.items() if phase != "yield")
             incident.cost_usd = (waited_s + lost_s) * self.usd_per_hour / _HOUR_S
-        # If steps are short, a member may report that it has formed after the first step.
+        # If steps are short, a member may report after the first step that it has formed.
         if not self._unformed:
             self._settle()
         self._step_s = record.get("step_s", self._step_s)
@@ -568,7 +569,7 @@ class RunStats:
 
 
 def _keep(points: list[tuple[float, int]], point: tuple[float, int]) -> None:
-    """Append a point; once there are too many, drop every second of the older half."""
+    """Append a point; if there are too many, drop every second one of the older half."""
     points.append(point)
     if len(points) > 2 * _POINTS_KEPT:
         del points[1:_POINTS_KEPT:2]
@@ -580,11 +581,11 @@ def _add(sums: dict[str, int], sources: Iterable[tuple[str, int]]) -> None:
 
 
 def _numbers(record: Mapping[str, Any]) -> range:
-    """Return the reservations of an order: one, or several consecutive ones."""
+    """Return the reservations of a record: one, or several consecutive ones."""
     first = record["reservation"]
     return range(first, first + record.get("num", 1))
 
 
 def _workers(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the workers of an event: one, or several for which the same is true."""
+    """Return the workers of an event, which may hold for several."""
     return (record["worker"], *record.get("others", ()))

@@ -9,17 +9,17 @@ from typing import Any
 from orchestrator.diagnosis import Suspicion, listed
 from orchestrator.fault_kinds import FaultKind
 
-#: Suspicions that follow one another within this time form one spell: with a load of 15 on 2 cores
+#: Suspicions that follow one another within this time belong together: with a load of 15 on 2 cores
 #: they came 80 s apart.
 TOGETHER_S = 300.0
-#: Kinds of suspicion that another program on the machine can cause for a healthy rank.
+#: Kinds of suspicion that another program on the machine can cause, while the rank is healthy.
 BY_OTHER_WORK = frozenset({FaultKind.SLOW_COMPUTE, FaultKind.SLOW_DATA, FaultKind.ABSENT})
 
 
 def in_few_lines(suspicions: Sequence[Suspicion]) -> list[tuple[float, str]]:
     """Return ``(since_s, sentence)`` of suspicions, oldest first.
 
-    A spell that went round several ranks becomes one line, as do repeated suspicions.
+    Repeated suspicions become one line, and so do suspicions that change ranks.
     """
     lines: list[tuple[float, str]] = []
     for spell in _spells(suspicions):
@@ -36,13 +36,13 @@ def in_few_lines(suspicions: Sequence[Suspicion]) -> list[tuple[float, str]]:
 
 
 def busy(suspicions: Sequence[Suspicion], at_s: float) -> str:
-    """Return a line that machines are busy at ``at_s``; "" unless suspicions go round."""
+    """Return a line that machines are busy at ``at_s``; "" unless suspicions change ranks."""
     spells = [spell for spell in _spells(suspicions) if spell[-1].since_s >= at_s - TOGETHER_S]
     return next((_busy(spell) for spell in spells if _goes_round(spell)), "")
 
 
 def suspects_shown(suspects: Sequence[Mapping[str, Any]], busy_now: str) -> list[Mapping[str, Any]]:
-    """Return the suspects to show: one row for busy machines replaces the ranks on them."""
+    """Return the suspects to show; one row for busy machines replaces the ranks on them."""
     if not busy_now:
         return list(suspects)
     row = {"kind": "busy", "guilty": "", "worker": "", "evidence": busy_now}
@@ -50,7 +50,7 @@ def suspects_shown(suspects: Sequence[Mapping[str, Any]], busy_now: str) -> list
 
 
 def _spells(suspicions: Sequence[Suspicion]) -> list[list[Suspicion]]:
-    """Group the suspicions into spells: other work's kinds together, others by kind and culprit."""
+    """Group suspicions in time: what other work may cause together, others by kind and rank."""
     spells: list[list[Suspicion]] = []
     open_spells: dict[object, list[Suspicion]] = {}
     for one in sorted(suspicions, key=lambda one: one.since_s):
@@ -64,9 +64,9 @@ def _spells(suspicions: Sequence[Suspicion]) -> list[list[Suspicion]]:
 
 
 def _goes_round(spell: Sequence[Suspicion]) -> bool:
-    """Return whether most suspicions name other ranks than the one before.
+    """Return whether most suspicions name other ranks than the one before them.
 
-    A single slow worker is named again and again, now and then with another one in between.
+    A worker that is really slow is named repeatedly, with only a few others in between.
     """
     num_turns = sum(one.guilty != after.guilty for one, after in pairwise(spell))
     return num_turns >= max(2, (len(spell) - 1) / 2)

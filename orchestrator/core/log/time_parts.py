@@ -1,7 +1,7 @@
 """Where the time of a run goes: measured parts that add up to the whole.
 
-Pure. A step becomes known by a report, and the time since the previous report belongs to it. Each
-second is counted once, so no estimate can make the parts exceed the whole.
+Pure. The time since the previous report of a step belongs to the steps of the next report. Each
+second is counted once, so the parts cannot exceed the whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 #: - lost: steps that had to be redone;
 #: - idle: from the end of the run, or its last sign of life, to the resume by a person.
 PARTS: Final = ("steps", "saving", "start", "recovery", "lost", "idle")
-#: Stretches of steps to keep in case steps are redone. They cover at least three hours, and no
+#: How many stretches of steps to keep in case steps are redone. They cover at least three hours; no
 #: resume goes back further.
 _STRETCHES_KEPT: Final = 10_000
 
@@ -25,13 +25,13 @@ _STRETCHES_KEPT: Final = 10_000
 class TimeParts:
     """The parts so far. The ``now_s`` of later calls never decreases."""
 
-    #: Share of recent time between two reports of steps that saves took.
+    #: Share of the time between two reports that saves recently took.
     saving_share: float = 0.0
     _parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     _since_s: float = 0.0
     #: ``(first, last, took_s)``, oldest first.
     _stretches: list[tuple[int, int, float]] = field(default_factory=list)
-    #: The part that got the time after the last reported step, and how much time that is.
+    #: The part that got the time after the last reported step, and how many seconds.
     _rest: tuple[str, float] = ("recovery", 0.0)
 
     def begin(self, now_s: float) -> None:
@@ -51,11 +51,11 @@ class TimeParts:
         return took_s
 
     def leave_training(self, part: str, now_s: float) -> None:
-        """Count the time since the last step for ``part``, until more steps are known."""
+        """Count the time since the last step for ``part`` until more steps are reported."""
         self._rest = part, self.spend(part, now_s)
 
     def count(self, first: int, last: int, now_s: float, *, is_training: bool) -> None:
-        """Count the time since the last step for these steps; after training, the rest of it."""
+        """Count the time since the last step for these steps; after training, from ``_rest``."""
         if is_training:
             took_s = self.spend("steps", now_s)
         else:

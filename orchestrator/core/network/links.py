@@ -1,8 +1,8 @@
-"""Which nodes may train together if some pairs do not reach each other.
+"""Decide which nodes may train together if some pairs do not reach each other.
 
-Pure. Keepers probe one another; a way that fails makes its link a lost one. A link that is whole
-again must stay so for a pause before it is used. The pause doubles each time the link is lost in
-use, so an unstable link is not used until it is stable.
+Pure. Keepers probe one another. If the way between two nodes fails, their link is lost. A link that
+is whole again must stay so for a pause before it is used. The pause doubles each time the link is
+lost in use, so an unstable link is not used until it is stable.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TypeAlias
 
 from orchestrator.core.state import CONTROLLER, Link, Pair
 
-#: A link that was whole for this long is forgotten: it counts like any other.
+#: A link that was whole for this many seconds is forgotten: it counts like any other.
 _FORGET_S = 3600.0
 #: A lost link is probed again after this share of the time since it was lost, within these limits.
 _SHARE = 0.1
 _PROBE_S_MIN = 2.0
 _PROBE_S_MAX = 60.0
-#: How often a link is probed during its pause.
+#: A link is probed this many times during its pause.
 _LOOKS = 8
-#: Up to this many nodes, all choices are compared. Beyond, the worst node is left out until the
+#: Up to this many nodes, all choices are compared. Beyond, the worst node is excluded until the
 #: rest reach each other. 16 nodes in a ring of lost links take about 1 ms.
 _EXACT_MAX = 16
 
 
-#: By node: the nodes that it must not be with; its workers, and whether it is preferred.
+#: By node: the nodes that it must not train with; its workers, and whether it is preferred.
 _Foes: TypeAlias = Mapping[str, set[str]]
 _Worth: TypeAlias = Mapping[str, tuple[int, bool]]
 
@@ -44,7 +44,7 @@ def noted(
     Args:
         lost: The ways that have no connection.
         heard: Nodes whose keepers answered. A missing answer proves nothing.
-        asked: Known links that were probed, by their ends. Links in ``lost`` were probed as well.
+        asked: Ends of the known links that were probed. Links in ``lost`` were probed as well.
     """
     ways: dict[Pair, list[Pair]] = {}
     for way in sorted(lost):
@@ -72,7 +72,7 @@ def _told(link: Link, found: tuple[Pair, ...], now_s: float) -> Link:
 
 
 def _again(link: Link, now_s: float) -> Link:
-    """Return the link with the time of its next probe."""
+    """Return the link with the time of its next probe; infinity once its pause is over."""
     if now_s >= link.until_s or CONTROLLER in link.ends:
         return link._replace(probe_s=inf)
     period_s = link.pause_s / _LOOKS if not link.lost else _SHARE * (now_s - link.since_s)
@@ -80,13 +80,13 @@ def _again(link: Link, now_s: float) -> Link:
 
 
 def due(links: Sequence[Link], now_s: float) -> tuple[tuple[Link, ...], tuple[Pair, ...]]:
-    """Return the links with the times of their next probes, and the ends of those to probe now."""
+    """Return the links with their next probe times, and the ends of those to probe now."""
     late = tuple(link.ends for link in links if link.probe_s <= now_s)
     return tuple(_again(link, now_s) if link.probe_s <= now_s else link for link in links), late
 
 
 def wake_s(links: Sequence[Link], now_s: float) -> float:
-    """Return when a link is to be probed or may be used again; infinity if none is."""
+    """Return when a link must be probed or may be used again; infinity if never."""
     times_s = [t for link in links for t in (link.probe_s, link.until_s) if t > now_s]
     return min(times_s, default=inf)
 
@@ -99,8 +99,7 @@ def without(links: Sequence[Link], node: str) -> tuple[Link, ...]:
 def apart(links: Sequence[Link], now_s: float, *, paused: bool = True) -> tuple[Pair, ...]:
     """Return the pairs that must not train together, each with sorted ends.
 
-    Args:
-        paused: Also return links that are whole again but still in their pause.
+    ``paused`` includes links that are whole again but still in their pause.
     """
     return tuple(link.ends for link in links if link.lost or (paused and now_s < link.until_s))
 
@@ -111,12 +110,8 @@ def left_out(
     """Return the nodes to do without, so that all others reach each other.
 
     The nodes that stay have the most workers together; among equals, the most ``preferred`` ones,
-    then the first by name. Nodes in no pair always stay.
-
-    Args:
-        weights: Workers by node. Pairs with a node that is not listed do not count.
-        pairs: Pairs that must not be together.
-        preferred: Nodes to keep among equals.
+    then the first by name. ``weights`` are the workers by node. Pairs with a node that it does not
+    list do not count, and nodes in no pair always stay.
     """
     weights = {**weights, CONTROLLER: sum(weights.values()) + 1}
     foes = _foes(pair for pair in pairs if all(weights.get(end) for end in pair))
@@ -129,7 +124,7 @@ def left_out(
 
 
 def choices(pairs: Iterable[Pair]) -> list[frozenset[str]]:
-    """Return the sets of nodes in ``pairs`` that can be together, the largest first."""
+    """Return the sets of nodes in ``pairs`` that reach each other, the largest first."""
     foes = _foes(pairs)
     if len(foes) > _EXACT_MAX:
         return [_greedy(foes, dict.fromkeys(foes, (1, False)))]
@@ -145,7 +140,7 @@ def _foes(pairs: Iterable[Pair]) -> dict[str, set[str]]:
 
 
 def _parts(foes: _Foes) -> list[frozenset[str]]:
-    """Return the connected parts of the graph; each is decided alone."""
+    """Return the connected parts of the graph; the choice in one does not affect the others."""
     parts: list[frozenset[str]] = []
     left = set(foes)
     while left:
@@ -163,7 +158,7 @@ def _best(foes: _Foes, worth: _Worth) -> frozenset[str]:
 
 
 def _groups(foes: _Foes) -> Iterator[frozenset[str]]:
-    """Yield sets without foes, including all maximal ones: with the worst node, or without it."""
+    """Yield sets without foes, all maximal ones among them: with the worst node, or without."""
     if not any(foes.values()):
         yield frozenset(foes)
         return
@@ -174,7 +169,7 @@ def _groups(foes: _Foes) -> Iterator[frozenset[str]]:
 
 
 def _greedy(foes: _Foes, worth: _Worth) -> frozenset[str]:
-    """Return a good set without foes: repeatedly leave out the node with the least cost per foe."""
+    """Return a good set without foes: repeatedly drop the node with the least cost per foe."""
     while any(foes.values()):
         costly = [node for node in foes if foes[node]]
         # Among equals, the last by name.
@@ -197,7 +192,7 @@ def _but(foes: _Foes, out: set[str]) -> dict[str, set[str]]:
 
 
 def described(lost: Collection[Pair]) -> str:
-    """Return for people which link is lost, or which node if all lost links end there."""
+    """Return as text which link is lost, or which node if all lost links end there."""
     links = sorted({_ends(way) for way in lost})
     common = sorted(set.intersection(*map(set, links))) if links else []
     if len(links) > 1 and common:

@@ -1,4 +1,4 @@
-"""Which nodes can train together when links between some of them are lost."""
+"""Decide which nodes can train together when links between some of them are lost."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _EPSILON = 1e-6
 def offered(transition: Transition, *, leaving: bool = False) -> Rooms:
     """Return the room for workers on nodes that reach each other.
 
-    Args:
-        leaving: Include draining nodes, unless it is time to leave them.
+    ``leaving`` includes draining nodes, except those that the provider takes about now.
     """
     fleet = transition.run.fleet
     gone: list[Node] = []
@@ -42,13 +41,13 @@ def layout(transition: Transition, *, leaving: bool = False) -> ParallelLayout |
 
 
 def num_together(transition: Transition, *, leaving: bool = False) -> int:
-    """Return how many workers would train; 0 if fewer than the minimum."""
+    """Return how many workers could train together; 0 if fewer than the minimum."""
     chosen = layout(transition, leaving=leaving)
     return 0 if chosen is None else chosen.world_size
 
 
 def due(transition: Transition) -> list[Node]:
-    """Return the nodes that the provider takes about now: no worker must be there."""
+    """Return the nodes that the provider takes about now; no worker may be there."""
     now_s, lead_s = transition.now_s, transition.rules.bounds.drain_lead_s
     taken = transition.run.fleet.nodes.where(_is_taken)
     return [node for _, node in taken if node.is_due(now_s, lead_s)]
@@ -70,7 +69,7 @@ def _apart(transition: Transition, *, paused: bool) -> list[Pair]:
 
 
 def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]:
-    """Return the nodes to do without, so that the others reach each other.
+    """Return the nodes to do without so that the others reach each other.
 
     A link that is still in its pause is used only if the run could not train without it.
     """
@@ -103,7 +102,7 @@ def unreached(transition: Transition) -> tuple[str, ...]:
     pairs = links.apart(run.network.links, transition.now_s, paused=False)
     if not pairs:
         return ()
-    # Choose as ``formation`` does: use draining nodes only if the run cannot train without.
+    # Choose as ``formation`` does: use draining nodes only if the run cannot train without them.
     leaving = not num_together(transition)
     out = left_out(transition, leaving=leaving)
     stay = {
@@ -116,9 +115,9 @@ def unreached(transition: Transition) -> tuple[str, ...]:
 
 
 def patience_end_s(transition: Transition) -> float:
-    """Return when a waiting run stops hoping for links, or tries the next set of nodes.
+    """Return when a waiting run gives up on lost links, or tries the next set of nodes.
 
-    Until then, waiting costs less than new workers on other nodes.
+    Until then, waiting costs less than new workers on other nodes would.
     """
     period_s = transition.rules.bounds.start_s
     return transition.run.waiting_since_s + period_s * (_num_tries(transition) + 1)
@@ -131,10 +130,10 @@ def _num_tries(transition: Transition) -> int:
 
 
 def given_up(transition: Transition) -> frozenset[int]:
-    """Return the nodes to replace: for long, too few nodes that reach each other were available.
+    """Return the nodes to replace if for long too few nodes reached each other; else nothing.
 
-    The run does not know where the cluster has room. So it tries one set of nodes that reach each
-    other after the other, each for as long as a worker may take to start.
+    The run does not know where the cluster has room. So it tries the sets of nodes that reach each
+    other in turn, each for as long as a worker may take to start.
     """
     run = transition.run
     num_tries = _num_tries(transition)

@@ -1,4 +1,4 @@
-"""The search for a lost link after a fault that names no worker, and probes of lost links.
+"""Search for a lost link after a fault that names no worker, and probe lost links.
 
 The keepers of all members probe one another. If they find a lost link, it is the cause of the
 fault, and only nodes that reach each other train next.
@@ -26,20 +26,20 @@ from orchestrator.fault_kinds import FaultKind
 
 #: Faults that a lost link may cause, besides sources that could not be read.
 _NAMELESS = frozenset({FaultKind.UNDECIDED, FaultKind.PEER_LOST})
-#: If forming takes this many times longer than before, the network is probed. For the first forming
-#: this time counts, plus so much per node. A first model may take longer to build, but the probe
-#: disturbs no training.
+#: The network is probed if forming takes this many times as long as before, but not before these
+#: seconds plus a time for each node. A first model may take longer to build, but the probe disturbs
+#: no training.
 _FORM_FACTOR = 3.0
 _FORM_S = 3.0
 _FORM_NODE_S = 0.02
-#: A failed switch hides a rack of machines.
+#: How many suspected ways to keep. A failed switch cuts off a whole rack of machines.
 _SUSPECTS_MAX = 64
 
 
 def begin(transition: Transition) -> None:
-    """Have the keepers of all members probe one another, unless they do already.
+    """Have the keepers of all members probe one another, unless a probe is under way.
 
-    Keepers that members could not read from take part.
+    Keepers that members could not read from take part, too.
     """
     run = transition.run
     members = (run.fleet.nodes[number].name for number in dict.fromkeys(run.attempt.nodes))
@@ -59,7 +59,7 @@ def begin(transition: Transition) -> None:
 
 
 def begin_if_nameless(transition: Transition) -> None:
-    """Begin if the cause of the attempt's end names no worker and was not searched for yet."""
+    """Begin if no worker is to blame for the attempt's end and no search for it has begun."""
     cause, network = transition.run.cause, transition.run.network
     is_new = cause is not None and network.begun_s < cause.at_s and not network.found
     if is_new and _is_nameless(transition):
@@ -76,7 +76,7 @@ def _is_nameless(transition: Transition) -> bool:
 
 
 def is_awaited(transition: Transition) -> bool:
-    """Return whether the answer decides what the fault was and is not overdue."""
+    """Return whether an answer that decides what the fault was is still due."""
     until_s = transition.run.network.until_s
     return transition.now_s < until_s < inf and _is_nameless(transition)
 
@@ -94,7 +94,7 @@ def restart(transition: Transition) -> None:
 
 
 def forget(transition: Transition) -> None:
-    """Forget what was searched for and found: the next fault is another one."""
+    """Forget the search and its findings: the next fault is another one."""
     network = transition.run.network
     if network.search:
         transition.run.network = network._replace(
@@ -103,11 +103,11 @@ def forget(transition: Transition) -> None:
 
 
 def form_deadline_s(transition: Transition) -> float:
-    """Return the bound of forming, or the time of the next look at the network before it."""
+    """Return when to probe the network next while the attempt forms, or the bound of forming."""
     run = transition.run
     started_s = run.attempt.started_s
     first_s = max(_FORM_FACTOR * run.form_s, _FORM_S + _FORM_NODE_S * len(set(run.attempt.nodes)))
-    # Each look comes after twice the time.
+    # The time between two probes doubles.
     look_s = max(first_s, 2.0 * (transition.now_s - started_s))
     return started_s + min(look_s, transition.rules.bounds.form_bound_s(run.num_stuck))
 
@@ -119,7 +119,7 @@ def note(
     heard: Collection[str] = (),
     asked: Collection[Pair] = (),
 ) -> None:
-    """Note which ways between living nodes are lost; see ``links.noted``."""
+    """Note which ways between living nodes are lost (``links.noted``)."""
     run, now_s = transition.run, transition.now_s
     lost = [way for way in lost if all(_is_there(transition, end) for end in way)]
     known = links.noted(run.network.links, lost=lost, heard=heard, asked=asked, now_s=now_s)
@@ -134,7 +134,7 @@ def _is_there(transition: Transition, name: str) -> bool:
 
 
 def suspect(transition: Transition, way: Pair) -> None:
-    """Note that the transport of a member calls a way unreachable; ``_SUSPECTS_MAX`` are enough."""
+    """Note that a member's transport calls a way unreachable; keep ``_SUSPECTS_MAX``."""
     network = transition.run.network
     if way not in network.suspects and len(network.suspects) < _SUSPECTS_MAX:
         transition.run.network = network._replace(suspects=(*network.suspects, way))
@@ -143,8 +143,8 @@ def suspect(transition: Transition, way: Pair) -> None:
 def is_program(transition: Transition) -> bool:
     """Return whether a fault that names no worker can only come from the program.
 
-    That is so if, by their keepers, all nodes reach each other and have recently done so, and if
-    every member left when asked. Otherwise the fault may clear: the run waits, longer each time.
+    It can if the keepers of all nodes reach each other, now and in the recent past, and if every
+    member left when fenced. Otherwise the fault may pass: the run waits, longer each time.
     """
     attempt, network = transition.run.attempt, transition.run.network
     names = {transition.run.fleet.nodes[number].name for number in set(attempt.nodes)}
@@ -155,14 +155,14 @@ def is_program(transition: Transition) -> bool:
 
 
 def explain(transition: Transition) -> None:
-    """Make lost links the cause of a fault that named no worker."""
+    """Make lost links the cause of a fault that names no worker."""
     run = transition.run
     cause, network = run.cause, run.network
     if cause is None or not _is_nameless(transition):
         return
     found, seen, rule = network.found, "none that carries data", "probed"
     if not found:
-        # The transport reports it a second time: it may meet what a probe does not.
+        # The transport reported the way twice: it may meet a failure that a probe does not.
         found = tuple(way for way in network.suspects if way in network.suspects_before)
         seen, rule = "the transport says so again, and a probe found nothing", "transport"
         note(transition, found)
@@ -181,7 +181,7 @@ def explain(transition: Transition) -> None:
 
 
 def links_probed(transition: Transition, event: LinksProbed) -> None:
-    """Take the answer of keepers: note lost links and which nodes can train together."""
+    """Take the answer of keepers: note the lost links and what the search found."""
     run = transition.run
     network = run.network
     asked = set(event.pairs)
@@ -206,7 +206,7 @@ def answered_training(transition: Transition, _: SearchAnswered) -> None:
 
 
 def answered_forming(transition: Transition, _: SearchAnswered) -> None:
-    """End an attempt that cannot form; look again later otherwise."""
+    """End an attempt that cannot form; otherwise set the time of the next probe."""
     if not _end_if_found(transition, "the members had not formed"):
         transition.run.deadline_s = form_deadline_s(transition)
 
@@ -219,7 +219,7 @@ def _end_if_found(transition: Transition, evidence: str) -> bool:
 
 
 def answered_down(transition: Transition, _: SearchAnswered) -> None:
-    """Read again without the versions behind a lost link: they cannot be loaded."""
+    """Read again without the nodes behind a lost link: their versions cannot be loaded."""
     run = transition.run
     if run.network.found:
         run.reads.bad_from = run.reads.num + 1

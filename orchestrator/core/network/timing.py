@@ -1,4 +1,4 @@
-"""Slow links, as keepers timed them: the next order of nodes and copies avoid them."""
+"""Slow links as keepers measured them. The next order of nodes and copies avoids them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from orchestrator.core.transition import Transition
 
 
 def links_timed(transition: Transition, event: LinksTimed) -> None:
-    """Note which links are slow. Links that were not timed stay as they were."""
+    """Note which links are slow; links that were not timed stay as they were."""
     network = transition.run.network
     timed = set(event.nodes)
     kept = (one for one in network.slow if not timed >= {*one[:2]} - {""})
@@ -17,5 +17,5 @@ def links_timed(transition: Transition, event: LinksTimed) -> None:
 
 
 def traffic_measured(transition: Transition, event: TrafficMeasured) -> None:
-    """Note what a step sends: the next plan of copies avoids the links that a step fills."""
+    """Note what a step sends; the next plan of copies avoids the links that a step fills."""
     transition.run.sent = event.sent

@@ -1,4 +1,4 @@
-"""The run as a value: what the controller knows, and nothing else. Pure."""
+"""The run as a value: all that the controller knows. Pure."""
 
 from orchestrator.core.state.attempt import Attempt
 from orchestrator.core.state.fleet import (

@@ -21,17 +21,17 @@ class Attempt(StatePart):
     layout: ParallelLayout | None = None
     #: Layouts that were not chosen, each with the reason, for people.
     other_layouts: tuple[tuple[str, str], ...] = ()
-    members: tuple[int, ...] = ()  #: Its workers in rank order, dead ones too.
+    members: tuple[int, ...] = ()  #: Its workers in rank order, also dead ones.
     nodes: tuple[int, ...] = ()  #: Their nodes, by rank.
     #: How its snapshots are protected.
     plan: RedundancyPlan = field(default_factory=RedundancyPlan)
-    #: Members that have neither left nor died, by number; the value says whether it has formed.
+    #: Members that have neither left nor died, by number, each with whether it has formed.
     inside: Table[bool] = field(default_factory=Table)
     num_inside: int = 0  #: The size of ``inside``.
     num_unformed: int = 0  #: Members that have not formed.
     started_s: float = 0.0
     step: int = 0  #: Last step that every rank completed.
-    stepped: bool = False
+    stepped: bool = False  #: Whether a step was completed.
     #: The run's ``committed`` when the attempt started.
     committed_at_start: tuple[int, int] = (0, 0)
     num_bad_at_start: int = 0  #: Number of bad sources when it started.
@@ -41,7 +41,7 @@ class Attempt(StatePart):
     yielded_step: int = -1
     completed: bool = False  #: Whether a member reported the last step as committed.
     ended: str = ""  #: Why the script stopped before the last step; "" if it did not.
-    fenced_s: float = 0.0  #: When the last member had left.
+    fenced_s: float = 0.0  #: When the last member had left; 0.0 before.
     leave_by_s: float = inf  #: Time by which fenced members must have left unless they compute.
     #: Members that were fenced and have not left because they compute.
     at_work: tuple[int, ...] = ()
@@ -54,8 +54,9 @@ class Attempt(StatePart):
     #: Ranks and links that seem to delay the others; nothing is proven.
     suspects: tuple[Suspicion, ...] = ()
     usual_step_s: float = 0.0  #: Median step time before the suspicions; 0.0 if none was seen.
-    slow_since_s: float = 0.0  #: When the run last decided to leave the node of a slow worker.
-    num_noted: int = 0  #: How many numbers that were not finite are recorded.
+    #: When the run last convicted a slow worker and so decided to leave its node.
+    slow_since_s: float = 0.0
+    num_noted: int = 0  #: How many numbers that are not finite were recorded.
     unread: tuple[Source, ...] = ()  #: Sources that members could not read but did not prove bad.
     from_storage: bool = False  #: Whether a member loaded from storage.
     #: When a worker beyond the members first became usable; infinity if none did.

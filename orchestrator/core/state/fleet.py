@@ -14,7 +14,7 @@ from orchestrator.policies import Rooms, num_workers
 
 
 class WorkerStatus(StrEnum):
-    """The state of a worker process. A DYING one was killed and is not yet known to be gone."""
+    """The state of a worker process. A DYING one was killed and may still exist."""
 
     STARTING = "starting"
     READY = "ready"
@@ -30,7 +30,7 @@ class Worker(NamedTuple):
     deadline_s: float = inf  #: STARTING: be ready by then. DYING: be gone by then.
     reservation: int = 0  #: The reservation it uses, 0 if none.
     pid: int = 0  #: Process id, 0 before it was ready.
-    begun_s: float = 0.0  #: When it was ordered to start.
+    begun_s: float = 0.0  #: When it was ordered to start, or when the controller last restarted.
 
 
 class Reservation(NamedTuple):
@@ -47,20 +47,20 @@ def is_pending(reservation: Reservation) -> bool:
 
 
 class Offer(NamedTuple):
-    """The state of the requests for one alternative of capacity."""
+    """The requests for one alternative of capacity."""
 
     num_pending: int = 0  #: Requests that are not granted.
     num_granted: int = 0  #: Reservations of it that the run has.
     #: Since when requests are pending without a grant; infinity if none is pending.
     since_s: float = inf
     refused_s: float = inf  #: When they were counted as refused; infinity if they are not.
-    #: The longest recent time until a machine was granted; 0.0 if none was yet.
+    #: The longest recent time until a machine was granted; 0.0 before the first.
     took_s: float = 0.0
     why: str = ""  #: Why they were last refused, for people.
 
 
 class Slow(NamedTuple):
-    """The worker on a node that was convicted as slow; "" if none was."""
+    """The worker on a node that was convicted as slow; its name is "" if none was."""
 
     worker: str = ""
     verdict: str = ""  #: Kind of the suspicion.
@@ -77,17 +77,17 @@ class Node(NamedTuple):
     usable: int = 0  #: Workers that could train here: ready ones, at most one per reservation.
     leave_by_s: float = inf  #: Deadline of a drain notice; infinity if there is none.
     strikes: tuple[float, ...] = ()  #: When workers provably failed here, within the window.
-    avoid_until_s: float = 0.0  #: No new reservations here before then.
+    avoid_until_s: float = 0.0  #: No new reservations here before this time.
     avoided_s: float = 0.0  #: For how long it was avoided the last time.
-    retry_s: float = 0.0  #: No new process here before then.
+    retry_s: float = 0.0  #: No new process here before this time.
     num_failed_starts: int = 0  #: In a row.
-    rack: str = ""  #: Rack or zone that it fails together with; "" if unknown.
-    #: Its keeper died and must be back by then; infinity if it is up.
+    rack: str = ""  #: Rack or zone, whose nodes fail together; "" if unknown.
+    #: Its keeper died and must be back by this time; infinity if it is up.
     keeper_by_s: float = inf
-    #: Bytes of its memory that snapshots may take; 0 before its keeper has reported them.
+    #: Bytes of its memory that snapshots may use; 0 until its keeper reports them.
     budget_bytes: int = 0
-    is_kept: bool = False  #: Whether a keeper was started or found here and was not ended.
-    joined_s: float = 0.0  #: When it was first, or again, in the cluster.
+    is_kept: bool = False  #: Whether it has a keeper that was not ended.
+    joined_s: float = 0.0  #: When it last joined the cluster.
     #: The worker that was convicted as slow here. The run leaves the node as if the provider took
     #: it, and uses it again after ``leave_by_s``.
     slow: Slow = Slow()
@@ -109,9 +109,9 @@ class Node(NamedTuple):
         return self.draining and not self.is_slow
 
     def is_due(self, now_s: float, lead_s: float) -> bool:
-        """Return whether the provider takes the node about now, ``lead_s`` more or less.
+        """Return whether the provider takes the node within ``lead_s`` of now, earlier or later.
 
-        A provider that has not taken it by then may never do so.
+        A provider that has not taken it after that may never do so.
         """
         return self.is_taken and self.leave_by_s - lead_s <= now_s < self.leave_by_s + lead_s
 
@@ -124,7 +124,7 @@ class Fleet(StatePart):
     reservations: Table[Reservation] = field(default_factory=Table)  #: By number.
     nodes: Table[Node] = field(default_factory=Table)  #: By order of first appearance.
     node_ids: dict[str, int] = field(default_factory=dict)  #: Number of a node by its name.
-    short: tuple[int, ...] = ()  #: Nodes that lack worker processes, or have too many.
+    short: tuple[int, ...] = ()  #: Nodes to check for missing or surplus worker processes.
     #: Nodes with a keeper that lost their last reservation or worker.
     emptied: tuple[int, ...] = ()
     #: By alternative of capacity, up to the last one that was requested.
@@ -133,7 +133,7 @@ class Fleet(StatePart):
     staying: Rooms = ()  #: Workers that could train, on nodes that stay.
     leaving: Rooms = ()  #: Workers that could train, on draining nodes.
     num_starting: int = 0  #: Processes that are starting.
-    num_failed_starts: int = 0  #: Processes that died at start in a row before any got ready.
+    num_failed_starts: int = 0  #: Processes in a row that died at start before any got ready.
     failed_start: str = ""  #: Why the last of them died, for people.
     next_worker: int = 1
     next_reservation: int = 1

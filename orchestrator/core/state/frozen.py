@@ -10,7 +10,6 @@ class StatePart:
     """A part that equals another if their fields are equal, whether frozen or not."""
 
     def __eq__(self, other: object) -> bool:
-        """Return whether every field is equal."""
         return isinstance(other, StatePart) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:

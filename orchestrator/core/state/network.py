@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import inf
 from typing import Final, NamedTuple, TypeAlias
 
-#: The controller as an end of links. If it loses a node and finds it again, this link was lost. The
-#: link is not probed, and is forgotten if the node never comes back.
+#: The controller as an end of a link: the link is lost if the controller loses a node and finds it
+#: again. It is not probed, and it is forgotten if the node never comes back.
 CONTROLLER: Final = ""
 #: Two nodes by name: the way from the first to the second or, sorted, the link between them.
 Pair: TypeAlias = tuple[str, str]
@@ -22,7 +22,7 @@ class Link(NamedTuple):
     """A link between two nodes that was lost and may be whole again."""
 
     ends: Pair  #: Its nodes, sorted.
-    #: The ways without a connection, by the last probe; () if the link is whole.
+    #: The ways that the last probe found without a connection; () if the link is whole.
     lost: tuple[Pair, ...]
     since_s: float  #: When it was last lost in use.
     num_lost: int = 1  #: How often it was lost in use.
@@ -31,7 +31,7 @@ class Link(NamedTuple):
 
     @property
     def pause_s(self) -> float:
-        """Return how long it must be whole before it is used."""
+        """Return how long it must be whole before it is used, in seconds."""
         return min(_PAUSE_S * 2.0 ** min(self.num_lost - 1, 10), _PAUSE_S_MAX)
 
     @property
@@ -44,22 +44,24 @@ class Network(NamedTuple):
     """Links that were lost, and the search for one."""
 
     links: tuple[Link, ...] = ()  #: Links that are lost, or were lost and are whole again.
-    #: Number of the newest ``ProbeLinks``; they count up over the run.
+    #: Number of the newest ``ProbeLinks``; numbers count up over the run.
     num_probes: int = 0
     #: Number of the probe for what ended the attempt or delays its forming; 0 if there was none.
     search: int = 0
     begun_s: float = -inf
-    asked: tuple[str, ...] = ()  #: The nodes that this probe asked.
-    until_s: float = inf  #: The bound of its answer; infinity if none is awaited.
+    asked: tuple[str, ...] = ()  #: The nodes whose keepers were to probe one another.
+    until_s: float = inf  #: When to stop waiting for the answer; infinity if none is awaited.
     found: tuple[Pair, ...] = ()  #: The ways without a connection that it found.
-    is_sound: bool = False  #: Whether all nodes answered and every way has a connection.
-    #: Nodes that the newest read left out because they were unreached.
+    #: Whether all nodes answered and every way between them has a connection.
+    is_sound: bool = False
+    #: Nodes that the newest read excluded because they were unreached.
     unread: tuple[str, ...] = ()
     #: Ways that the transport of a member called unreachable in this attempt.
     suspects: tuple[Pair, ...] = ()
     suspects_before: tuple[Pair, ...] = ()  #: The same for the previous attempt.
     slow: tuple[SlowLink, ...] = ()  #: Links that keepers last found slow.
-    without_slow: float = 1.0  #: Estimated step time without them, divided by the measured one.
+    #: Estimated step time without slow links, divided by the measured one.
+    without_slow: float = 1.0
 
     @property
     def is_searching(self) -> bool:

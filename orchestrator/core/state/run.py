@@ -1,4 +1,4 @@
-"""The run as a value: what the controller knows, and nothing else.
+"""The run as a value: all that the controller knows.
 
 A run has *reservations* (each for one worker, up to ``max_workers`` requested at all times) and
 *workers* (processes on nodes). Each formation decides which worker uses which reservation. The
@@ -36,7 +36,7 @@ from workers.protocol import Pace, Source
 
 
 class Phase(StrEnum):
-    """The phase of the run. ``EDGES`` has the phases that follow, ``phase_table`` the handlers."""
+    """The phase of the run. ``EDGES`` has its next phases, ``phase_table`` its handlers."""
 
     WAITING = "waiting"
     FORMING = "forming"
@@ -73,13 +73,13 @@ class RunOutcome(StrEnum):
     COMPLETED = "completed"
     STOPPED = "stopped"
     FAILED = "failed"
-    #: Too few workers could be had for too long.
+    #: The run had too few workers for too long.
     NO_CAPACITY = "no_capacity"
 
 
 @dataclass(eq=False)
 class Reads(StatePart):
-    """Reads of keepers and storage (``ReadCommitted``) since the last attempt started."""
+    """Reads of keepers and storage (``ReadCommitted``), and which of their answers to trust."""
 
     num: int = 0  #: Number of the newest read; reads count up over the run.
     pending: int = 0  #: How many of the newest reads have no answer yet.
@@ -122,15 +122,15 @@ class MutableRunState(StatePart):
     #: The last attempt known to have completed a step or written files.
     trained: int = 0
     attempt: Attempt = field(default_factory=Attempt)  #: The current or last attempt.
-    #: Reads of keepers and storage since it started.
+    #: Reads of keepers and storage since the attempt started.
     reads: Reads = field(default_factory=Reads)
     fleet: Fleet = field(default_factory=Fleet)
     #: The workers that the run leaves to other runs on the cluster.
     sharing: Sharing = field(default_factory=Sharing)
     #: Which of the nodes do not reach each other.
     network: Network = field(default_factory=Network)
-    #: ``(step, attempt)`` of the newest commit known to count. It may be gone when it is needed;
-    #: the next read then returns an older one.
+    #: ``(step, attempt)`` of the newest commit known to count. It may be gone when the run needs
+    #: it; the next read then returns an older one.
     committed: tuple[int, int] = (0, 0)
     #: Whether it was last seen in keepers' memory, which is lost with the nodes.
     committed_in_memory: bool = False
@@ -141,8 +141,7 @@ class MutableRunState(StatePart):
     lost: tuple[int, ...] = ()
     #: Sources, of versions that count, that must no longer be loaded.
     bad: tuple[Source, ...] = ()
-    #: Sources that members of earlier attempts could not read. If it happens again, the source is
-    #: bad.
+    #: Sources that members of earlier attempts could not read. A source that fails again is bad.
     unread_before: tuple[Source, ...] = ()
     raised_before: tuple[UserError, ...] = ()  #: Errors of earlier attempts, the newest last.
     fits: tuple[ParallelLayout, ...] = ()  #: Layouts that have trained.
@@ -162,16 +161,17 @@ class MutableRunState(StatePart):
     cause: Cause | None = None  #: Why the last attempt ended or is ending; None before.
     #: Faults found while it ended that the cause does not explain.
     also: tuple[Cause, ...] = ()
-    stop_reason: str = ""  #: Why the user wants the run to stop; "" if not.
+    stop_reason: str = ""  #: Why the user wants the run to stop; "" if the user does not.
     stop_at: tuple[int, str] = (0, "")  #: The step after which it is to stop, and why; 0 if none.
     most_workers: int = 0  #: Most workers that the user wants; 0 for as many as configured.
-    #: When the controller's machine goes; infinity if it stays. The state is stored once before.
+    #: When the controller's machine is taken; infinity if it stays. The state is stored before
+    #: that.
     store_by_s: float = inf
     deadline_s: float = inf  #: Bound of the phase; infinity if it has none.
     #: When ``min_workers`` were first available, for the first attempt; infinity before.
     enough_since_s: float = inf
     waiting_since_s: float = 0.0  #: When the phase WAITING was entered.
-    #: No attempt starts before then, because the last ones failed without progress.
+    #: No attempt starts before this time, because the last ones failed without progress.
     hold_until_s: float = 0.0
     #: Bound of the survey after a restart; infinity if none is running.
     surveying_until_s: float = inf
@@ -184,7 +184,7 @@ class MutableRunState(StatePart):
     faults_seen: FaultsSeen = field(default_factory=FaultsSeen)  #: Since the run began.
     #: The chosen intervals of saves; 0 if not chosen yet.
     pace: Pace = field(default_factory=Pace)
-    pace_reason: str = ""  #: Why these intervals.
+    pace_reason: str = ""  #: Why these intervals were chosen.
     state_bytes: int = 0  #: Size of a snapshot over all ranks; 0 before the first.
     #: ``(axis, bytes)`` that a rank sends in a step, as last measured.
     sent: tuple[tuple[str, float], ...] = ()
@@ -215,7 +215,7 @@ def thaw(state: RunState) -> MutableRunState:
 
 
 def freeze(run: MutableRunState) -> RunState:
-    """Turn ``run`` into a state, in place; it can no longer be changed."""
+    """Turn ``run`` into a state that can no longer be changed, in place."""
     run.attempt.__class__ = FrozenAttempt
     run.reads.__class__ = FrozenReads
     run.fleet.__class__ = FrozenFleet
@@ -244,17 +244,17 @@ def describe(
     capacity[{alternative, asked, granted, refused, since_s, refused_s, grant_s, why}],
     shared{limit, runs} | null, cause{kind, guilty, evidence, at_s, rule, verdict, places} | null,
     suspects[{kind, guilty{ranks, nodes, links}, confidence, since_s, evidence, alternatives[{kind,
-    guilty}], worker, times}], sent{axis: bytes}, waits_for, reason``. A ``pid`` is null until it is
-    known, and a time (``at_s``) until there is one.
+    guilty}], worker, times}], sent{axis: bytes}, waits_for, reason``. A ``pid`` or a time
+    (``at_s``) that is not known is null.
 
     Args:
-        num_told: Most members, from rank 0 on, and most standbys and most nodes to list; None for
-            all.
-        num_nodes: Most nodes to list, those in trouble first, with the processes on them.
+        num_told: How many members, from rank 0 on, standbys and nodes to list; None for all.
+        num_nodes: How many nodes to list, those in trouble first, with the processes on them; None
+            for all.
     """
     fleet = state.fleet
     shown = None if num_nodes is None else dict.fromkeys(troubled_first(state)[:num_nodes])
-    # Only members have reservations of their own.
+    # A worker has a reservation only while it is a member.
     spare = fleet.workers.where(_is_spare)
     placed = enumerate(zip(state.attempt.members, state.attempt.nodes, strict=True))
     members = (
@@ -301,10 +301,7 @@ def describe(
 
 
 def troubled_first(state: RunState) -> list[int]:
-    """Return all nodes: those in trouble first, lost ones last.
-
-    The others are in the order of ranks.
-    """
+    """Return all nodes: those in trouble first, then in the order of ranks, lost ones last."""
     fleet, workers = state.fleet, state.fleet.workers
     suspects = (worker_number(one.worker) for one in state.attempt.suspects if one.worker)
     dying = (number for number, _ in workers.where(_is_dying))
@@ -377,7 +374,7 @@ def _waits_for(state: RunState) -> str:
 
 
 def _missing_reservations(state: RunState) -> list[int]:
-    """Return the requests for workers that the run lacks, not those for better capacity only."""
+    """Return the requests for workers that the run lacks, without those for better capacity."""
     offers = enumerate(state.fleet.offers)
     last = max((n for n, offer in offers if offer.num_pending + offer.num_granted), default=0)
     return [

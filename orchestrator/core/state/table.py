@@ -1,8 +1,8 @@
-"""A persistent map from small integers: an old version stays valid when a new one is made.
+"""A persistent map from small integers: a change makes a new version and keeps the old one.
 
-The run state is a value, so a change must not touch the old one. Each event would copy a whole
-``dict``, which with 10,000 nodes would be the controller's main cost. Keys are consecutive integers
-here, so the map is cut into chunks and a change copies one chunk.
+The run state is a value, so a change must not touch the old one. With 10,000 nodes, copying a whole
+``dict`` for each event would be the controller's main cost. Keys are consecutive integers here, so
+the map is cut into chunks and a change copies one chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Chunk(dict[int, V]):
 
 
 class Table(Generic[V]):
-    """An immutable map from ``int >= 0``; iterates in ascending order of keys' chunks, then of age.
+    """An immutable map from ``int >= 0``; iterates over chunks in order of keys, then by age.
 
     ``set`` and ``without`` return a new table and leave the old one as it is.
     """
@@ -57,12 +57,10 @@ class Table(Generic[V]):
         return self._chunks[key >> _CHUNK_BITS][key]
 
     def __contains__(self, key: int) -> bool:
-        """Return whether ``key`` has a value."""
         index = key >> _CHUNK_BITS
         return index < len(self._chunks) and key in self._chunks[index]
 
     def __len__(self) -> int:
-        """Return the number of keys."""
         return sum(map(len, self._chunks))
 
     def set(self, key: int, value: V) -> Table[V]:
@@ -107,10 +105,10 @@ class Table(Generic[V]):
         return Table(tuple(chunks))
 
     def where(self, is_so: Callable[[V], object]) -> list[tuple[int, V]]:
-        """Return ``(key, value)`` of the values for which ``is_so``, in the order of ``items``.
+        """Return ``(key, value)`` where ``is_so(value)`` is true, in the order of ``items``.
 
         Only chunks that changed since the last call with the same ``is_so``, on any version, are
-        searched. So ``is_so`` must be a function of a module and must depend on the value alone.
+        searched. So ``is_so`` must be a module-level function that depends on the value alone.
         """
         found: list[tuple[int, V]] = []
         for chunk in self._chunks:
@@ -138,22 +136,20 @@ class Table(Generic[V]):
         return total
 
     def items(self) -> Iterator[tuple[int, V]]:
-        """Iterate over ``(key, value)``."""
+        """Yield ``(key, value)`` pairs."""
         for chunk in self._chunks:
             yield from chunk.items()
 
     def values(self) -> Iterator[V]:
-        """Iterate over the values."""
+        """Yield the values."""
         for chunk in self._chunks:
             yield from chunk.values()
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the keys."""
         for chunk in self._chunks:
             yield from chunk
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both hold the same keys and values."""
         if not isinstance(other, Table):
             return False
         # Chunks that are shared compare by identity, so versions of one table compare fast.
@@ -166,5 +162,4 @@ class Table(Generic[V]):
         raise TypeError("a Table is not hashable")
 
     def __repr__(self) -> str:
-        """Return the contents as a dict."""
         return f"Table({dict(self.items())!r})"

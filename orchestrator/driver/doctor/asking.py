@@ -1,6 +1,6 @@
 """Ask every node of a cluster about itself, for ``everstep doctor``.
 
-A short-lived process on each node collects the facts. Nothing stays in the run directory.
+A short-lived process on each node collects the facts. No file stays in the run directory.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from workers.process import copies_past_caches
 
 T = TypeVar("T")
 
-#: Their versions must be equal on all machines; so must Python's first two numbers.
+#: Their versions must be equal on all machines, and so must Python's first two numbers.
 _PACKAGES = ("everstep", "ray", "torch")
-#: A node that starts no process within this time would also start no worker in time.
+#: A node that starts no process within this time would not start a worker in time either.
 ANSWER_S_MAX = 60.0
 _CONNECT_S_MAX = 3.0
 
@@ -124,7 +124,7 @@ def _watched(config: RunConfig | None, address: str | None) -> dict[str, str]:
 def facts_of(node: str, watched: Mapping[str, str]) -> NodeFacts:
     """Return the facts about this machine, called ``node``, as if its clock were right.
 
-    ``watched`` is for ``workers.keeper.sources_of``.
+    ``watched`` are arguments of ``workers.keeper.sources_of``.
     """
     unheard = []
     sources = sources_of(**watched)
@@ -272,7 +272,7 @@ def _why_no_port(port: int) -> str:
 
 
 def _types_here() -> list[NodeKind] | None:
-    """Return the configuration of the autoscaler on this machine; None without one."""
+    """Return the types of node that the autoscaler on this machine may add; None without one."""
     from ray.autoscaler.v2.instance_manager.config import FileConfigReader
 
     option = b"--autoscaling-config="
@@ -332,7 +332,7 @@ def _answers(calls: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beyond(offset_s: float, slack_s: float) -> float:
-    """Return the part of an offset that the time of the request does not explain."""
+    """Return the part of an offset that the duration of the request does not explain."""
     return max(0.0, abs(offset_s) - slack_s) * (1 if offset_s > 0 else -1)
 
 

@@ -1,4 +1,4 @@
-"""Judge a cluster before a run spends money on it: facts about nodes in, findings out. Pure.
+"""Judge a cluster before a run spends money on it: facts about nodes become findings. Pure.
 
 Each check finds something that would fail a run, or slow its recoveries, hours later and with a
 less clear message.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from orchestrator.config import Alternative, RunConfig
 from workers.process import TUNABLE, VARIABLE
 
-#: Progress records and record rings of a worker take less than a MiB. If less than this is free,
+#: A worker's progress records and record rings take less than a MiB. If less than this is free,
 #: something else fills the memory.
 SHARED_MEMORY_BYTES_MIN = 64 << 20
 #: Ray alone holds some hundred connections on a node; Ray advises 65536.
@@ -24,7 +24,7 @@ CLOCK_S_MAX = 1.0
 
 
 class Level(StrEnum):
-    """How bad a finding is: the run works, works badly, or does not work."""
+    """The severity of a finding: the run works, works badly, or does not work."""
 
     OK = "ok"
     WARN = "warn"
@@ -45,14 +45,14 @@ class Finding:
 class NodeFacts:
     """The facts about one machine."""
 
-    node: str  #: Its host name and the beginning of Ray's id; "this machine" without Ray.
+    node: str  #: Its host name and the first characters of Ray's id; "this machine" without Ray.
     #: Versions by package, of Python and of everything that must be equal on all machines.
     versions: dict[str, str]
-    clock_ahead_s: float  #: Lead of its clock over ours.
+    clock_ahead_s: float  #: How far its clock is ahead of ours.
     shared_memory_bytes: int  #: Free in /dev/shm.
     open_files: int  #: Limit of open files per process.
     resources: dict[str, float]  #: Ray's free resources there, by Ray's names.
-    #: Whether it may; a head without processors holds only the controller.
+    #: Whether it may hold workers; a head without processors holds only the controller.
     holds_workers: bool = True
     #: Whether large copies in Ray's processes bypass the processor's caches.
     copies_past_caches: bool = True
@@ -70,8 +70,7 @@ class NodeKind:
     """An existing node, or a type of node that an autoscaler may add."""
 
     name: str  #: For people.
-    #: Total resources, by Ray's names; empty if the autoscaler only learns them from a running
-    #: node.
+    #: Total resources, by Ray's names; empty if the autoscaler knows them only once a node runs.
     resources: dict[str, float]
     labels: dict[str, str]  #: Ray's labels.
 
@@ -91,10 +90,10 @@ class NodeKind:
 def unserved(
     config: RunConfig, *, there: Sequence[NodeKind], types: Sequence[NodeKind] | None
 ) -> list[Finding]:
-    """Return which alternatives of capacity no node can serve; without any, the worker's room.
+    """Return a finding for each alternative of capacity that no node can serve.
 
-    ``there`` are the nodes of the cluster, and ``types`` those that its autoscaler may add; None if
-    unknown.
+    Without alternatives, the room for a worker counts as one. ``there`` are the nodes of the
+    cluster, and ``types`` those that its autoscaler may add; None if unknown.
     """
     findings: list[Finding] = []
     for number, wanted in enumerate(config.alternatives()):
@@ -120,7 +119,7 @@ def unserved(
 
 
 def port_taken(port: int, why: str) -> Finding:
-    """Report that nothing can listen on the port for metrics, and why."""
+    """Return the finding that nothing can listen on the port for metrics, and why."""
     message = (
         f"port {port} of the controller's machine: {why}; the run would take a free one, so "
         "Prometheus would look at the wrong port"
@@ -139,7 +138,7 @@ def diagnose(
     Args:
         nodes: The head and the nodes for workers that answered; without a cluster only ``here``.
         here: The machine of this process; the nodes must have its versions.
-        config: The run's configuration; None checks what every run needs.
+        config: The run's configuration; with None, only check what every run needs.
     """
     findings = [_finding(check, nodes, here) for check in _OF_EACH]
     if list(nodes) != [here]:
@@ -182,7 +181,7 @@ def _little_shared_memory(facts: NodeFacts, _: NodeFacts) -> str:
 
 
 def _watched(nodes: Sequence[NodeFacts], _: NodeFacts) -> str:
-    """Return the finding about sources of notices."""
+    """Return the message about sources of notices."""
     if watched := sorted({name for facts in nodes for name in facts.watched}):
         return f"{' and '.join(watched)}: asked, and it answers"
     return (
@@ -306,7 +305,7 @@ def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str])
 
 
 def _sharing(config: RunConfig) -> list[Finding]:
-    """Return a finding about workers that share a GPU, and the cost."""
+    """Return a finding about workers that share a GPU, and what that costs."""
     share = config.cluster.gpus_per_worker
     if not 0 < share < 1:
         return []

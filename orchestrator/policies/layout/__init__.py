@@ -1,6 +1,6 @@
-"""Which layout the available workers take, and on which nodes.
+"""Choose a layout for the available workers, and the nodes for it.
 
-Pure arithmetic. The user sets the degrees for the full size. For every other size the planner takes
+Pure arithmetic. The user sets the degrees for the full size. For every other size the planner uses
 those degrees or divisors of them: ``candidates`` lists them, ``fit`` adapts one to the room on each
 node, and ``choose`` decides. ``speed`` estimates the gain of a change. ``forecasts`` estimates
 memory and step times on GPUs that are not here.

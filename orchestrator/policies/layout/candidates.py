@@ -14,7 +14,7 @@ from ucp_core.layout import ParallelLayout
 
 #: The axes whose degrees a user sets; ``dp_shard`` follows from the number of workers.
 NAMED = ("pp", "dp_replicate", "cp", "tp")
-#: Stands for an axis: all degrees together are refused, with any number of shards.
+#: Names no single axis: the combination of all degrees is refused, with any number of shards.
 WHOLE = "layout"
 
 
@@ -29,7 +29,7 @@ class Refused:
     why: str  #: One line for people.
 
     def rules_out(self, other: ParallelLayout) -> bool:
-        """Return whether ``other`` could not train either.
+        """Return whether ``other`` cannot train either.
 
         A layout needs at least as much memory if its workers hold at least as large a share of the
         state, of each gathered layer, and of each sequence.
@@ -55,7 +55,7 @@ class LayoutRules:
     cp: int = 1  #: Parts of each sequence.
     tp: int = 1  #: Tensor-parallel ways, all on one node.
     pp: int = 1  #: Pipeline-parallel ways.
-    ep: int = 1  #: Expert-parallel ways among the shards; fewer if the shards are no multiple.
+    ep: int = 1  #: Expert-parallel ways among the shards; fewer if they do not divide the shards.
     stages_per_worker: int = 1  #: Stages of each worker of a pipeline, at every size.
     fixed: tuple[str, ...] = ()  #: Axes that keep their degree at every size.
     #: Micro-batches of a step over all workers; 0 if unknown. Each pipeline needs as many as it has
@@ -67,12 +67,12 @@ class LayoutRules:
 
     @property
     def multiple(self) -> int:
-        """Return the number whose multiples are full-size numbers of workers."""
+        """Return the number of which every full-size number of workers is a multiple."""
         return self.dp_replicate * self.cp * self.tp * self.pp * self.ep
 
     @property
     def multiple_min(self) -> int:
-        """Return the fewest workers that form a layout."""
+        """Return the smallest number of workers that form a layout."""
         ways = self.ep if "ep" in self.fixed else 1
         return ways * min(each.world_size for each in candidates(self))
 
@@ -85,7 +85,7 @@ class LayoutRules:
         return next((each for each in self.refused if each.rules_out(layout)), None)
 
     def __str__(self) -> str:
-        """Return the degrees above 1, as the configuration names them."""
+        """Return the degrees above 1, by the keys of the configuration."""
         degrees = ((axis, getattr(self, axis)) for axis in (*NAMED, "ep"))
         used = [f"parallel.{axis}={degree}" for axis, degree in degrees if degree > 1]
         return " x ".join(used) or "no degree above 1"
@@ -95,9 +95,9 @@ class LayoutRules:
 def candidates(rules: LayoutRules) -> tuple[ParallelLayout, ...]:
     """Return the degrees that a layout may have, each with ``dp_shard`` 1, the user's first.
 
-    The others follow in the order of how many workers still share a model and sequences, since
-    users cut these for lack of memory. Among equals, more tensor parallelism comes first, then
-    longer parts of sequences, then more copies.
+    The others follow by how many workers share a model and sequences, the most first, because users
+    cut these for lack of memory. Among equals, more tensor parallelism comes first, then longer
+    parts of sequences, then more copies.
     """
     degrees = [
         [degree for degree in range(1, wish + 1) if wish % degree == 0 and rules.may(axis, degree)]

@@ -1,4 +1,4 @@
-"""The decision: which candidate the workers take, and why not another one."""
+"""Decide which candidate the workers use, and say why not another one."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def choose(
 ) -> ParallelLayout | None:
     """Return the layout of ``num_min`` to ``num_max`` workers; None if there is none.
 
-    The user's layout is chosen if it leaves no worker idle. Otherwise the first candidate that
-    leaves at most a quarter idle is chosen, unless this run has measured it and a faster one: then
-    the fastest is. If all leave more idle, the one with the most workers is chosen.
+    The user's layout is chosen if it leaves no worker idle. Otherwise it is the first candidate
+    that leaves at most a quarter idle, or the fastest of these if the run has measured both. If all
+    leave more idle, it is the one with the most workers.
     """
     offered = min(num_workers(rooms), num_max)
     wish = fit(candidates(rules)[0], rooms, num_max, rules)

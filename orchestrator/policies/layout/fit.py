@@ -1,4 +1,4 @@
-"""How many workers a layout with given degrees uses on each node."""
+"""Compute how many workers a layout with given degrees uses on each node."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TypeAlias
 from orchestrator.policies.layout.candidates import LayoutRules
 from ucp_core.layout import ParallelLayout
 
-#: ``(workers, nodes)``, ascending: the number of nodes on which that many workers could train.
+#: ``(workers, nodes)``, ascending by workers: on so many nodes, so many workers could train each.
 Rooms: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def rooms_of(workers: Iterable[int]) -> Rooms:
-    """Return the rooms of nodes, given the number of workers on each."""
+    """Return the rooms of nodes, given the number of workers on each node."""
     return tuple(sorted((room, num) for room, num in Counter(workers).items() if room))
 
 
@@ -34,16 +34,15 @@ def fit(
 ) -> ParallelLayout | None:
     """Return the largest layout with ``degrees`` of at most ``num_max`` workers; None if none fits.
 
-    Each tensor-parallel group is within a node. Every degree of sharding is legal, since quotas of
-    micro-batches may be uneven, but a pipeline has to be filled. Experts are cut in the configured
-    number of ways or, unless that is fixed, in the most ways that divide it and the shards. A group
-    of experts is within a node if the node's workers are a multiple of it. None if the layout was
-    refused.
+    Each tensor-parallel group is within a node. Every degree of sharding is legal, because the
+    numbers of micro-batches may be uneven, but every pipeline must be filled. Experts are cut in
+    the configured number of ways or, unless that is fixed, in the most ways that divide it and the
+    shards. A layout that was refused does not fit.
     """
     num_groups = sum(room // degrees.tp * num for room, num in rooms)
     dp_shard = min(num_groups, num_max // degrees.tp) // (degrees.world_size // degrees.tp)
     if degrees.pp > 1 and rules.num_micro_batches:
-        # The most data-parallel ranks of which one still has ``pp`` micro-batches.
+        # The largest number of data-parallel ranks of which each still has ``pp`` micro-batches.
         most = (rules.num_micro_batches - 1) // (degrees.pp - 1)
         dp_shard = min(dp_shard, most // degrees.dp_replicate)
     if "ep" in rules.fixed:
@@ -61,8 +60,8 @@ def fit(
 def spread(rooms: Sequence[int], layout: ParallelLayout, num_nodes: int = 1) -> list[int]:
     """Return how many workers train on each node, given the room on each, the best node first.
 
-    Use few nodes, so that workers are near each other, but ``num_nodes`` if possible: snapshots on
-    a single node would be lost with it.
+    Use few nodes, so that workers are near each other, but at least ``num_nodes`` if possible:
+    snapshots on a single node would be lost with it.
     """
     room = [each // layout.tp for each in rooms]
     left = layout.world_size // layout.tp

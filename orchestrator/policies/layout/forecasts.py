@@ -1,4 +1,4 @@
-"""The expected memory and step time of a layout on GPUs that are not here.
+"""Forecast the memory and step time of a layout on GPUs that are not here.
 
 Step times assume that a GPU reaches a usual share of its peak, so their order is more reliable than
 their values.
@@ -18,10 +18,10 @@ from ucp_core.layout import ParallelLayout
 from workers.models import ModelShape
 from workers.settings import USABLE_MEMORY
 
-#: The share of the state that a checkpoint contains: all but gradients.
+#: Bytes per parameter in a checkpoint, which has no gradients.
 SAVED_BYTES: Final = 4 + 4 + 4
-#: Least tokens in a part of a sequence for cutting to pay: Llama 3 cut 131,072 tokens into 16 parts
-#: and did not cut 8,192 (arXiv 2407.21783, table 4).
+#: Cutting a sequence pays only if its parts have at least this many tokens: Llama 3 cut 131,072
+#: tokens into 16 parts and did not cut 8,192 (arXiv 2407.21783, table 4).
 PART_TOKENS: Final = 8192
 #: Seconds that each machine of a ring adds to a gather or a sum (NCCL's tuning.cc: LL128 over a
 #: network).
@@ -36,15 +36,15 @@ class Forecast:
 
     layout: ParallelLayout
     memory_bytes: int  #: The least memory that each worker needs.
-    room_bytes: int  #: The memory that it has for tensors.
+    room_bytes: int  #: The memory that a GPU has for tensors.
     step_s: float  #: Duration of a step.
-    mfu: float  #: Share of the GPUs' peak that the model's own products use.
+    mfu: float  #: Share of the GPUs' peak that the matrix products of the model use.
     bubble: float  #: Share of the step in which a stage waits for others.
     idle: float  #: Share of passes that repeat a micro-batch because there are fewer than ranks.
     #: Each worker's share of a checkpoint: the most that a change of layout moves.
     state_bytes: int
     is_short: bool  #: Whether the parts of sequences are too short for cutting to pay.
-    reshards: bool  #: This and the rest as in ``Job``.
+    reshards: bool  #: These four are as in ``Job``.
     reduces: bool
     recomputes: bool
     stages_per_worker: int
@@ -62,18 +62,18 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The fixed properties of all layouts to compare, and those that may be chosen for each."""
+    """The properties that all compared layouts share, and those that may be chosen for each."""
 
     degrees: Mapping[str, int] = field(default_factory=dict)  #: By axis; the other axes are chosen.
-    reshards: bool = False  #: Whether that may be chosen; otherwise it is as in the job.
-    recomputes: bool = False  #: Likewise.
-    stages: bool = False  #: Likewise for the stages of each worker.
+    reshards: bool = False  #: Whether ``reshards`` may be chosen; otherwise it is as in the job.
+    recomputes: bool = False  #: The same for ``recomputes``.
+    stages: bool = False  #: The same for the stages of each worker.
 
 
 def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Forecast:
     """Return the forecast of a layout on nodes of ``node_size`` such GPUs.
 
-    Traffic of weights overlaps with the passes; traffic of activations overlaps with nothing.
+    Traffic of weights overlaps with the passes; traffic of activations does not.
     """
     room = int(gpu.memory_gb * 1e9 * USABLE_MEMORY)
     needed = memory_bytes(layout, job)
@@ -103,7 +103,7 @@ def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Fore
 
 
 def _step_s(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> float:
-    """Return how long a step takes: its passes, plus the work that is done once a step.
+    """Return how long a step takes: its passes, and the work that is done once a step.
 
     The gathers and sums of a pass overlap with its own half, forward or backward.
     """
@@ -140,7 +140,7 @@ def _step_s(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> float
 
 
 def _waited(layout: ParallelLayout, job: Job) -> float:
-    """Return for how many passes a stage waits in a step."""
+    """Return the length of a stage's wait in a step, in passes."""
     return (layout.pp - 1) / job.stages(layout)
 
 
@@ -150,11 +150,11 @@ def _pairs(job: Job) -> int:
 
 
 def _products_s(layout: ParallelLayout, job: Job, gpu: Gpu) -> float:
-    """Return how long the products of a pass take on the slowest rank.
+    """Return how long the matrix products of a pass take on the slowest rank.
 
-    Count one forward and two backward, each a product and a sum; attention sees half of all pairs.
-    If heads cannot be distributed over the parts of sequences, the last part has nearly twice as
-    many pairs.
+    The backward pass counts twice the forward pass, and each product two operations. Attention sees
+    half of all pairs. If heads cannot be distributed over the parts of sequences, the last part has
+    nearly twice as many pairs.
     """
     pairs = job.width * job.sequence_length
     if not _shares_heads(layout, job.shape):
@@ -182,7 +182,7 @@ def _shares_heads(layout: ParallelLayout, shape: ModelShape) -> bool:
 def sent_bytes(layout: ParallelLayout, job: Job) -> dict[str, float]:
     """Return how many bytes each worker sends on each axis in a step; sums use rings.
 
-    For ``pp`` it is what a middle stage sends, half of it each way.
+    For ``pp``, count what a middle stage sends, half of it each way.
     """
     shape, num_passes, tp, cp = job.shape, job.num_passes(layout), layout.tp, layout.cp
     num_layer_passes = job.num_layers(layout) * num_passes
@@ -220,7 +220,7 @@ def sent_bytes(layout: ParallelLayout, job: Job) -> dict[str, float]:
 def forecasts(
     job: Job, gpu: Gpu, num_nodes: int, node_size: int, asked: Asked | None = None
 ) -> list[Forecast]:
-    """Return the layouts that use all GPUs, each with its best choices, the best first."""
+    """Return a forecast for each layout that uses all GPUs, with its best choices, best first."""
     asked = asked or Asked()
     found = []
     for layout in _layouts(job, num_nodes * node_size, node_size, asked.degrees):

@@ -88,7 +88,7 @@ def _shape(*sizes: int) -> ModelShape:
     )
 
 
-#: Models with experts. They are no presets, because everstep trains the ones of ``transformers``.
+#: Models with experts. They are not presets, because everstep trains those of ``transformers``.
 #: DeepSeek-V3 has latents of 1,536 and 512, and heads of 128 + 64 and 128 (arXiv 2412.19437, 4.2).
 MIXTURES: Mapping[str, Mixture] = MappingProxyType(
     {
@@ -119,14 +119,14 @@ class Job:
     #: Whether gradients are reduced after each pass; otherwise they are added up unsharded. None to
     #: reduce only if unsharded ones would not fit (``train.reduce_gradients``).
     reduces: bool | None = None
-    #: Whether layers keep only their inputs and are computed again (activation checkpointing).
+    #: Whether layers keep only their inputs and are recomputed (activation checkpointing).
     recomputes: bool = False
     #: Pipeline stages of each worker; with more than 1 they are interleaved.
     stages_per_worker: int = 1
     #: Whether tensor parallelism also cuts the values between products and the logits (sequence and
     #: loss parallelism).
     cuts_sequences: bool = False
-    #: Whether the loss is computed from some logits at a time, as in the built-in model.
+    #: Whether the loss is computed from a few logits at a time, as in the built-in model.
     chunks_loss: bool = False
     #: Whether gradients are summed in the order of one tree (``train.deterministic``).
     in_tree: bool = False
@@ -171,12 +171,12 @@ class Job:
 
     @property
     def used_block(self) -> int:
-        """Return the parameters of a layer that a token is multiplied with."""
+        """Return how many parameters of a layer a token is multiplied with."""
         idle = self.experts.num - self.experts.num_used if self.experts is not None else 0
         return self.block - idle * self.expert
 
     def narrow(self, tp: int) -> int:
-        """Return the extra time of narrow products in a layer's experts, in parameters.
+        """Return the extra time of narrow products in a layer's experts, as a number of parameters.
 
         Products of ``_NARROW`` columns take twice as long.
         """
@@ -196,7 +196,7 @@ class Job:
 
     @property
     def num_used(self) -> int:
-        """Return the parameters that a token is multiplied with."""
+        """Return how many parameters a token is multiplied with."""
         return self.embedding + self._layers(self.used_block) + self.shape.dim
 
     @property
@@ -212,12 +212,12 @@ class Job:
         return self.stages_per_worker if layout.pp > 1 else 1
 
     def layers(self, layout: ParallelLayout) -> tuple[int, ...]:
-        """Return the layers of each worker of a pipeline."""
+        """Return the number of layers of each worker of a pipeline."""
         per_rank = self.stages(layout)
         return _cut(self.shape.num_layers, layout.pp, per_rank, self.embedding / self.block)
 
     def num_layers(self, layout: ParallelLayout) -> int:
-        """Return the layers of the worker that has the most."""
+        """Return the number of layers of the worker that has the most."""
         return max(self.layers(layout))
 
     def stage(self, layout: ParallelLayout, rank: int) -> int:
@@ -237,7 +237,7 @@ class Job:
         return max(num, 0) * self.expert_block / (layout.ep * layout.tp)
 
     def whole(self, layout: ParallelLayout, rank: int) -> float:
-        """Return the parameters that a worker of a pipeline gathers; of experts, only its own."""
+        """Return the parameters that a worker of a pipeline gathers, without others' experts."""
         others = self.own_experts(layout, rank) * (layout.ep - 1)
         return self.stage(layout, rank) / layout.tp - others
 

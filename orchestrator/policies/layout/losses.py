@@ -1,4 +1,4 @@
-"""The cost of losing a node in a layout, and the best layouts with that in mind."""
+"""The cost of losing a node in a layout, and the best layouts with that taken into account."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Nodes:
     gpu: Gpu
     num: int  #: Number of machines.
     size: int  #: GPUs of each.
-    fixed: tuple[str, ...] = ()  #: Axes that keep their degree if there are fewer workers.
+    fixed: tuple[str, ...] = ()  #: Axes that keep their degree with fewer workers.
     num_min: int = 1  #: Workers below which the run waits.
 
     @property
@@ -51,14 +51,13 @@ class Weighed:
 
     forecast: Forecast
     after: Forecast | None  #: None if the run would wait for another node.
-    expected_s: float  #: The mean step time, given the share of time with a node away.
+    expected_s: float  #: The mean step time, with the share of time in which a node is away.
 
 
 def weigh(found: Sequence[Forecast], job: Job, nodes: Nodes) -> list[Weighed]:
-    """Return the layouts, the best first: those that can continue without a node, then the fastest.
+    """Return the layouts of ``forecasts``, the best first.
 
-    Args:
-        found: As ``forecasts`` returns them.
+    Layouts that can continue without a node come before others; among equals, the fastest is first.
     """
     fits = [one for one in found if one.fits][:_NUM_WEIGHED]
     weighed = [_weighed(one, job, nodes) for one in fits]
@@ -76,9 +75,9 @@ def _weighed(one: Forecast, job: Job, nodes: Nodes) -> Weighed:
 
 
 def after_loss(one: Forecast, job: Job, nodes: Nodes) -> Forecast | None:
-    """Return the layout that a run takes without one node; None if it waits for a replacement.
+    """Return the layout that a run uses without one node; None if it waits for a replacement.
 
-    Like a run, try the chosen layout, and refuse it if it does not fit.
+    As a run does, try the chosen layout, and refuse it if it does not fit.
     """
     layout, num_left = one.layout, (nodes.num - 1) * nodes.size
     rules = LayoutRules(

@@ -1,6 +1,6 @@
-"""The memory that a layout needs on each worker.
+"""The memory that a layout needs on each worker, as a lower bound.
 
-This is a lower bound: it excludes the process itself, fragmentation and the buffers of collectives.
+It excludes the process itself, fragmentation and the buffers of collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GRADIENT_BYTES: Final = 4
 def memory_bytes(layout: ParallelLayout, job: Job) -> int:
     """Return the least memory that training needs, on the worker that needs the most.
 
-    The first stage of a pipeline has the most open passes, the last one has the logits, and those
+    In a pipeline the first stage has the most open passes, the last one has the logits, and those
     in between receive from both sides.
     """
     return max(_of_rank(layout, job, rank) for rank in {0, min(1, layout.pp - 1), layout.pp - 1})
@@ -30,7 +30,7 @@ def _of_rank(layout: ParallelLayout, job: Job, rank: int) -> int:
     """Return the memory that one worker of a pipeline needs.
 
     It consists of the parameters, gradients and optimizer state of the shard, the parameters that
-    are gathered at one time, the gradients that are added up before they are reduced, the
+    are gathered at the same time, the gradients that are added up before they are reduced, the
     activations for the backward pass, the buffers for other stages, and the logits.
     """
     tokens = job.num_tokens // layout.cp
@@ -54,7 +54,7 @@ def _of_rank(layout: ParallelLayout, job: Job, rank: int) -> int:
 
 
 def _gathered(layout: ParallelLayout, job: Job, rank: int) -> float:
-    """Return the parameters that are gathered at one time."""
+    """Return the parameters that are gathered at the same time."""
     if layout.dp_shard * layout.cp == 1:
         return 0.0
     gathered, num_layers = job.whole(layout, rank), job.layers(layout)[rank]
@@ -81,7 +81,7 @@ def _added_up(layout: ParallelLayout, job: Job, rank: int) -> float:
 
 
 def _activations(layout: ParallelLayout, job: Job, rank: int) -> float:
-    """Return the values of a token that are kept for the backward passes of a worker.
+    """Return the values of a token that a worker keeps for its backward passes.
 
     1F1B keeps as many micro-batches as there are stages from the worker's on. With interleaving, a
     worker begins with two passes for each later stage, plus one through all its own stages but the
@@ -117,8 +117,8 @@ def _block_activations(job: Job, tp: int) -> float:
     Each tensor-parallel rank keeps the whole inputs of both norms and of the attention's and the
     feed-forward products. It keeps its part of queries, keys, values, the attention's output, and
     three values of the feed-forward part. Each expert of a token also keeps its input and its
-    output. In float32 no fused attention supports fewer heads of keys than of queries, so its
-    weights are kept.
+    output. In float32 no fused attention supports fewer heads of keys than of queries, so the
+    attention weights are kept.
     """
     shape, experts = job.shape, job.experts
     kv_dim = shape.num_kv_heads * shape.head_dim

@@ -1,7 +1,8 @@
-"""How long a step takes in a layout: as measured in this run, or by the work of each rank.
+"""How long a step takes in a layout, as measured in this run or by the work of each rank.
 
-Pure. A measured time includes everything: the model, the devices, the network. A layout without one
-is compared with the nearest measured layout by ``relative_step``, which ignores communication.
+Pure. A measured time includes everything: the model, the devices, the network. A layout without a
+measurement is compared with the nearest measured layout by ``relative_step``, which ignores
+communication.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ucp_core.layout import ParallelLayout
 
 
 def relative_step(layout: ParallelLayout, rules: LayoutRules) -> float:
-    """Return the time of a step, in units of one micro-batch on one worker.
+    """Return the time of a step, relative to one micro-batch on one worker.
 
     Each data-parallel rank runs as many passes as the one with the most micro-batches. Stages of a
     pipeline wait at its start and end, for a shorter time if each worker has several interleaved
@@ -29,7 +30,7 @@ def relative_step(layout: ParallelLayout, rules: LayoutRules) -> float:
 def expected_step_s(layout: ParallelLayout, rules: LayoutRules) -> float:
     """Return the seconds of a step: measured, or scaled from the nearest measured layout.
 
-    0.0 if no step was measured.
+    Return 0.0 if no step was measured.
     """
     if not rules.steps:
         return 0.0
@@ -38,10 +39,11 @@ def expected_step_s(layout: ParallelLayout, rules: LayoutRules) -> float:
 
 
 def step_ratio(then: ParallelLayout, now: ParallelLayout, rules: LayoutRules) -> float:
-    """Return the step time of ``then`` divided by that of ``now``, to weigh a change.
+    """Return the step time of ``then`` divided by that of ``now``, to judge a change.
 
-    The user wants more workers, so for them only the amount of work counts: slower steps measured
-    with them may have had a passing cause. Any other layout must be faster as measured.
+    If ``then`` has more workers, only the amount of work counts: the user wants more workers, and
+    slower steps measured with them may have had a passing cause. Any other layout must be faster as
+    measured.
     """
     if then.world_size > now.world_size or not rules.steps:
         return relative_step(then, rules) / relative_step(now, rules)

@@ -1,6 +1,6 @@
-"""Which nodes protect each other: groups whose members do not fail together. Pure.
+"""Form groups of nodes that protect each other and do not fail together. Pure.
 
-A failure domain is a rack, or a node of unknown rack. Every attempt has groups of its own, whose
+A failure domain is a rack, or a node whose rack is unknown. Every attempt has its own groups, whose
 sizes differ by at most one.
 """
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 def form_groups(domains: Mapping[str, str], *, size_min: int, size_max: int) -> Groups:
     """Return groups in which no two nodes share a domain, if possible.
 
-    Nodes are dealt in turn, domain by domain, so n nodes of a domain land in n different groups if
-    there are as many. To achieve this there may be more groups than ``size_max`` requires, as long
-    as each has ``size_min`` nodes. ``shared_domains`` returns the domains that groups still share.
+    Nodes are dealt in turn, domain by domain, so n nodes of a domain get into n different groups if
+    there are as many. For this there may be more groups than ``size_max`` requires, as long as each
+    has ``size_min`` nodes. ``shared_domains`` returns the domains that groups still share.
 
     Args:
-        size_min: Least size of a group; only a run with fewer nodes has a smaller one.
-        size_max: Greatest size, exceeded if ``size_min`` requires it.
+        size_min: Smallest size of a group; only a run with fewer nodes has a smaller one.
+        size_max: Largest size, exceeded if ``size_min`` requires it.
     """
     counts = Counter(domains.values())
     if not counts:
@@ -53,12 +53,11 @@ def partners(
 ) -> dict[str, tuple[str, ...]]:
     """Return, for each node, the others of its group that keep copies of its data.
 
-    The next ones in the group come first, so that each node keeps as many copies as others keep of
-    it. A small group has fewer copies than configured.
+    The next nodes in the group come first, so that each node keeps as many copies as others keep of
+    its data. A small group has fewer copies than configured.
 
-    Args:
-        met: Returns the cost of a copy from one node to another. Among nodes that protect equally
-            well the cheapest comes first, unless some node would then have more to keep.
+    ``met`` returns the cost of a copy from one node to another. Among nodes that protect equally
+    well the cheapest comes first, unless some node would then keep more.
     """
     found: dict[str, tuple[str, ...]] = {}
     for group in groups:
@@ -124,10 +123,8 @@ def holders(
     """Return up to ``copies`` of ``others`` to keep the data of ``one``, each on another node.
 
     A node in a domain without a copy comes first, even if it then keeps more than its share; then
-    one that keeps at most its share; then the first in order.
-
-    Args:
-        num_kept: How many copies each keeps so far; the new ones are added.
+    one that keeps at most its share; then the first in order. ``num_kept`` has the number of copies
+    that each keeps so far; the new ones are added.
     """
     found: list[T] = []
     while len(found) < copies:

@@ -1,10 +1,10 @@
-"""How often to take a snapshot, and how often to persist one.
+"""Choose how often to take a snapshot, and how often to persist one.
 
-Pure. A failure costs half an interval of redone work on average, and a snapshot costs the time it
-stalls training. Both are measured, so the interval that balances them is known (Young 1974, Daly
-2006). The two tiers serve different failures: memory serves almost all, and only the others go back
-to storage. Whatever the failure rates, both tiers together stay within a budget of step time, but
-never risk more than ten minutes of work for it.
+Pure. A failure costs half an interval of redone work on average, and a snapshot costs the time for
+which it stalls training. Both are measured, so the interval that balances them is known (Young
+1974, Daly 2006). The two tiers serve different failures: memory serves almost all, and only the
+others need storage. Whatever the failure rates, both tiers together stay within a budget of step
+time, but never risk more than ten minutes of work for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from orchestrator.fault_kinds import FaultKind, Loss
 from workers.protocol import Pace, SaveCosts
 
-#: At half or twice Young's interval, saving and redone work together cost a quarter more.
+#: A smaller change is not worth it: at half or twice Young's interval, the cost is a quarter more.
 _WORTH: Final = 1.5
 
 
@@ -31,17 +31,17 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redundancy:
-    """The protection that a lost node meets before storage is needed."""
+    """How well memory protects against lost nodes, before storage is needed."""
 
     num_nodes: int
     group_nodes: int  #: Nodes that protect each other; 1 if nothing protects a node.
     tolerance: int  #: How many nodes of a group may be lost at once.
-    reprotect_s: float  #: How long it takes after a loss until the group is whole again.
+    reprotect_s: float  #: How long after a loss the group is whole again.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceFacts:
-    """The facts from which the intervals are chosen."""
+    """The inputs of the decision."""
 
     step_s: float  #: Smoothed duration of a step, without saves.
     #: The tier in memory; None if there is none, and storage serves every failure.
@@ -59,12 +59,13 @@ class CadenceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRules:
-    """The choices that the user left open, the limits, and the prior before any observation."""
+    """The choices that the user leaves open, the limits, and the prior before any observation."""
 
     has_snapshots: bool = True  #: Whether snapshots are taken at all.
     chooses_snapshots: bool = False  #: Whether to choose their interval.
     chooses_checkpoints: bool = False  #: Whether to choose the interval of checkpoints.
-    cost_share_max: float = 0.02  #: Largest share of step time that both tiers may stall together.
+    #: Largest share of step time for which both tiers together may stall training.
+    cost_share_max: float = 0.02
     #: Snapshots that stall less than this share are taken even if failures are too rare to justify
     #: them: step times vary by more, and people notice a redone step.
     cost_share_free: float = 0.01
@@ -75,8 +76,8 @@ class CadenceRules:
     #: interruptions of 2,048 nodes in 54 days, one in 6,300 h per node; a quarter of them cost the
     #: node.
     node_fault_s: float = 25_000 * 3600.0
-    #: Faults that cost only a process, per fault that costs a node: three of four in DLRover's
-    #: reports.
+    #: Faults that cost only a process, for each one that costs a node: three of four faults in
+    #: DLRover's reports.
     process_share: float = 3.0
     snapshot_s_max: float = 600.0  #: Longest interval of snapshots, however rare failures seem.
     #: Longest interval on storage: an unforeseen failure costs at most this.
@@ -84,8 +85,8 @@ class CadenceRules:
     #: Cost of a second of storing in the background, in seconds of training: training does not wait
     #: for it, but it uses bandwidth and processors.
     busy_cost: float = 0.02
-    #: How long snapshots are unprotected after a node is lost. In measurements the run stepped
-    #: again within 1 to 5 s, and it copies the first step at once.
+    #: How long snapshots are unprotected after a node is lost. In measurements the run completed a
+    #: step after 1 to 5 s, and it copies the first step at once.
     reprotect_s: float = 10.0
 
     @property
@@ -109,19 +110,19 @@ class FaultsSeen(NamedTuple):
         )
 
     def and_load(self, kind: FaultKind | None) -> FaultsSeen:
-        """Return the counts with one more load from storage, after an incident of that kind."""
+        """Return the counts with one more load from storage, if a fault of ``kind`` caused it."""
         is_fault = kind is not None and kind.loss is not Loss.NOTHING
         return self._replace(num_uncovered=self.num_uncovered + is_fault)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """The decision."""
+    """The chosen intervals."""
 
     snapshot_steps: int  #: Steps between two snapshots.
     #: Steps between two checkpoints; a multiple of ``snapshot_steps`` if chosen.
     persist_steps: int
-    cost_share: float  #: The expected share of step time that both stall.
+    cost_share: float  #: The expected share of step time for which both stall training.
     lost_share: float  #: The expected share of time that failures cost by redone work.
     reason: str  #: Both choices in a line for people.
 
@@ -130,7 +131,7 @@ def rate_per_s(num_faults: int, observed_s: float, *, prior_rate: float, prior_s
     """Return the expected failure rate per second, from counts and a prior.
 
     This is the mean of a gamma distribution whose prior is ``prior_rate`` observed for ``prior_s``:
-    it is never zero, and the prior fades as observation grows.
+    it is never zero, and the prior loses weight as observation grows.
     """
     return (num_faults + prior_rate * prior_s) / (observed_s + prior_s)
 
@@ -154,7 +155,7 @@ def uncovered_rate_per_s(redundancy: Redundancy, node_rate_per_s: float) -> floa
 
 
 def interval_s(stall_s: float, rate: float) -> float:
-    """Return Young's interval: where the cost of saving equals that of redone work."""
+    """Return Young's interval, at which saving costs as much as redone work."""
     return math.sqrt(2 * stall_s / rate) if rate > 0 else math.inf
 
 
@@ -223,12 +224,10 @@ def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:
 def cost_share(
     step_s: float, snapshot_stall_s: float, checkpoint_stall_s: float, *, steps: tuple[int, int]
 ) -> float:
-    """Return the share of step time that both tiers stall training.
+    """Return the share of step time for which both tiers stall training.
 
     Args:
         step_s: Duration of a step without saves.
-        snapshot_stall_s: How long a snapshot stalls training.
-        checkpoint_stall_s: How long a checkpoint does.
         steps: Steps between two snapshots, and between two checkpoints; 0 if there are none.
     """
     stalls = zip((snapshot_stall_s, checkpoint_stall_s), steps, strict=True)
@@ -250,14 +249,12 @@ def over_budget(share: float, rules: CadenceRules, *, steps: tuple[int, int]) ->
 
 
 def taken_steps(step_s: float, snapshot: Tier, *, every: int) -> int:
-    """Return the steps between two snapshots that are actually taken.
+    """Return how many steps actually lie between two snapshots.
 
     If a snapshot is unfinished, or not yet copied by peers, when the next one is due, the next one
     is skipped: a slow link stretches the interval, and nothing queues.
 
-    Args:
-        step_s: Duration of a step without saves.
-        every: Configured steps between two snapshots; 0 if there are none.
+    ``step_s`` is without saves. ``every`` is the configured interval in steps; 0 if there is none.
     """
     if not every or not step_s:
         return every
@@ -279,7 +276,7 @@ def next_pace(
 
     Args:
         costs: Costs of steps and saves that rank 0 measured, and the intervals that it uses.
-        told: The intervals that it was last told; 0 for none.
+        told: The intervals that it last got from the controller; 0 for none.
         rules: The choices to make, and the limits.
     """
     # A cost that is not measured is unknown, not zero.
@@ -313,7 +310,7 @@ def next_pace(
 
 
 def settled(kept_steps: int, found_steps: int) -> int:
-    """Return the interval to use: a small change is ignored, because the optimum is flat."""
+    """Return the interval to use: ignore a small change, because the optimum is flat."""
     least, most = sorted((kept_steps, found_steps))
     return found_steps if most >= _WORTH * least else kept_steps
 
@@ -346,7 +343,7 @@ def _stretch(costs: Sequence[float], asked_s: Sequence[float], cost_share_max: f
 
 def _steps(every_s: float, step_s: float) -> int:
     """Return an interval in whole steps, rounded up: the budget is a limit."""
-    # Subtract a hair, so that 3.0000000001 steps do not become 4.
+    # Subtract a little, so that 3.0000000001 steps do not become 4.
     return max(1, math.ceil(every_s / step_s - 1e-9))
 
 

@@ -1,4 +1,4 @@
-"""How long redundancy was below the configured tolerance, and when to alert. Pure."""
+"""Measure how long redundancy was below the configured tolerance; alert if too long. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class ReducedTime:
     """An account of the time at reduced redundancy."""
 
     total_s: float = 0.0  #: Total time, up to the last check.
-    for_s: float = 0.0  #: Length of the present stretch; 0.0 if redundancy is as configured.
+    for_s: float = 0.0  #: Duration of the present reduction; 0.0 if redundancy is as configured.
     looked_s: float | None = None  #: When the last check was; None before the first.
     is_reduced: bool = False  #: Whether it was reduced then.
 
 
 def noted(time: ReducedTime, at_s: float, *, is_reduced: bool) -> ReducedTime:
-    """Return the account after a check at ``at_s``; the last finding counts until then."""
+    """Return the account after a check at ``at_s``; until then the previous result held."""
     passed_s = at_s - time.looked_s if time.looked_s is not None and time.is_reduced else 0.0
     return ReducedTime(
         total_s=time.total_s + passed_s,
@@ -31,11 +31,9 @@ def noted(time: ReducedTime, at_s: float, *, is_reduced: bool) -> ReducedTime:
 
 
 def alert(time: ReducedTime, *, survived: int, tolerance: int) -> tuple[str, ...]:
-    """Return the alerts for people: one line or none.
+    """Return the alerts for people, one line or none.
 
-    Args:
-        survived: How many nodes may be lost now.
-        tolerance: How many the run should survive, as configured.
+    ``survived`` nodes may be lost now; the configured number is ``tolerance``.
     """
     if time.for_s < ALERT_S:
         return ()

@@ -1,15 +1,14 @@
-"""How the snapshots of an attempt are protected against lost nodes: copies, parity, or nothing.
+"""How an attempt's snapshots are protected against lost nodes: by copies, by parity, or not.
 
 Pure. If data-parallel replicas on other nodes hold the same state, workers save each other's shares
 from their own memory, and nothing is sent. With three nodes or more they may save a parity instead,
 which takes 1/(n-1) of the memory of a copy. Otherwise keepers protect each other over the network.
-So the network is used only if replicas cannot do it, and if it is slow, snapshots are fewer.
+On a slow network that takes fewer snapshots.
 
 The plan uses the mechanism with the fastest recovery that memory and the number of nodes allow:
-copies before parity, since a copy is read, but a parity is computed from a whole group. The
-tolerance counts nodes; it also holds for racks if ``shared_racks`` is empty. The speed of the
-network does not matter: for a given tolerance copies and parities send the same bytes, and on a
-slow network the cadence takes fewer snapshots.
+copies before parity, because a copy is only read, while a parity needs a computation from a whole
+group. The tolerance counts nodes; it also holds for racks if ``shared_racks`` is empty. The speed
+of the network does not matter: for a given tolerance, copies and parities send the same bytes.
 
 REFT's third protection, optimizer recomputation, is not used: gradients are a third of AdamW's
 bytes, but logging them gains less than a snapshot every third step (measured on 4 workers), and
@@ -74,21 +73,21 @@ class RedundancyFacts:
     """An attempt, and what its keepers reported."""
 
     nodes: tuple[str, ...]  #: The node of every member, by rank.
-    #: Bytes that snapshots may take, by node. A node that has not reported it counts with the least
-    #: of the others.
+    #: Bytes that snapshots may use, by node. For a node that has not reported it, the smallest of
+    #: the others counts.
     budgets_bytes: Mapping[str, int]
     rank_bytes: int  #: Bytes of the largest rank's part of a version; 0 before the first.
     #: Shows which ranks hold the same state; None if unknown.
     layout: ParallelLayout | None = None
     #: Rack or zone that a node fails together with, by node, if known.
     racks: Mapping[str, str] = field(default_factory=dict)
-    #: Returns how much of training's traffic a copy from one node to another would meet. The keeper
-    #: with the least is chosen among those that protect equally well. None if unknown.
+    #: Returns the cost of a copy from one node to another, given training's traffic; None if
+    #: unknown. Among keepers that protect equally well, the cheapest is chosen.
     met: Callable[[str, str], float] | None = None
-    #: The orders to the workers to save for each other: a copy, a parity, or nothing (``NONE``);
-    #: None if not told yet.
+    #: The workers' order to save for each other: a copy, a parity, or nothing (``NONE``); None if
+    #: they have no order yet.
     told: Mechanism | None = None
-    #: Whether a copy that they were told to save may be replaced by keepers that protect each other
+    #: Whether keepers that protect each other may replace a copy that workers were ordered to save,
     #: if there is no room for it.
     is_open: bool = False
 
@@ -101,8 +100,8 @@ class RedundancyPlan:
     tolerance: int = 0  #: How many nodes of each group may be lost; 0 for no protection.
     groups: Groups = ()  #: Nodes that protect each other.
     reason: str = ""  #: The reason, for people.
-    #: False if the plan must be revised once a snapshot shows its size: workers that were told to
-    #: save each other's shares may have no room for them.
+    #: False if the plan must be revised once a snapshot shows its size: workers that were ordered
+    #: to save each other's shares may have no room for them.
     is_final: bool = True
     #: By node, the other nodes whose keepers copy its snapshots over the network.
     keepers: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -121,7 +120,7 @@ class RedundancyPlan:
 
     @property
     def is_by_workers(self) -> bool:
-        """Return whether workers are told what to save for each other."""
+        """Return whether workers, not keepers, protect each other's shares."""
         return self.guards is not None or self.rank_groups is not None
 
     def copies_of(self, node: str) -> tuple[str, ...]:
@@ -137,14 +136,14 @@ class RedundancyPlan:
 class RedundancyRules:
     """The user's wishes, and limits."""
 
-    #: How many lost nodes of a group to survive: 1 or 2; 0 for none. Fewer are survived if there
-    #: are too few nodes or too little memory.
+    #: How many lost nodes of a group to survive: 1 or 2; 0 for none. With too few nodes or too
+    #: little memory, fewer are survived.
     tolerance: int = 0
     preference: Preference = Preference.AUTO  #: Allowed mechanisms.
-    #: Nodes in a group. From 64 nodes on, groups of 8 with two parities survive longer than pairs,
-    #: at a third of their memory.
+    #: Largest number of nodes in a group. From 64 nodes on, groups of 8 with two parities survive
+    #: longer than pairs, at a third of their memory.
     group_max: int = 8
-    num_buffers: int = 3  #: Versions held at once.
+    num_buffers: int = 3  #: How many versions are held at the same time.
 
 
 def plan_redundancy(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
@@ -161,8 +160,7 @@ def plan_redundancy(facts: RedundancyFacts, rules: RedundancyRules) -> Redundanc
 def revise(plan: RedundancyPlan, facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
     """Return the plan of an attempt that trains by ``plan``, now that more is known.
 
-    Its workers continue as they were told if there is room. Otherwise their keepers protect each
-    other.
+    Its workers continue as ordered if there is room. Otherwise their keepers protect each other.
     """
     is_by_workers = plan.is_by_workers
     told = plan.mechanism if is_by_workers else Mechanism.NONE
@@ -219,7 +217,7 @@ def _candidates(groups: Groups, tolerance: int, preference: Preference) -> list[
         return [Mechanism.NONE]
     sizes = [len(group) for group in groups]
     copies, parities = [Mechanism.PARTNER_COPY], list[Mechanism]()
-    # With one data block in a stripe the parity would be a copy.
+    # With one data block in a stripe, the parity would be a copy.
     if min(sizes) >= tolerance + 2:
         if tolerance == 1:
             parities.append(Mechanism.RING_PARITY)
@@ -239,7 +237,7 @@ def version_bytes(
 ) -> dict[str, int]:
     """Return how many bytes of a version each node keeps, its own parts included.
 
-    Rounding parity up to 64 bytes a block is not counted.
+    Parity blocks are rounded up to 64 bytes, which is not counted.
     """
     num_ranks = Counter(facts.nodes)
     found: dict[str, int] = {}
@@ -256,7 +254,7 @@ def version_bytes(
 
 
 def _over_replicas(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan | str:
-    """Return the plan that sends nothing, or why there is none; "" if there are no replicas."""
+    """Return the plan that sends nothing, or why there is none; "" without replicas."""
     layout = facts.layout
     if layout is None or layout.dp_replicate == 1 or layout.world_size != len(facts.nodes):
         return ""
@@ -370,11 +368,11 @@ def _like_groups(
 ) -> Groups | None:
     """Return groups of nodes whose first ranks hold the same state, whose second do, and so on.
 
-    None if that is impossible, or if a group would be too small for a parity to pay.
+    Return None if that is impossible, or if a group would be too small for a parity to pay.
     """
     held: dict[str, list[int]] = {name: [] for name in facts.nodes}
     for rank, name in enumerate(facts.nodes):
-        # The first rank that holds a state stands for the state.
+        # The first rank that holds a state stands for that state.
         held[name].append(replicas_of(layout, rank)[0])
     alike: dict[tuple[int, ...], list[str]] = {}
     for name, states in held.items():

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class ActorPool:
-    """Starts, finds and kills actors of one kind; ``boot`` are arguments that all of them get."""
+    """Starts, finds and kills actors of one kind; all of them get the arguments ``boot``."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ActorPool:
     async def start(self, actor: str, node: str, **arguments: Any) -> Any:
         """Start ``actor`` on ``node``, or find the running one; return its handle.
 
-        If the caller is cancelled meanwhile, ``close`` kills the actor.
+        If the caller is cancelled in the meantime, ``close`` kills the actor.
         """
         starting = asyncio.ensure_future(in_thread(RAY, self._start, actor, node, arguments))
         self._starting.add(starting)
@@ -59,7 +59,7 @@ class ActorPool:
         return None
 
     async def kill(self, handle: Any, *, restart: bool = False) -> None:
-        """SIGKILL an actor; Ray restarts it with ``restart``."""
+        """SIGKILL an actor; with ``restart`` Ray starts it again."""
         with contextlib.suppress(RayError, ValueError):
             await in_thread(RAY, ray.kill, handle, no_restart=not restart)
 
@@ -91,7 +91,7 @@ class ActorPool:
 
 
 async def answer(asked: Awaitable[_T], within_s: float) -> _T | None:
-    """Return an actor's answer; None if it is late, or Ray does not reach it."""
+    """Return an actor's answer; None if it is late, or if Ray cannot deliver it."""
     with contextlib.suppress(RayError, TimeoutError):
         async with asyncio.timeout(within_s):
             return await asked

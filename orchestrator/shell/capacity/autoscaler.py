@@ -1,4 +1,4 @@
-"""Reads from Ray's autoscaler which requests it cannot serve.
+"""Find the requests that Ray's autoscaler cannot serve.
 
 Ray gives no reason for a pending placement group: its machine may be on the way, sold out, or of a
 type that the cluster lacks. The autoscaler reports both to Ray's head.
@@ -14,7 +14,7 @@ import ray
 from ray import _raylet
 from ray.core.generated import autoscaler_pb2
 
-#: As long as the head of a cluster may be away.
+#: A cluster's head may be away for this long.
 _ANSWER_S = 5
 
 
@@ -29,9 +29,8 @@ class AutoscalerWatch:
     def refused(self, asked: Mapping[str, int]) -> dict[int, str]:
         """Return a line for people for each alternative that was refused since the last call.
 
-        Args:
-            asked: The alternative of every pending group, by the group's id, without those already
-                refused.
+        ``asked`` has the alternative of each pending group by the group's id, without those already
+        refused.
         """
         state = _autoscaling_state()
         found: dict[int, str] = {}
@@ -42,7 +41,7 @@ class AutoscalerWatch:
         failed = list(state.failed_instance_requests)
         new = [each for each in failed if each.failed_ts > self._last_failed_s]
         for each in sorted(new, key=lambda each: each.failed_ts):
-            # The report names a type of node and no group: assume the best alternative that is not
+            # The report names a type of node but no group: assume the best alternative that is not
             # refused yet.
             best = min(asked.values(), default=-1)
             alternative = self._meant.setdefault(each.ray_node_type_name, best)

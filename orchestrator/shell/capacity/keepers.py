@@ -1,4 +1,4 @@
-"""The keepers on the run's nodes: start, connect to, check and end them."""
+"""The keepers on the run's nodes: start, connect, check and end them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.threads import Tasks
 from workers.protocol import Ending
 
-#: How often to call a keeper that is restarting.
+#: Period of calls to a keeper that is restarting.
 RETRY_S = 0.1
 #: A live keeper answers a new controller in 1 to 50 ms.
 MEET_S = 2.0
-#: How often to ask a keeper whether it lives.
+#: Period of checks that a keeper answers.
 ASK_S = 5.0
-#: A keeper removes its files in milliseconds; a stuck one must not delay the end.
+#: Bound for a keeper that removes its files, which takes milliseconds: one that is stuck must not
+#: delay the end.
 CLEAR_S = 5.0
-#: How long a keeper has to say how a process ended: the recovery waits for it.
+#: Bound for a keeper's answer how a process ended; the recovery waits for it.
 ENDING_S = 1.2
-#: How long keepers may take evidence, and how long they may then store it.
+#: Bounds for keepers to collect evidence, and to store it afterwards.
 EVIDENCE_S = 0.5
 STORE_S = 60.0
 
 
 class Keepers:
-    """Keeps a keeper on each node that needs one.
+    """Runs a keeper on each node that needs one.
 
-    ``on_keeper`` is called with the node when a keeper is there, at first or again.
+    It calls ``on_keeper`` with the node when a keeper is up, at first or again.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Keepers:
         view.tasks.append(view.care)
 
     def end(self, node: str) -> None:
-        """End the keeper on ``node`` for good; a later ``start`` waits for that."""
+        """End the keeper on ``node``; a later ``start`` waits for that."""
         view = self._nodes.views.get(node)
         if view is None or view.lost.is_set() or view.starting is None or view.care is None:
             return
@@ -95,7 +96,7 @@ class Keepers:
         view.ending = asyncio.create_task(self._end(view, starting))
 
     def restart(self, node: str) -> None:
-        """End the keeper's process: Ray asks it to end, or has its raylet kill it."""
+        """Kill the keeper's process so that Ray restarts it."""
         view = self._nodes.views.get(node)
         if view is not None and view.keeper is not None and not view.lost.is_set():
             self._restarts.spawn(self._pool.kill(view.keeper, restart=True))
@@ -108,13 +109,13 @@ class Keepers:
         return bool(await answer(view.keeper.kill.remote(worker), PROBE_S))
 
     async def kill_node(self, node: str) -> None:
-        """Have the keeper of ``node`` SIGKILL its raylet, which ends everything there."""
+        """Have the keeper of ``node`` SIGKILL its raylet, which ends every process there."""
         view = self._nodes.views.get(node)
         if view is not None and view.keeper is not None:
             await answer(view.keeper.kill_node.remote(), PROBE_S)
 
     async def take_evidence(self, node: str, attempt: int) -> None:
-        """Have the keeper of ``node`` take evidence of ``attempt``; return when it has."""
+        """Have the keeper of ``node`` collect evidence of ``attempt``; wait until it has."""
         view = self._nodes.views.get(node)
         if view is not None and view.keeper is not None and not view.is_dead:
             await answer(view.keeper.take_evidence.remote(attempt), EVIDENCE_S)
@@ -126,14 +127,14 @@ class Keepers:
             await answer(view.keeper.store_evidence.remote(attempt, folder), STORE_S)
 
     async def ending(self, node: str, pid: int) -> Ending:
-        """Return how a process on ``node`` ended, if its keeper says so in time."""
+        """Return how a process on ``node`` ended; empty if its keeper does not answer in time."""
         view = self._nodes.views.get(node)
         if view is None or view.keeper is None or view.is_dead:
             return Ending("")
         return await answer(view.keeper.ending.remote(pid), ENDING_S) or Ending("")
 
     async def close(self) -> None:
-        """End every keeper of the run; reachable ones leave nothing behind."""
+        """End every keeper of the run; those that can be reached leave nothing behind."""
         views = list(self._nodes.views.values())
         for view in views:
             for task in view.tasks:
@@ -164,7 +165,7 @@ class Keepers:
         await asyncio.gather(self._accompany(view), self._ask_often(view))
 
     async def _accompany(self, view: NodeView) -> None:
-        """Keep a pending call on the keeper; if it fails, look at the node."""
+        """Keep a pending call on the keeper, and check the node if it fails."""
         while True:
             try:
                 hello = await view.keeper.hello.remote()
@@ -180,7 +181,7 @@ class Keepers:
             view.lease_s = hello["lease_s"]
             # The true value is larger by the time that the answer took.
             view.clock_ahead_s = max(0.0, hello["wall_time"] - wall_time())
-            # After a restart it listens elsewhere, with another secret.
+            # After a restart the keeper listens elsewhere, with another secret.
             view.host, view.port = hello["host"], hello["port"]
             view.secret = hello["secret"]
             view.is_returning = False
@@ -190,10 +191,10 @@ class Keepers:
             try:
                 await view.keeper.hold.remote()
             except RayError as error:
-                # Until it is back, it gets no requests and no peer learns of it.
+                # Until it is back, it gets no requests and its address goes to no peer.
                 view.secret, view.keeper_pid = b"", 0
-                # If the raylet answers, the machine lives: training need not stop for this. Callers
-                # wait until this is known.
+                # If the raylet answers, the machine lives, so training need not stop. Callers wait
+                # until this is known.
                 view.is_returning = True
                 detail = type(error).__name__
                 self._inbox.post(KeeperDied(at_s=self._inbox.at_s(), node=view.node, detail=detail))
@@ -202,7 +203,7 @@ class Keepers:
                     return
 
     async def _ask_often(self, view: NodeView) -> None:
-        """Report a keeper that accepts calls but does not answer: Ray considers it alive."""
+        """Report a keeper that accepts calls but does not answer; Ray considers it alive."""
         while True:
             is_there = view.greeted.is_set() and not view.is_returning
             bound_s = self._bounds.keeper_silent_s if is_there else self._bounds.keeper_return_s
@@ -213,6 +214,6 @@ class Keepers:
                 at_s = self._inbox.at_s()
                 self._inbox.post(KeeperSilent(at_s=at_s, node=view.node, silent_s=bound_s))
             except RayError:
-                # The pending call has failed as well.
+                # The pending call fails, too, and handles it.
                 pass
             await asyncio.sleep(ASK_S)

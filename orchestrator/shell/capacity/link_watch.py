@@ -1,7 +1,7 @@
-"""Slow links of the attempt: found in its own traffic, then timed by keepers, then suspected.
+"""Find slow links in the attempt's own traffic, have keepers time them, then suspect them.
 
-Training continues meanwhile. Reading the reports costs nothing. Keepers send each other at most 4
-MB: all pairs of four nodes, in six rounds of at most 0.2 s.
+Training continues in the meantime. Reading the reports costs nothing. Keepers send each other at
+most 4 MB: all pairs of four nodes, in six rounds of at most 0.2 s.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from orchestrator.shell.capacity.actors import answer
 from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.inbox import Inbox
 
-#: The period whose traffic is compared: some seconds, so that one unusual step counts little, but
-#: less than the ten in which a slow link must be named.
+#: Traffic of this period is compared. It is some seconds, so that one unusual step counts little,
+#: but less than the ten in which a slow link must be found.
 WINDOW_S: Final = 4.0
 LOOK_S: Final = 1.0
 #: A link is timed after it looked slow this many times in a row, and counts as healthy after as
-#: many others.
+#: many good looks.
 _NUM_LOOKS: Final = 2
-#: How long a keeper has for one transfer.
+#: How long a keeper may take for one transfer.
 _TIMED_S: Final = 1.0
-#: The kernel counts in milliseconds: a fast link may seem to take no time.
+#: The kernel counts in milliseconds, so a fast link may seem to take no time.
 _LEAST_RATIO: Final = 0.01
-#: Timed links are timed again after this, and each time after twice as long.
+#: Timed links are timed again after this, and then each time after twice as long.
 _AGAIN_S: Final = 10.0
 _AGAIN_S_MAX: Final = 600.0
 
@@ -47,11 +47,11 @@ class Suspect(Protocol):
         times: float,
         is_confirmed: bool,
     ) -> None:
-        """Process what is suspected of links now."""
+        """Replace the suspicions of links by ``found``."""
 
 
 class LinkWatch:
-    """Compare the traffic between nodes.
+    """Compares the traffic between nodes.
 
     Args:
         inbox: Takes the links that the next order of nodes should avoid.
@@ -86,7 +86,7 @@ class LinkWatch:
             await self.look()
 
     async def look(self) -> None:
-        """Compare recent traffic; have a link timed if it was slow for long enough."""
+        """Compare recent traffic; have keepers time a link that was slow for long enough."""
         at_s, (number, nodes) = self._inbox.at_s(), self._attempt()
         transfers = {
             pair: one
@@ -96,7 +96,7 @@ class LinkWatch:
         found = links.suspects(transfers, WINDOW_S)
         if not found:
             self._num_slow = 0
-            # While no data is sent, as in an evaluation, nothing is known.
+            # While no data is sent, as during an evaluation, nothing is known.
             is_well = self._suspects and links.costs(transfers).keys() >= set(self._suspects)
             self._num_well = self._num_well + 1 if is_well else 0
             if self._num_well == _NUM_LOOKS:
@@ -118,7 +118,8 @@ class LinkWatch:
         ranks = {node: [r for r, other in enumerate(nodes) if other == node] for node in nodes}
         trained = {pair: one.num_bytes / WINDOW_S for pair, one in transfers.items()}
         if told := links.slow(rates, found, ranks, trained):
-            # A keeper that had to wait for a processor looked slow once.
+            # A keeper that waited for a processor may have measured a healthy link as slow: time
+            # again.
             again = await self._time(timed)
             rates = {pair: max(rate, again.get(pair, 0.0)) for pair, rate in rates.items()}
             told = links.slow(rates, found, ranks, trained)
@@ -165,7 +166,7 @@ class LinkWatch:
 def _slow(
     told: Sequence[Verdict], nodes: Sequence[str], rates: Mapping[links.Pair, float]
 ) -> set[tuple[str, str, float]]:
-    """Return the slow ones as (sender, receiver, bytes a second); "" stands for all others."""
+    """Return what is slow as (sender, receiver, bytes a second); "" stands for all others."""
     found: set[tuple[str, str, float]] = set()
     for one in told:
         found |= {(nodes[a], nodes[b], rates[nodes[a], nodes[b]]) for a, b in one.guilty.links}

@@ -18,24 +18,24 @@ class NodeView:
 
     node: str  #: Ray node id, hex.
     raylet_address: tuple[str, int]
-    rack: str = ""  #: Nodes of one rack fail together; "" if unknown.
+    rack: str = ""  #: Rack, whose nodes fail together; "" if unknown.
     state: str = "alive"  #: alive, draining or lost.
-    notice: str = ""  #: The source of the notice of its end; "" without notice.
+    notice: str = ""  #: The source of the notice of its end; "" without a notice.
     taken_s: float = math.inf  #: When it ends, on the run's clock; infinity if unknown.
-    raylet_pid: int = 0  #: Process id of the raylet; 0 before the keeper reported it.
+    raylet_pid: int = 0  #: Process id of the raylet; 0 until the keeper reports it.
     keeper_pid: int = 0  #: Process id of the keeper; 0 while there is none.
-    #: Lower bound of its clock's lead over the controller's; 0 if behind.
+    #: Lower bound of how far its clock is ahead of the controller's; 0 if it is behind.
     clock_ahead_s: float = 0.0
-    lease_s: float = LEASE_S  #: How long its trainers continue without a controller.
+    lease_s: float = LEASE_S  #: How long its trainers continue without a controller, in seconds.
     lost_s: float = 0.0  #: When it was declared lost, on the run's clock.
-    is_dead: bool = False  #: Whether it is lost, and none of its processes can be alive.
+    is_dead: bool = False  #: Whether it is lost and none of its processes can be alive.
     is_returning: bool = False  #: Whether only its keeper died and is restarting.
-    #: Set once a keeper was requested; its result is the handle.
+    #: Set once a keeper is requested; its result is the handle.
     starting: asyncio.Future[Any] | None = None
     keeper: Any = None
-    host: str = ""  #: Where the keeper serves snapshots; "" if it keeps none.
+    host: str = ""  #: Where the keeper serves snapshots; "" while it does not.
     port: int = 0
-    #: Peers must send it to the keeper; b"" before the keeper answered.
+    #: Peers must send this to the keeper; b"" until the keeper answers.
     secret: bytes = field(default=b"", repr=False)
     #: Tasks that run until the node is lost.
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -46,7 +46,7 @@ class NodeView:
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     def told(self, at_s: float) -> dict[str, Any]:
-        """Return its row of the run's status at ``at_s``."""
+        """Return the node's row of the run's status at ``at_s``."""
         return {
             "node": self.node,
             # Not 0, which `kill` takes for its own process group.
@@ -59,7 +59,7 @@ class NodeView:
 
     @property
     def peer(self) -> Peer:
-        """Return the keeper as others reach it."""
+        """Return how other keepers reach the keeper."""
         return Peer(node=self.node, host=self.host, port=self.port, secret=self.secret)
 
 
@@ -78,7 +78,7 @@ def told_nodes(
     at_s: float,
     num_nodes: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return rows of nodes at ``at_s``, those of ``core.describe`` first; None for all."""
+    """Return at most ``num_nodes`` rows (None for all), those of ``core.describe`` first."""
     first = (row["node"] for row in described["nodes"])
     names = dict.fromkeys((*(name for name in first if name in views), *views))
     return [views[name].told(at_s) for name in islice(names, num_nodes)]

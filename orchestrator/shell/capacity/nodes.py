@@ -1,6 +1,6 @@
-"""The node watcher: which machines the cluster has, and which of them are lost.
+"""Watch the cluster's nodes: which there are, and which are lost.
 
-Ray takes 14 to 62 s to declare a machine dead. This watcher looks at a node as soon as its raylet
+Ray takes 14 to 62 s to declare a machine dead. This watcher checks a node as soon as its raylet
 closes the connection or a process on it is gone: a raylet that refuses connections is dead, and its
 node is lost. A node is also lost if its machine is silent for some seconds while others answer. If
 all are silent at once, the controller's own machine is cut off, and Ray decides.
@@ -23,21 +23,21 @@ from orchestrator.shell.threads import RAY, Tasks, in_thread
 from workers.keeper import hung_up
 from workers.protocol import LEASE_S, Notice
 
-#: How often to read the node table and drain notices, which takes 2.6 ms of processor time.
+#: Period of reading the node table and drain notices, which takes 2.6 ms of processor time.
 #: Connections reveal lost nodes; a new node and a notice of 30 s can wait this long.
 POLL_S = 2.0
 #: A node that was declared lost but still lives is accepted again after this.
 RETURN_S = 5.0
-#: A live raylet closes idle connections after two minutes, and is called again. So is a dying one,
-#: in case its port outlived the connection.
+#: A live raylet closes idle connections after two minutes. The watcher connects again after this,
+#: also to a dying raylet, in case its port outlived the connection.
 RECALL_S = 0.05
 
-#: Ray's node table, and the drain notices: the deadline of a node in ms since the epoch.
+#: Ray's node table, and its drain notices: the deadline of a node in ms since the epoch.
 Cluster = tuple[Sequence[Mapping[str, Any]], Mapping[str, int]]
 
 
 def read_cluster() -> Cluster:
-    """Return what Ray's head knows of the nodes."""
+    """Return what Ray's head knows of the nodes and their notices."""
     from ray._private.state import state as ray_state
 
     # In this order: otherwise the notice of a node that dies in between would look withdrawn.
@@ -53,13 +53,12 @@ class Nodes:
         needs: The resources that a worker may need; smaller nodes are ignored.
         rack_label: Ray's label of a node that names its rack; "" if there is none.
         here: The controller's node, which may be too small for workers.
-        own_notice: Returns the notice of its end; None if it stays.
+        own_notice: Returns the notice for the controller's machine; None if it stays.
         drained: As for ``Notices``.
         read: Returns the cluster's state from Ray; called in a thread.
 
     Attributes:
-        here: As above.
-        views: The nodes by id, the lost ones included.
+        views: The nodes by id, lost ones included.
     """
 
     def __init__(
@@ -87,8 +86,8 @@ class Nodes:
         self.notices = Notices(self.views, inbox, here, drained)
         #: Set after the first look at the cluster.
         self.seen = asyncio.Event()
-        #: Set when the controller has connected to the keepers that were running when it started. A
-        #: controller that restarts during a recovery must not mistake unknown memory for no memory.
+        #: Set when the controller has connected to the keepers that were running when it started.
+        #: After a restart during a recovery, it must not mistake unknown memory for no memory.
         self.met = asyncio.Event()
 
     async def watch_forever(self) -> None:
@@ -143,10 +142,10 @@ class Nodes:
         }
 
     async def is_gone(self, node: str) -> bool:
-        """Return whether ``node`` is lost; if unknown, ask its raylet's port.
+        """Return whether ``node`` is lost; if that is not known, try to connect to its raylet.
 
-        A raylet that refuses connections is dead, and a node's processes end with their raylet. A
-        raylet that does not answer at all is not judged here.
+        A raylet that refuses connections is dead, and a node's processes end with their raylet. If
+        the machine does not answer at all, this decides nothing.
         """
         view = self.views.get(node)
         if view is None:
@@ -158,7 +157,7 @@ class Nodes:
         return view.lost.is_set()
 
     def look_around(self, host: str) -> str:
-        """Find out whether each node is lost, without waiting.
+        """Check in the background whether each node is lost.
 
         Return the node with the address ``host``; "" if none or several have it.
         """
@@ -169,7 +168,7 @@ class Nodes:
         return found[0] if host and len(found) == 1 else ""
 
     def longest_lease_s(self) -> float:
-        """Return the longest of all present nodes."""
+        """Return the longest lease of the nodes that are present, in seconds."""
         return max((view.lease_s for view in self._living()), default=LEASE_S)
 
     def kept(self) -> list[NodeView]:
@@ -184,7 +183,7 @@ class Nodes:
         view = self.views.get(node)
         if not row["Alive"]:
             if view is None and node not in self._buried:
-                # It may have gone while there was no controller.
+                # It may have gone while no controller ran.
                 self._buried.add(node)
                 cause = "Ray declared it dead"
                 self._inbox.post(NodeLost(at_s=self._inbox.at_s(), node=node, cause=cause))
@@ -207,7 +206,7 @@ class Nodes:
     async def _listen(self, view: NodeView) -> None:
         """Check the node as soon as its raylet closes the connection, or its machine is silent.
 
-        A dead raylet closes it at once; Ray takes up to a second to fail the calls of a process
+        A dead raylet closes it at once. Ray takes up to a second to fail the calls of a process
         that it knows to be gone.
         """
         while True:
@@ -220,6 +219,6 @@ class Nodes:
             await asyncio.sleep(RECALL_S)
 
     async def _look_again(self, view: NodeView) -> None:
-        """Forget a lost node that answers again: it is then found as a new one."""
+        """Forget a lost node that answers again; the next look finds it as a new one."""
         if await accepts(view.raylet_address):
             self.views.pop(view.node, None)

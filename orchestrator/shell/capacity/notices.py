@@ -1,4 +1,4 @@
-"""Notices of the end of nodes: from Ray, from keepers, and of the controller's own machine."""
+"""Notices that nodes will end: from Ray, from keepers, and for the controller's own machine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from workers.protocol import Notice
 
 log = logging.getLogger(__name__)
 
-#: A notice without a time is followed once there is a replacement, and after a year at the latest.
+#: A notice without a time: the run leaves once there is a replacement, at the latest after a year.
 FAR_S = 365 * 86400.0
-#: The sources of notices: Ray, the node's keeper, the controller on its own machine, a user.
+#: The sources of notices: Ray, the node's keeper, the controller for its own machine, a user.
 _RAY, _KEEPER, _CONTROLLER, _USER = "ray", "keeper", "controller", "user"
-#: A person's notice; the page offers to take it back.
+#: The text of a person's notice; the page offers to withdraw it.
 DRAINED = "drained from the page"
 
 
 class _Said(NamedTuple):
-    """A source's notice of the end of a node, with the time on the run's clock."""
+    """A source's notice for a node, with the end on the run's clock."""
 
     said: Hashable
     by_s: float
@@ -32,12 +32,13 @@ class _Said(NamedTuple):
 
 
 class Notices:
-    """Merge the notices of each node: the earliest end counts.
+    """Merges the notices for each node; the earliest end counts.
 
     Args:
         views: The nodes; their state follows the notices.
         inbox: Takes ``NodeDraining`` and ``ControllerDraining``.
-        drained: By when a person wants the run to leave a node, as an earlier controller heard it.
+        drained: When a person wants the run to have left each node, as an earlier controller
+            recorded.
     """
 
     def __init__(
@@ -60,39 +61,36 @@ class Notices:
         return _first(self._known.get(self._here, {})).what
 
     def is_draining(self, node: str) -> bool:
-        """Return whether ``node`` got notice.
-
-        Ray forgets it when the node dies; this class does not.
-        """
+        """Return whether ``node`` got a notice, even if it is dead. Ray forgets it then."""
         return bool(self._known.get(node))
 
     def joined(self, node: str) -> None:
-        """Forget the notices of a node that is there again, so that they are reported again.
+        """Forget the notices of a node that is back, so that sources report them again.
 
-        A person says a notice only once: it is reported now.
+        A person does so only once, so that notice is reported now.
         """
         said = self._known.pop(node, {}).get(_USER)
         if said is not None:
             self.on_user(node, said.by_s - self._inbox.at_s())
 
     def on_ray(self, deadlines_ms: Mapping[str, int]) -> None:
-        """Process Ray's notices: a deadline in ms since the epoch by node; 0 for none."""
+        """Take Ray's notices: a deadline in ms since the epoch by node; 0 for none."""
         for node in {**deadlines_ms, **self._known}:
             said = deadlines_ms.get(node)
             view = self._views.get(node)
             # A pod reports its end to Ray by its own clock, and Ray does not say whose clock it is.
-            # The later clock counts, so that the run leaves the node too early rather than too
-            # late.
+            # Assume the clock that is ahead, so that the run leaves the node too early rather than
+            # too late.
             ahead_s = view.clock_ahead_s if view is not None else 0.0
             left_s = said / 1000.0 - wall_time() - ahead_s if said else 0.0
             self._note(node, _RAY, said, left_s, "drained by Ray")
 
     def on_keeper(self, node: str, notice: Notice | None) -> None:
-        """Process what a node knows of its own end; None if it stays."""
+        """Take the notice that a node got for itself; None if it stays."""
         self._note_own(node, _KEEPER, notice)
 
     def on_controller(self, notice: Notice | None) -> None:
-        """Process what the controller knows of the end of its machine; None if it stays."""
+        """Take the notice for the controller's machine; None if it stays."""
         self._note_own(self._here, _CONTROLLER, notice)
 
     def on_user(self, node: str, left_s: float) -> None:
@@ -100,7 +98,7 @@ class Notices:
         self._note(node, _USER, True, left_s, DRAINED)
 
     def withdraw(self, node: str) -> bool:
-        """Withdraw that; return whether there was something to withdraw."""
+        """Withdraw a user's notice; return whether there was one."""
         was = _USER in self._known.get(node, {})
         self._note(node, _USER, None, math.inf, "")
         return was

@@ -1,7 +1,7 @@
-"""The node on which Ray should reserve room for the next worker, so that each tensor group fits.
+"""Choose nodes for reservations so that each tensor group fits on one node.
 
-Ray 2.60 spreads groups of one bundle: six on three nodes of four put two on each, and no node is
-left for a tensor group of four. A group of four bundles does not help, because Ray cannot release a
+Ray 2.60 spreads groups of one bundle: six on three nodes of four put two on each, and no node has
+room for a tensor group of four. A group of four bundles does not help, because Ray cannot release a
 part of it.
 """
 
@@ -15,17 +15,12 @@ from typing import Final
 
 from ray._private.state import available_resources_per_node
 
-#: Ray's view of a node shows a reservation a moment later. Simultaneous requests are counted here
-#: instead.
+#: Ray shows a reservation only a moment later. Until then requests are counted here.
 _FRESH_S: Final = 1.0
 
 
 class Packing:
-    """Choose nodes for requests; works in any thread.
-
-    Args:
-        group: Workers that must be on one node.
-    """
+    """Chooses nodes for requests, in any thread; ``group`` workers must be on one node."""
 
     def __init__(self, group: int) -> None:
         self._group = group
@@ -39,8 +34,7 @@ class Packing:
     ) -> str | None:
         """Return the node for a worker that needs these resources; None if any will do.
 
-        Args:
-            held: Nodes of the run's reservations; None for pending ones.
+        ``held`` has the nodes of the run's reservations; None for pending ones.
         """
         if self._group == 1:
             return None
@@ -66,10 +60,8 @@ def choose(
 ) -> str | None:
     """Return the node of an incomplete group with room, else the node with the most room, if any.
 
-    Args:
-        room: How many more workers each node has room for.
-        begun: How many workers the run has on each.
-        group: Workers that must be on one node.
+    ``room`` says how many more workers each node has room for, ``begun`` how many the run has
+    there. ``group`` workers must be on one node.
     """
     open_ = {node: free for node, free in room.items() if free > 0 and node not in avoid}
     return max(

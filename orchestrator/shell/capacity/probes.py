@@ -1,4 +1,4 @@
-"""Whether machines answer: the controller's own probes, and the keepers' probes of each other."""
+"""Check whether machines answer, by the controller itself and by keepers among each other."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from workers.keeper import silent
 
 #: A raylet's port answers or refuses in microseconds, also across a data center.
 PROBE_S = 0.5
-#: A probe between two nodes ends after 1.2 s, and a busy keeper takes a while to answer. Below
-#: ``Bounds.probe_s``.
+#: How long to wait for a keeper's probes: a probe between two nodes ends after 1.2 s, and a busy
+#: keeper takes a while to answer. It is below ``Bounds.probe_s``.
 PROBED_S = 2.5
-#: How many other machines to ask whether this one is cut off.
+#: How many other machines to ask, to find out whether this one is cut off.
 NUM_ASKED = 32
 
 
@@ -35,7 +35,7 @@ async def accepts(address: tuple[str, int]) -> bool | None:
 
 
 async def is_silent(view: NodeView, views: Mapping[str, NodeView], own_host: str) -> bool:
-    """Return whether a machine is silent while this one is not cut off."""
+    """Return whether a machine is silent and this one is not cut off."""
     names = list(views)
     at = names.index(view.node) if view.node in names else 0
     others = [views[name] for name in (*names[at + 1 :], *names[:at])]
@@ -56,7 +56,7 @@ async def probe_links(order: ProbeLinks, views: Mapping[str, NodeView], inbox: I
         for view in views.values()
         if not view.lost.is_set()
     }
-    # One target for all: a keeper may try to reach itself.
+    # One mapping of targets for all: a keeper may try to reach itself.
     everybody = {node: there[node] for node in order.nodes if node in there}
     wanted = dict.fromkeys(everybody, everybody)
     for source, target in (way for pair in order.pairs for way in (pair, pair[::-1])):

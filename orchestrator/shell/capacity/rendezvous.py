@@ -3,11 +3,11 @@
 It runs beside the controller, outside every member, so it survives the death of any rank, rank 0
 included. Each attempt gets its own server, so that nothing of an old attempt can reach a new one.
 
-The servers are torch's, so they run in a separate process: importing torch takes seconds, and
-blocks its process for one of them. The next server is created ahead: if no name server answers,
-torch spends as long on the name of the first connection.
+The servers are torch's, so they run in a separate process: importing torch takes seconds and blocks
+its process for one of them. The next server is created in advance: if no name server answers, torch
+takes as long to look up the name for its first connection.
 
-This file is also that process. It ends with the controller.
+This file is also the program of that process, which ends with the controller.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final
 
-#: How long a client waits for a key before it gives up; the fence ends the wait much earlier.
+#: How long a client waits for a key. The fence ends the wait much earlier.
 CLIENT_TIMEOUT = timedelta(seconds=120)
 
 _THREAD: Final = ThreadPoolExecutor(1, thread_name_prefix="rendezvous")
 
 
 class Rendezvous:
-    """Serve one store at a time; the last one stays up until the next is requested."""
+    """Serves one store for each attempt; the last one stays up until the next is requested."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -36,10 +36,7 @@ class Rendezvous:
         self._next: asyncio.Future[int] | None = None
 
     def prepare(self) -> None:
-        """Start to create the store that ``open`` returns next, without waiting.
-
-        Call it on the loop.
-        """
+        """Begin to create the store that ``open`` returns next. Call it on the loop."""
         if self._next is None:
             self._next = asyncio.get_running_loop().run_in_executor(_THREAD, self._make)
 
@@ -59,7 +56,8 @@ class Rendezvous:
         if process is None or process.poll() is not None:
             if process is not None:
                 process.communicate()  # Close the pipes to it.
-            # The kernel closes this when this process ends; end of input ends the child.
+            # The kernel closes the pipe when this process ends, and the child ends at the end of
+            # its input.
             process = self._process = subprocess.Popen(  # noqa: S603  our own file
                 [sys.executable, "-P", __file__, self._host],
                 stdin=subprocess.PIPE,
@@ -75,7 +73,7 @@ class Rendezvous:
 
 
 def _serve(host: str) -> None:
-    """Create a store for each line of input; write its port. The last two stay up."""
+    """Create a store for each line of input, and write its port. The last two stay up."""
     from torch.distributed import TCPStore
 
     stores: deque[Any] = deque(maxlen=2)

@@ -35,22 +35,22 @@ from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
 
-#: How often to check pending groups; placed ones need no checks. Ray offers no push without a
-#: worker process.
+#: Period of checks while groups are pending. Ray reports placement only if asked.
 POLL_S = 0.2
-#: If Ray is slow, a dead controller's request can take effect after the next controller has looked.
-#: How long to look for such reservations.
+#: If Ray is slow, a request of a dead controller can take effect after the next controller has
+#: looked. It looks for such reservations for this long.
 STRAYS_S = 30.0
-#: A reservation that has not reported its GPUs by then is asked again. Ray starts a process in it
-#: for that: this takes seconds, or for ever if its node is gone and there is no other.
+#: A reservation must report its GPUs within this time, otherwise it is asked again. Ray starts a
+#: process in it for that, which takes seconds, or for ever if its node is gone and there is no
+#: other.
 GPU_S_MAX = 60.0
-#: Poll period and bound for removing a placement group that Ray is still placing: an unresponsive
-#: node must not delay the end of a run.
+#: Poll period and bound for removing a placement group that Ray is still placing: a node that does
+#: not answer must not delay the end of a run.
 BUSY_POLL_S = 0.02
 BUSY_S_MAX = 30.0
-#: How often to look whether Ray has room for what it does not place.
+#: Period of checks whether Ray has room for requests that it does not place.
 ROOM_LOOK_S = 5.0
-#: Ray's states of a group that waits for room, for which nothing is set aside.
+#: Ray's states of a group that waits for room, with no resources set aside.
 WAITING = frozenset({"NO_RESOURCES", "INFEASIBLE", "FAILED_TO_COMMIT_RESOURCES"})
 
 log = logging.getLogger(__name__)
@@ -63,14 +63,13 @@ class _Reservation:
     group: PlacementGroup | None = None  #: None while Ray creates it.
     node: str | None = None
     gpu_ids: tuple[int, ...] = ()
-    num_looks: int = 0  #: In so many looks in a row Ray had room for it and did not place it.
+    num_looks: int = 0  #: How many looks in a row found room for it that Ray did not use.
 
 
 class Capacity:
     """The run's reservations; posts one ``ReservationGranted`` per grant.
 
-    Args:
-        group: Workers that must be on one node.
+    ``group`` workers must be on one node.
     """
 
     def __init__(
@@ -110,15 +109,12 @@ class Capacity:
         )
 
     def gpu_ids(self, reservation: int) -> tuple[int, ...]:
-        """Return the GPUs of its node that ``reservation`` holds; empty without GPUs."""
+        """Return the GPUs that ``reservation`` holds on its node; empty without GPUs."""
         entry = self._reservations.get(reservation)
         return entry.gpu_ids if entry is not None else ()
 
     async def request(self, reservation: int, avoid: Sequence[str], alternative: int = 0) -> None:
-        """Request ``reservation`` on any node but ``avoid``, without waiting.
-
-        Repeating it has no effect.
-        """
+        """Request ``reservation`` on any node but those in ``avoid``; repeating has no effect."""
         if reservation in self._reservations:
             return
         entry = self._reservations[reservation] = _Reservation(tuple(avoid), alternative)
@@ -138,24 +134,21 @@ class Capacity:
             await self._give_back([reservation])
 
     async def release(self, reservation: int) -> None:
-        """Release ``reservation``.
-
-        Ray kills processes *inside* the group; our workers are outside.
-        """
+        """Release ``reservation``. Workers live on: Ray kills only processes *inside* the group."""
         entry = self._reservations.pop(reservation, None)
         if entry is not None and entry.group is not None:
             await self._give_back([reservation])
 
     async def release_all(self) -> None:
-        """Release every reservation, also ones that are still being requested."""
+        """Release every reservation, also those that are still being requested."""
         self._reservations.clear()
         for creation in tuple(self._creations):
             await creation
-        # Also those that a dead controller requested so late that this one has not seen them.
+        # Include those that a dead controller requested so late that this one has not seen them.
         await self._give_back(await in_thread(RAY, self._rows))
 
     async def poll_forever(self) -> None:
-        """Report grants, and release strays, until cancelled."""
+        """Report grants, and release stray reservations, until cancelled."""
         look_s = float("-inf")
         while True:
             self._asked.clear()
@@ -174,17 +167,17 @@ class Capacity:
                 await self._ask_again(rows)
                 look_s = time.monotonic() + ROOM_LOOK_S
             if time.monotonic() < self._strays_until_s:
-                # A controller knows its requested reservations before they exist.
+                # A controller knows the reservations that it requested before they exist.
                 strays = rows.keys() - self._reservations.keys()
                 settled = [number for number in strays if not _is_being_placed(rows[number])]
                 await in_thread(RAY, self._remove, settled)
             await asyncio.sleep(POLL_S)
 
     async def _ask_again(self, rows: Mapping[int, dict[str, Any]]) -> None:
-        """Request again what Ray does not place though it has room.
+        """Request again what Ray does not place although it has room.
 
         Ray 2.60 tries waiting groups by a timer on the time of day. If the clock of its head is set
-        back by an hour, it tries none for an hour, but a new one at once.
+        back by an hour, it tries none of them for an hour, but it tries a new group at once.
         """
         free = await in_thread(RAY, available_resources_per_node)
         for number, row in rows.items():
@@ -193,7 +186,7 @@ class Capacity:
                 continue
             waits = row["state"] != "CREATED" and not _is_being_placed(row)
             entry.num_looks = entry.num_looks + 1 if waits and self._has_room(entry, free) else 0
-            # Ever more rarely: the room may be on nodes with the wrong labels.
+            # Do so ever more rarely: the room may be on nodes with the wrong labels.
             if entry.num_looks > 1 and entry.num_looks.bit_count() == 1:
                 log.warning("Ray has room for reservation %d: it is requested again", number)
                 entry.group = None
@@ -225,8 +218,7 @@ class Capacity:
     async def adopt(self, asked: Mapping[int, tuple[tuple[str, ...], int]]) -> None:
         """After a restart of the controller, find the run's groups again by their names.
 
-        Args:
-            asked: With which nodes to avoid and which alternative each was requested.
+        ``asked`` has the nodes to avoid and the alternative of each request.
         """
         self._strays_until_s = time.monotonic() + STRAYS_S
         rows = await in_thread(RAY, self._rows)
@@ -240,18 +232,18 @@ class Capacity:
         group = await in_thread(RAY, get_placement_group, row["name"])
         node = _node_of(row)
         gpu_ids = await self._held_gpus(group) if node else ()
-        # If one does not report its GPUs, it counts as lost: release and request it again.
+        # A reservation that does not report its GPUs counts as lost: the run requests it again.
         is_there = node is not None and gpu_ids is not None
         self._reservations[number] = _Reservation(
             avoid, alternative, group, node if is_there else None, gpu_ids or ()
         )
 
     async def _held_gpus(self, group: PlacementGroup) -> tuple[int, ...] | None:
-        """Ask inside the group: its GPUs stay the same while it is placed.
+        """Ask inside the group for its GPUs, which stay the same while it is placed.
 
-        None if it does not answer: it was released meanwhile, or its node is lost.
+        Return None without an answer: the group was released in the meantime, or its node is lost.
         """
-        # It is the same for every alternative.
+        # The number is the same for every alternative.
         num_gpus = self._alternatives[0].resources.get("GPU", 0)
         if not num_gpus:
             return ()
@@ -284,9 +276,9 @@ class Capacity:
         return group
 
     async def _give_back(self, numbers: Iterable[int]) -> None:
-        """Remove the groups of ``numbers``, each once Ray is not placing it.
+        """Remove the groups of ``numbers``, each one when Ray is not placing it.
 
-        If a group is removed while Ray sets resources aside for it, Ray 2.60 forgets that processor
+        If a group is removed while Ray sets resources aside for it, Ray 2.60 loses that processor
         or GPU until the node restarts (ray-project/ray, issue 64693).
         """
         left = set(numbers)
@@ -296,8 +288,8 @@ class Capacity:
             left &= rows.keys()
             is_late = time.monotonic() >= until_s
             free = [number for number in left if is_late or not _is_being_placed(rows[number])]
-            # First the groups that wait for room: Ray would start to place one where another has
-            # left.
+            # First the groups that wait for room: otherwise Ray would start to place one of them in
+            # the room that another leaves.
             free.sort(key=lambda number: rows[number]["state"] == "CREATED")
             await in_thread(RAY, self._remove, free)
             left.difference_update(free)

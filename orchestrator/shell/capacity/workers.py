@@ -1,8 +1,8 @@
 """The run's worker processes: start, assign, fence and kill them, and report how they end.
 
 Every worker is a detached actor, so it outlives the controller and can be found again by name. The
-controller holds one call per worker that never returns (it fails when the process ends: 30 ms after
-a crash, about 1.5 s after the loss of a machine) and one per attempt that returns how the worker
+controller keeps one call per worker that never returns: it fails when the process ends, 30 ms after
+a crash and about 1.5 s after the loss of a machine. Another call per attempt returns how the worker
 left.
 """
 
@@ -37,12 +37,12 @@ _HOW = {
     protocol.Unloadable: core.Leaving.UNLOADABLE,
 }
 
-#: A killed process whose node does not answer counts as gone after this: its attempt number fences
+#: A killed process whose node does not answer counts as gone after this. Its attempt number fences
 #: it, so a longer wait gains nothing.
 KILL_CONFIRM_S = 0.5
-#: How often the kill is repeated, until its node confirms it or the worker has ended itself.
+#: Period of repeated kills, until the node confirms one or the worker must have ended itself.
 KILL_AGAIN_S = 1.0
-#: Ray's phrases in the error of a dead actor.
+#: Phrases in Ray's error about a dead actor.
 _IN_START = "error raised in its creation task"
 _SHORT_OF_MEMORY = "running low on memory"
 #: A worker answers in 1 to 50 ms, also while it trains.
@@ -61,7 +61,7 @@ class _Member:
 
 
 class Workers:
-    """Hold the run's workers, and turn what happens to them into events."""
+    """Owns the run's workers, and turns what happens to them into events."""
 
     def __init__(self, inbox: Inbox, *, nodes: Nodes, keepers: Keepers, pool: ActorPool) -> None:
         self._inbox = inbox
@@ -76,13 +76,13 @@ class Workers:
     def start(self, worker: str, node: str) -> None:
         """Start ``worker`` on ``node``; ``WorkerReady`` or ``WorkerExited`` follows.
 
-        Waits for killed workers there that may still live and use the node's devices.
+        It first waits for killed workers that may still use the node's devices.
         """
         member = self._members[worker] = _Member(handle=None, node=node)
         self._tasks.spawn(self._start(worker, member))
 
     def kill(self, worker: str) -> None:
-        """SIGKILL ``worker``; ``WorkerExited`` follows, also if its node does not answer."""
+        """SIGKILL ``worker``; ``WorkerExited`` follows even if its node does not answer."""
         member = self._members.get(worker)
         if member is None or member.handle is None:
             why = "it was already gone" if member is None else "it was not started yet"
@@ -100,9 +100,9 @@ class Workers:
         self.attend(worker, assignment.attempt, is_first=assignment.rank == 0)
 
     def attend(self, worker: str, attempt: int, *, is_first: bool = False) -> None:
-        """Hold the call that returns how ``worker`` left ``attempt``; one per attempt.
+        """Keep the call that returns how ``worker`` left ``attempt``, one per attempt.
 
-        The first rank is also asked for its notes: each becomes a ``NotFiniteFound``.
+        Also get the notes of the first rank; each becomes a ``NotFiniteFound``.
         """
         member = self._members.get(worker)
         if member is None or attempt in member.attended:
@@ -112,9 +112,9 @@ class Workers:
         self._tasks.spawn(self._attend(worker, member.handle.attend.remote(attempt), hearing))
 
     def fence(self, attempt: int, workers: Iterable[str]) -> None:
-        """Abort ``attempt`` in ``workers``; every live one answers by an event.
+        """Abort ``attempt`` in ``workers``; an event follows for every live one.
 
-        A worker that is not inside answers too: it will refuse to enter.
+        A worker that is not inside answers, too, and refuses to enter from then on.
         """
         for worker in workers:
             if worker in self._members:
@@ -124,7 +124,7 @@ class Workers:
     def yield_at_boundary(self, attempt: int, workers: Iterable[str], *, durable: bool) -> None:
         """Ask ``workers`` to leave ``attempt`` at the next step boundary.
 
-        With ``durable`` its state is then in storage, otherwise at least in keepers' memory.
+        With ``durable`` its state is in storage by then, otherwise at least in keepers' memory.
         """
         for worker in workers:
             if worker in self._members:
@@ -133,7 +133,7 @@ class Workers:
     async def survey(self, workers: Iterable[tuple[str, str, float]]) -> list[tuple[str, str, int]]:
         """After a controller restart, reconnect to ``workers`` (name, node, seconds to wait).
 
-        Returns (worker, node, attempt) of each live one. The attempt is 0 for a worker in none, and
+        Return (worker, node, attempt) of each live one. The attempt is 0 for a worker in none, and
         ``UNKNOWN_ATTEMPT`` for one that does not answer in time.
         """
         asked = (self._ask(worker, node, timeout_s) for worker, node, timeout_s in workers)
@@ -142,9 +142,9 @@ class Workers:
     async def keep_pace(
         self, worker: str, attempt: int, pace: protocol.Pace
     ) -> protocol.SaveCosts | None:
-        """Tell rank 0 of ``attempt`` how often to save; return the cost of its saves.
+        """Send rank 0 of ``attempt`` the save intervals; return the costs of its saves.
 
-        None if it does not answer, or is not in that attempt.
+        Return None if it does not answer, or is not in that attempt.
         """
         member = self._members.get(worker)
         if member is None:
@@ -152,7 +152,7 @@ class Workers:
         return await answer(member.handle.keep_pace.remote(attempt, pace), PACE_S)
 
     async def close(self) -> None:
-        """Stop listening; SIGKILL every worker, also ones that are still starting."""
+        """Stop listening; SIGKILL every worker, also those that are still starting."""
         for task in self._tasks:
             task.cancel()
         handles = [member.handle for member in self._members.values()]
@@ -187,7 +187,7 @@ class Workers:
         self._inbox.post(core.WorkerReady(at_s=at_s, worker=worker, node=member.node, pid=pid))
 
     async def _hear(self, handle: Any, attempt: int) -> None:
-        """Post the notes of the first rank, until it has left the attempt."""
+        """Post the notes of the first rank until it has left the attempt."""
         num_heard = 0
         with contextlib.suppress(RayError):  # Its end is on the way.
             while notes := await handle.notes.remote(attempt, num_heard):
@@ -208,19 +208,19 @@ class Workers:
         try:
             outcome = await held
             if hearing is not None:
-                # Its last notes come before its end, which may be the end of the run.
+                # Its last notes must come before its end, which may be the end of the run.
                 await hearing
         except RayError as error:
             self._ended(worker, error)
             return
         unreached = ""
         if isinstance(outcome, protocol.PeerLost):
-            # The survivor's transport is often the first to know; Ray needs 1.5 s for a machine.
+            # The survivor's transport often knows first; Ray needs 1.5 s to notice a lost machine.
             unreached = self._nodes.look_around(outcome.unreached)
         self._inbox.post(_left(self._inbox.at_s(), worker, outcome, unreached))
 
     def note_formed(self, worker: str, attempt: int, at_s: float) -> None:
-        """Post that ``worker`` has formed, with what it reports."""
+        """Post ``WorkerFormed`` with what ``worker`` reports."""
         if worker in self._members:
             handle = self._members[worker].handle
             self._tasks.spawn(self._note_formed(worker, handle, attempt, at_s))
@@ -250,7 +250,7 @@ class Workers:
             self._exited(worker, "killed", "its node does not confirm the kill")
 
     async def _end(self, worker: str, member: _Member) -> None:
-        """Kill a process once, then again in the background until it is known to be gone."""
+        """Kill a process once, then repeat that in the background until it is known to be gone."""
         if not await self._kill_once(worker, member):
             killing = self._tasks.spawn(self._kill_again(worker, member))
             self._killing[killing] = member.node
@@ -277,16 +277,16 @@ class Workers:
             async with asyncio.timeout(timeout_s):
                 hello = await handle.hello.remote()
         except TimeoutError:
-            # It is still starting, or stuck: alive, and perhaps ready later.
+            # It is still starting, or stuck. It is alive, and may be ready later.
             self._tasks.spawn(self._accompany(worker, member))
             return (worker, node, core.UNKNOWN_ATTEMPT)
         except ActorDiedError:
             self._members.pop(worker, None)
             return None
         except RayError:
-            # It is unreachable and perhaps alive: keep it, so that it can be killed.
+            # It is unreachable but may be alive: keep it, so that it can be killed.
             return None
-        # It may have become ready while there was no controller.
+        # It may have become ready while no controller ran.
         self._ready(worker, member, hello["pid"])
         self._tasks.spawn(self._accompany(worker, member))
         return (worker, node, hello["attempt"])
@@ -300,10 +300,10 @@ class Workers:
             self._tasks.spawn(self._find_cause(worker, member, error))
 
     async def _find_cause(self, worker: str, member: _Member, error: RayError) -> None:
-        """Report that ``worker`` is gone, and whether its whole node is."""
+        """Find out why ``worker`` is gone, and whether its whole node is; report it."""
         is_node = not member.killed and await self._nodes.is_gone(member.node)
         if not isinstance(error, ActorDiedError) and not is_node:
-            # Unreachable may mean alive: kill it, so that "exited" is true.
+            # An unreachable process may live: kill it, so that "exited" is true.
             await self._end(worker, member)
         if is_node:
             self._exited(worker, "node", "its node is lost")
@@ -321,7 +321,7 @@ class Workers:
         return "out_of_memory" if found.is_out_of_memory else "crash"
 
     async def _how(self, member: _Member, error: ActorDiedError) -> protocol.Ending:
-        """Return how a process ended: Ray reports neither a signal nor an exit code."""
+        """Return how a process ended; Ray reports neither a signal nor an exit code."""
         told = str(error)
         pid = member.pid or int(next(iter(re.findall(r"pid[:=] ?(\d+)", told)), 0))
         if _IN_START in told:
@@ -340,7 +340,7 @@ class Workers:
             if member.gone:
                 return
             member.gone = True
-            # Waiters keep their own handle; keeping one per past worker would leak.
+            # Tasks that wait for it keep its handle; keeping one for every past worker would leak.
             del self._members[worker]
         self._inbox.post(
             core.WorkerExited(at_s=self._inbox.at_s(), worker=worker, cause=cause, detail=detail)

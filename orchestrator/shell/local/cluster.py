@@ -2,8 +2,8 @@
 
 Each node is a real raylet with its own worker processes: killing one is like killing a machine.
 ``python -m orchestrator.shell.local.cluster`` hosts a cluster in a separate process. That host ends
-with the command that started it, however that command ends, unless the cluster was detached. It
-also ends when the run's directory is deleted.
+with the command that started it, however that command ends, unless the cluster is detached. It also
+ends when the run's directory is deleted.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from workers.launchers import ignore_schedulers
 from workers.process import gpus_of_node, tuned
 
 #: Ray notices the death of a simulated node after about 3 s instead of 12 s to 62 s. The run does
-#: not wait for that, but a returned node must not meet the entry of the dead one for long. A killed
-#: raylet refuses the check at once. One that does not answer is only slow, so the timeout is long.
+#: not wait for that, but the entry of the dead node must be gone soon in case the node returns. A
+#: killed raylet refuses the check at once. One that does not answer is only slow, so the timeout is
+#: long.
 SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -104,7 +105,7 @@ class _SimulatedNodes:
             self.add_node()
 
     def add_node(self) -> str:
-        """Start one more node and return its Ray id. Blocks for one to two seconds."""
+        """Start one more node and return its Ray id. This blocks for one to two seconds."""
         taken = {self._places[node] for node in self.running}
         place = next(place for place in range(len(taken) + 1) if place not in taken)
         gpus = gpus_of_node(place % max(1, self._num_nodes), self._num_nodes, self._gpus)
@@ -124,7 +125,7 @@ class _SimulatedNodes:
         for info in infos:
             info.process.kill()
         for info in infos:
-            # Until it is reaped, a dead raylet counts as alive and its workers train on.
+            # Until it is reaped, a dead raylet counts as alive and its workers continue to train.
             info.process.wait()
 
 
@@ -139,7 +140,7 @@ class HostedCluster:
         gpus: This machine's GPUs, which the nodes divide among themselves.
 
     Raises:
-        CapacityError: It does not start.
+        CapacityError: The cluster does not start.
     """
 
     def __init__(self, *, num_nodes: int, cpus_per_node: int, gpus: Sequence[str] = ()) -> None:
@@ -190,16 +191,16 @@ class HostedCluster:
         self._ask("serve_run_detached" if detached else "serve_run", directory)
 
     def shutdown(self) -> None:
-        """Leave the cluster, stop it and its host; at once if a signal interrupts the wait."""
+        """Leave the cluster, then stop it and its host; at once if a signal interrupts the wait."""
         try:
-            # Ray ends a process that stays connected a minute after its cluster.
+            # Ray ends a process that stays connected a minute after its cluster is gone.
             ray.shutdown()
             with contextlib.suppress(OSError, RuntimeError):
                 self._ask("shutdown")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(30)
         finally:
-            # Also if the host has ended: a failed shutdown leaves Ray's daemons behind.
+            # Even if the host has ended: a failed shutdown leaves Ray's daemons behind.
             self.kill()
 
     def kill(self) -> None:
@@ -247,12 +248,12 @@ class HostedCluster:
 
 
 class _Host:
-    """The process of a hosted cluster: executes commands, and ends when it is not needed."""
+    """The process of a hosted cluster: executes commands, and ends when it is no longer needed."""
 
     def __init__(self, folder: Path, starter_pid: int) -> None:
         self._folder = folder
         self._entry = LocalEntry(address="", host_pid=os.getpid(), starter_pid=starter_pid)
-        #: The run's summary at the start; only a different one means that the run is over.
+        #: The run's summary at the start; only another one means that the run is over.
         self._old_summary: bytes | None = None
         #: The run's directory, kept open while this process lives so that its inode is not reused.
         self._directory = -1
@@ -329,7 +330,7 @@ def require_loopback() -> None:
     """Check that the processes of a Ray node can reach one another.
 
     Raises:
-        CapacityError: The machine lacks the address for which Ray waits 30 s in vain.
+        CapacityError: The machine lacks 127.0.0.1, for which Ray would wait 30 s in vain.
     """
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -342,7 +343,7 @@ def require_loopback() -> None:
 
 
 def _last_words(log: Path) -> str:
-    """Return the line with the error: the last one outside of a stack."""
+    """Return the line with the error, which is the last one outside a stack."""
     lines = log.read_text(errors="replace").splitlines()
     said = [line for line in lines if line.strip() and not line.startswith((" ", "\t"))]
     return said[-1].rstrip(".") if said else "they said nothing"
@@ -351,7 +352,7 @@ def _last_words(log: Path) -> str:
 def is_there(directory: int, path: str) -> bool:
     """Return whether the open ``directory`` is still at ``path``.
 
-    The path alone is not enough: a controller that writes creates the folders that it needs.
+    The path alone is not enough: a controller creates the folders that it writes to.
     """
     try:
         return os.path.samestat(os.fstat(directory), Path(path).stat())
@@ -365,7 +366,7 @@ def is_over(directory: str, old_summary: bytes | None) -> bool:
 
 
 def _content(url: str) -> bytes | None:
-    """Return what is in a file; None if it does not exist, or cannot be read now."""
+    """Return the content of a file; None if it does not exist or cannot be read now."""
     try:
         store, path = open_store(url)
         return store.read(path) if store.exists(path) else None
@@ -380,10 +381,10 @@ if __name__ == "__main__":
         _, folder, starter_pid, nodes, cpus, *gpus = sys.argv
         _Host(Path(folder), int(starter_pid)).serve(int(nodes), int(cpus), gpus)
     except Exception:
-        # Now, because the end of our process group ends this process too.
+        # Print it now, because the end of our process group ends this process, too.
         traceback.print_exc()
         raise
     finally:
         if os.getpgrp() == os.getpid():
-            # Daemons that Ray did not stop are in our group, and no other process ends them.
+            # Daemons that Ray did not stop are in our group, and nothing else ends them.
             os.killpg(0, signal.SIGKILL)

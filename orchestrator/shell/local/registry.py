@@ -1,4 +1,4 @@
-"""The local clusters of this user: a folder with an entry for each, in the user's own folder."""
+"""This user's local clusters: each has a folder with an entry, in the user's own folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from orchestrator.errors import CapacityError
 from orchestrator.shell.names import RunNames, run_id
 from orchestrator.shell.serve import withdraw
 
-#: Prefix of the name of such a folder.
+#: Prefix of these folders' names.
 PREFIX = "cluster-"
 ENTRY = "cluster.json"
-#: The path of a socket has at most 107 bytes. Ray's longest ones add 73 to the folder:
+#: The path of a socket has at most 107 bytes. Ray's longest ones add 73 to the folder's:
 #: ``/ray/session_2026-11-29_04-17-29_277425_4194304/sockets/plasma_store.9999``.
 _FOLDER_BYTES_MAX = 107 - 73
-#: The place for temporary files whose path is short on every machine.
+#: A place for temporary files whose path is short on every machine.
 _SHORT = "/tmp"  # noqa: S108  a folder of the user's own is made in it
 
 
@@ -37,14 +37,14 @@ class LocalEntry:
     starter_pid: int  #: The command that started it.
     run_directory: str = ""  #: The run that it serves; "" before there is one.
     is_detached: bool = False  #: Whether it outlives its starter.
-    is_hosted: bool = True  #: Whether its host still lives; without it no process ends the cluster.
+    is_hosted: bool = True  #: Whether its host still lives; without it nothing ends the cluster.
 
 
 def own_folder() -> Path:
     """Return this user's folder for local clusters and Ray's files; create it if needed.
 
     It is in the temporary directory, or in /tmp if that path is too long for Ray's sockets. Ray's
-    default is one folder for all users of a machine, which only the first user can write.
+    default is one folder for all users of a machine, and only its first user can write there.
 
     Raises:
         CapacityError: There is no place for it.
@@ -72,7 +72,7 @@ def own_folder() -> Path:
 
 
 def local_clusters() -> list[LocalEntry]:
-    """Return the local clusters of this user, oldest first; forget those without any processes.
+    """Return this user's local clusters, oldest first; forget those without any process.
 
     A killed host may have left its cluster behind: such an entry is not ``is_hosted``.
     """
@@ -129,10 +129,7 @@ def _accepts(socket_path: str) -> bool:
 
 
 def remove_traces(folder: Path) -> None:
-    """Delete what killed processes could not: the run's shared memory, the folder.
-
-    It also removes their Prometheus targets.
-    """
+    """Delete what killed processes left: shared memory, Prometheus targets, the folder."""
     with contextlib.suppress(OSError, ValueError):
         directory = json.loads((folder / ENTRY).read_text())["run_directory"]
         if directory:

@@ -1,4 +1,4 @@
-"""Curves in TensorBoard, Weights & Biases and MLflow: one curve through all attempts."""
+"""Curves in TensorBoard, Weights & Biases and MLflow; one curve spans all attempts."""
 
 from typing import TYPE_CHECKING
 

@@ -38,8 +38,8 @@ class Point:
 class Curve:
     """A curve with each step once, as it was last trained before the next step.
 
-    Each step is returned once: if it is redone later it has the same samples, so the first values
-    stay.
+    ``take`` returns each step once. If a returned step is redone later, it has the same samples, so
+    the first values stay.
     """
 
     #: The attempt of the newest line. Older attempts are fenced: their lines of steps from its
@@ -51,7 +51,7 @@ class Curve:
     begun: dict[int, int] = field(default_factory=dict)  #: The first step of each attempt.
 
     def add(self, path: str, lines: Iterable[str]) -> None:
-        """Take in whole lines of a file of metrics; see ``FILES`` for their order."""
+        """Add whole lines of a file of metrics; ``FILES`` has the order of the files."""
         for line in lines:
             document = _document(line)
             if document is None:
@@ -66,7 +66,7 @@ class Curve:
             first = step if path == METRICS else step + 1
             self.begun[attempt] = min(self.begun.get(attempt, first), first)
             if attempt > self.attempt:
-                # The attempt begins after a commit, so later steps are lost.
+                # The attempt starts from a committed step, so later steps are lost.
                 self.attempt = attempt
                 self.newest = min(self.newest, step)
                 self.pending = {at: one for at, one in self.pending.items() if at < first}
@@ -81,7 +81,7 @@ class Curve:
     def take(self, *, is_final: bool = False) -> list[Point]:
         """Return the points of steps that are complete, in order.
 
-        The newest step is returned once the next one, or the end of the run, has come.
+        The newest step is complete only when the next one, or the end of the run, has come.
         """
         steps = sorted(step for step in self.pending if is_final or step < self.newest)
         if steps:
@@ -94,7 +94,7 @@ class Curve:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Curve:
-        """Return the curve from the result of ``to_json``."""
+        """Return the curve that ``to_json`` was called on."""
         return TypeAdapter(Curve).validate_python(document)
 
 
@@ -111,8 +111,8 @@ def _number(value: Any) -> float:
     return nan if value is None else float(value)
 
 
-#: The files of metrics, and how to read a line of each. They are read in this order. All that
-#: belongs to a step is written before the next step's line.
+#: The files of metrics, and how to read a line of each. They are read in this order. All lines of a
+#: step are written before the next step's line of ``METRICS``.
 FILES: Final[dict[str, Callable[[Mapping[str, Any]], dict[str, float]]]] = {
     METRICS: lambda line: {
         to: _number(line[name]) for name, to in _OF_STEP.items() if name in line

@@ -1,4 +1,4 @@
-"""Follows the metrics of a run in a separate thread and writes them to the services.
+"""Follow the metrics of a run in a separate thread and write them to the services.
 
 The run never waits for a service: one that refuses points gets them again later. The run directory
 records how far each file was read and written, and each service's own id of the run. So restarted
@@ -25,11 +25,11 @@ from workers.repeated import Repeated
 
 #: How often the files are read.
 _LOOK_S: Final = 2.0
-#: How often if each read is a request.
+#: The same if each read is a request.
 _LOOK_REMOTE_S: Final = 10.0
 #: A service that refused is tried again after this many reads.
 _ROUNDS: Final = 10
-#: How long the end of a run waits for its services, which may be gone for good.
+#: How long the end of a run waits for its services, which may be gone.
 CLOSE_S: Final = 60.0
 #: Most points to keep for a service that does not take them; the oldest are dropped.
 _BACKLOG_MAX: Final = 100_000
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Loggers:
-    """The services that ``config.logging`` names. Without any it does nothing.
+    """The services that ``config.logging`` names; without any it does nothing.
 
     The run directory is ``path`` in ``store``; ``owner`` checks that this claim on it still counts.
     """
@@ -62,7 +62,7 @@ class Loggers:
             self._thread.start()
 
     def close(self, outcome: str, timeout_s: float = CLOSE_S) -> None:
-        """Write the last steps, and end the services' runs; returns after ``timeout_s`` at most.
+        """Write the last steps, and end the services' runs; return after ``timeout_s`` at most.
 
         ``outcome`` says how the run ended; "" if it continues under another controller.
         """
@@ -97,7 +97,7 @@ class Loggers:
             channel.close(self._outcome)
 
     def _load(self) -> None:
-        """Continue where an earlier process stopped; start from the beginning for a new service."""
+        """Continue where an earlier process stopped; begin at the start for a new service."""
         self._owner.require(within_s=RECENT_S)
         path = join(self._path, LOGGERS)
         noted = json.loads(self._store.read(path)) if self._store.exists(path) else {}
@@ -157,7 +157,7 @@ class _Channel:
         return True
 
     def write(self, points: list[Point], *, is_last: bool) -> None:
-        """Write what is left of earlier points, then ``points``. Never fails."""
+        """Write earlier points that are left, then ``points``. Never fails."""
         self.backlog.extend(points)
         self._rounds_left -= 1
         if not self.backlog or (self._rounds_left > 0 and not is_last):

@@ -1,4 +1,4 @@
-"""The services themselves. Their packages are optional and imported only when used."""
+"""The services. Their packages are optional and imported only when they are used."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PARAMETERS_MAX = 100
 class Service(Protocol):
     """One run of a service."""
 
-    run_id: str  #: The service's id of the run, by which a later process continues it.
+    run_id: str  #: The service's id of the run, with which a later process continues it.
     written: int  #: The last step that the service has; -1 if unknown.
 
     def write(self, points: Sequence[Point]) -> None:
-        """Write points in the order of steps; raises whatever the service raises."""
+        """Write points in the order of steps; raise whatever the service raises."""
 
     def close(self, outcome: str) -> None:
         """Write what is buffered, and end the service's run with ``outcome``.
@@ -38,8 +38,8 @@ class Service(Protocol):
 class TensorBoard:
     """Event files in the directory ``run_id``, a path or a URL that tensorboard opens itself.
 
-    Steps after ``written`` are written again: tensorboard's purge hides an earlier process's points
-    of these.
+    Steps after ``written`` are written again: tensorboard's purge hides the points that an earlier
+    process wrote for them.
     """
 
     def __init__(self, _config: RunConfig, run_id: str, written: int) -> None:
@@ -72,7 +72,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases; ``run_id`` is continued if the service has it, otherwise new."""
+    """A run of Weights & Biases; it continues ``run_id`` if the service has that one."""
 
     def __init__(self, config: RunConfig, run_id: str, _written: int) -> None:
         import wandb
@@ -103,13 +103,13 @@ class Wandb:
         self.written = int(self._run.starting_step) - 1
 
     def write(self, points: Sequence[Point]) -> None:
-        """Write points; the service's own process sends them."""
+        """Log points; the service's own process sends them."""
         for point in points:
             # Otherwise wandb would hold each point back until the next one.
             self._run.log(dict(point.values), step=point.step, commit=True)
 
     def close(self, outcome: str) -> None:
-        """Wait until all points are sent."""
+        """End the run; wait until all points are sent."""
         self._run.finish(exit_code=0 if outcome in {"completed", "stopped", ""} else 1)
 
 
@@ -154,7 +154,7 @@ class Mlflow:
             self._client.log_batch(self.run_id, metrics=part)
 
     def close(self, outcome: str) -> None:
-        """Tell the server how the run ended."""
+        """Report to the server how the run ended; with "" leave the run open."""
         if outcome:
             self._client.set_terminated(self.run_id, self._STATUS.get(outcome, "FAILED"))
 

@@ -1,7 +1,4 @@
-"""Tells keepers at the start of every attempt how it is protected.
-
-They work without a controller.
-"""
+"""Order keepers, at the start of each attempt, how to protect it; they then work alone."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ NUM_OTHERS = 3
 
 
 class Orders:
-    """The last order to the keepers on ``nodes``, in the run's ``claim``."""
+    """Gives orders to keepers in the run's ``claim``, and keeps the last one."""
 
     def __init__(self, nodes: Nodes, claim: int) -> None:
         self._nodes = nodes
@@ -25,7 +22,7 @@ class Orders:
         self._last: OrderKeepers | None = None
 
     def give(self, order: OrderKeepers) -> None:
-        """Tell all keepers how an attempt is protected, without waiting."""
+        """Send all keepers the order how to protect an attempt, without waiting."""
         self._last = order
         views = self._nodes.kept()
         peers = {view.node: view.peer for view in views if view.secret}

@@ -11,16 +11,12 @@ from orchestrator.policies import ReducedTime, alert, bad_sources, noted, versio
 from orchestrator.shell.memory.snapshots import Snapshots
 from workers.protocol import Inventory
 
-#: How often the inventories are judged: all together, so not at every report.
+#: Shortest time between two judgements, which look at all inventories together.
 LOOK_S = 1.0
 
 
 class ProtectionWatch:
-    """Counts the time at reduced redundancy.
-
-    Args:
-        tolerance: How many nodes the run should be able to lose: 0, 1 or 2.
-    """
+    """Counts the time in which the run could lose fewer than ``tolerance`` nodes (0, 1 or 2)."""
 
     def __init__(self, *, snapshots: Snapshots, tolerance: int) -> None:
         self._snapshots = snapshots
@@ -31,9 +27,7 @@ class ProtectionWatch:
     def look(self, state: RunState, at_s: float) -> bool:
         """Judge the newest reports, at most once per ``LOOK_S``.
 
-        Returns:
-            Whether keepers on nodes that the run has left have become needless. True is returned
-            once.
+        Return whether keepers on nodes that the run has left are no longer needed; True only once.
         """
         if self._time.looked_s is not None and at_s - self._time.looked_s < LOOK_S:
             return False
@@ -64,7 +58,7 @@ class ProtectionWatch:
         kind = "storage" if stored_step else "none"
         if protection.step and protection.step >= stored_step:
             kind = "memory"
-        # Use the same reports as the rest of the document: the last check may be a second old.
+        # Use the same reports as the rest of the document: the last judgement may be a second old.
         is_whole = survived >= self._tolerance
         alerts = () if is_whole else alert(self._time, survived=survived, tolerance=self._tolerance)
         return {
@@ -84,8 +78,8 @@ class ProtectionWatch:
 def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str, Any]:
     """Return the facts for ``everstep plan``, by the names of ``LossFacts``.
 
-    The ``inventories`` of keepers must be of one moment: keepers may since have dropped a version
-    that another one held a second ago.
+    The ``inventories`` must be of one moment: keepers may since have dropped a version that another
+    one held a second ago.
     """
     good = bad_sources.good(inventories, state.bad)
     members = [n for n in state.attempt.members if n in state.fleet.workers]

@@ -1,4 +1,4 @@
-"""Asks rank 0 for the costs of saves, reports them, and tells rank 0 the intervals to use."""
+"""Ask rank 0 for the costs of saves, report them, and send it the intervals to use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.settings import CheckpointSettings, SnapshotSettings
 
 log = logging.getLogger(__name__)
 
-#: How often to call rank 0; a call costs about 2 ms of processor time.
+#: Period of calls to rank 0; a call costs about 2 ms of processor time.
 LOOK_S = 5.0
 
 

@@ -1,7 +1,7 @@
 """The controller's side of the snapshots in keepers' memory.
 
-It asks all keepers at once which versions they hold. When a run ends, it has the newest version
-stored if storage lacks it.
+It asks all keepers at once which versions they hold. When a run ends, keepers store the newest
+version if storage lacks it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from workers.protocol import Inventory, NodeReport, PartRef, Source
 
 log = logging.getLogger(__name__)
 
-#: Live keepers answered in 1 to 20 ms; one that is silent this long is left out.
+#: Live keepers answered in 1 to 20 ms. One that is silent for this long is skipped.
 ASK_S = 0.5
-#: How long to ask a slow keeper once more if it alone holds a part: to continue without that part
-#: would cost more.
+#: How long to ask a slow keeper again if it alone holds a part. To continue without that part would
+#: cost more.
 LATE_S = 2.0
-#: If memory holds a version, wait for storage no longer than this.
+#: If memory holds a version, storage gets no more than this time to answer.
 STORAGE_S = 5.0
-#: Two threads: the second one may find storage working while the first still waits for a lost
-#: answer.
+#: Two threads: the second one may get an answer from storage while the first still waits for a lost
+#: one.
 _LOOKS_AT_ONCE = 2
 #: Longest time to store the newest version at the end of a run.
 FLUSH_S = 60.0
@@ -60,7 +60,7 @@ class Answer:
 
     ``stored_step`` is -1 if storage was not read, and ``damaged`` are newer steps with damaged
     bytes. Without a version, ``lost`` lists the steps that are committed in storage, newest first.
-    ``unheard`` has the nodes that are not known to be lost and whose keepers did not answer.
+    ``unheard`` has the nodes that are not known to be lost but whose keepers did not answer.
     """
 
     version: Version | None
@@ -83,12 +83,12 @@ class Snapshots:
         self._reports: dict[str, NodeReport] = {}
         # Keepers that did not answer and have not reported since: one wait for them is enough.
         self._silent: set[str] = set()
-        #: Those among them that were asked once more, or failed.
+        #: Those among them that were asked again, or failed.
         self._hopeless: set[str] = set()
         #: The last inventory of each keeper, from a report or an answer.
         self._known: dict[str, Inventory] = {}
         self._looks = ThreadPoolExecutor(_LOOKS_AT_ONCE, "storage-look")
-        #: The newest read of storage, which may have begun.
+        #: The newest read of storage. It may have begun.
         self._waiting: Future[Any] = Future()
 
     @property
@@ -122,10 +122,10 @@ class Snapshots:
 
         Args:
             lineage: Says which versions count.
-            enough_step: A version in memory of this step or later ends the search: nothing in
-                storage can be newer. -1 if unknown.
+            enough_step: A version in memory of this step or later ends the search, because nothing
+                in storage can be newer. -1 if unknown.
             stored_step: A step that is known to be committed in storage. If storage does not
-                answer, do not take an older version instead.
+                answer, an older version does not count.
             has_stored: Whether anything was ever committed there.
             bad: Sources that must not be loaded.
             unreached: Nodes whose memory cannot be loaded.
@@ -196,7 +196,7 @@ class Snapshots:
     ) -> tuple[PartRef, ...]:
         """Return the parts of a version in memory, by the last answer.
 
-        () if that was another version, or needs a node in ``unreached``.
+        Return () if that was another version, or if it needs a node in ``unreached``.
         """
         version = self._version
         if version is None or (version.step, version.attempt) != (step, attempt):
@@ -242,9 +242,8 @@ class Snapshots:
     ) -> list[Inventory]:
         """Return the inventories of keepers; ask late ones again if they could add something.
 
-        Args:
-            worth: Returns the value of inventories together.
-            expected: The value if all answered.
+        ``worth`` returns the value of inventories together, ``expected`` is the value if all
+        answered.
         """
         found = await self.inventories()
         hopeful = self._silent - self._hopeless
@@ -265,7 +264,7 @@ class Snapshots:
         return found
 
     async def _ask_one(self, view: NodeView, timeout_s: float) -> Inventory | None:
-        """Return the inventory of a keeper; None if it is silent or its node is lost meanwhile."""
+        """Return the inventory of a keeper; None if it is silent, or its node is lost by then."""
         asked = asyncio.ensure_future(view.keeper.held.remote())
         lost = asyncio.ensure_future(view.lost.wait())
         try:
@@ -279,7 +278,7 @@ class Snapshots:
             lost.cancel()
 
     def measured(self) -> tuple[tuple[tuple[str, int], ...], int]:
-        """Return the memory that keepers have, by node, and the size of a version."""
+        """Return the memory for snapshots at each keeper, by node, and the size of a version."""
         there = {view.node for view in self._nodes.kept()}
         self._known = {node: one for node, one in self._known.items() if node in there}
         budgets = ((node, one.budget_bytes) for node, one in self._known.items())
@@ -292,7 +291,7 @@ class Snapshots:
 
     async def _flush(self, lineage: Lineage) -> None:
         # The last step counts as well: it may be the only one of the run. Keepers store the parts
-        # that they hold and compute none.
+        # that they hold; they reconstruct none.
         def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
             held = [replace(one, parities=()) for one in inventories]
             return versions.newest(held, other, lineage, total_steps=sys.maxsize)
@@ -317,7 +316,7 @@ class Snapshots:
     def protects(
         self, lineage: Lineage, *, attempt: int, nodes: Collection[str], tolerance: int
     ) -> bool:
-        """Return ``policies.versions.protects`` for the last reports."""
+        """Return ``policies.versions.protects`` of the last reports."""
         return versions.protects(
             self._reported(),
             lineage,
@@ -339,7 +338,7 @@ class Snapshots:
         return max((report.stored_step for report in self._living_reports()), default=0)
 
     def problems(self, plan: RedundancyPlan) -> list[str]:
-        """Return what reduces protection below the configured one, one line each."""
+        """Return a line for each reason why the protection is below the configured one."""
         label = self._nodes.rack_label
         racks = [
             f"the loss of rack {rack} may cost the snapshots in memory, because its nodes protect "

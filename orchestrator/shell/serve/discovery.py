@@ -1,6 +1,6 @@
-"""Tells a Prometheus on this machine where the controllers of runs are (``file_sd_configs``).
+"""Tell a Prometheus on this machine where the controllers of runs are (``file_sd_configs``).
 
-Ray's own discovery file has no place for further targets, and Prometheus accepts a pattern only for
+Ray's own discovery file has no place for other targets, and Prometheus accepts a pattern only for
 the names of files in one folder. So all controllers of a machine use one folder.
 """
 

@@ -22,18 +22,18 @@ from workers.repeated import Repeated
 
 log = logging.getLogger(__name__)
 
-#: A document serves all requests within this time.
+#: A document serves all requests for this long.
 _FRESH_S = 0.9
-#: Shortest time between two reads of new lines: a listing of an object store costs money.
+#: Shortest time between two reads of new lines: listing an object store costs money.
 _LOCAL_S, _REMOTE_S = 1.0, 10.0
-#: Stalled storage delays the page at most this long.
+#: Storage that stalls delays the page at most this long.
 _WAIT_S = 0.3
-#: The first read covers this much of the end of a file: 8,000 steps or more, in 50 ms.
+#: The first read covers this many bytes at the end of a file: 8,000 steps or more, in 50 ms.
 _FIRST_BYTES = 2 << 20
-#: How many nodes the page shows, those in trouble first, with their workers: a document of 80,000
+#: How many nodes the page shows, those in trouble first, with their workers: a document for 80,000
 #: workers had 16 MB.
 NUM_NODES = 128
-#: With more workers than this, only workers that are shown have a past.
+#: With more workers than this, only those that the page shows have a past.
 _NUM_NOTED = 2048
 #: For how many seconds the phases of each worker are kept.
 _SECONDS_KEPT = 60
@@ -44,12 +44,8 @@ _LETTERS = dict(zip(WorkerPhase, "imlfbruscx", strict=True))
 class Live:
     """Makes the document of the page, at most once a second.
 
-    When the page is first opened, its curves cover the last 8,000 steps or more.
-
-    Args:
-        told: Returns the run's document, with at most ``NUM_NODES`` nodes.
-        reports: The last report on every worker.
-        at_s: Returns the present time on the run's clock.
+    When the page is first opened, its curves cover the last 8,000 steps or more. ``told`` returns
+    the run's document, with at most ``NUM_NODES`` nodes.
     """
 
     def __init__(
@@ -97,7 +93,7 @@ class Live:
         }
 
     async def document(self) -> bytes:
-        """Return the document as JSON; ``tag`` names its content."""
+        """Return the document as JSON; ``tag`` identifies its content."""
         if monotonic_s() - self._made_s >= _FRESH_S:
             await self.look()
             self._document = self.made()
@@ -112,7 +108,7 @@ class Live:
         )
 
     async def report(self) -> str:
-        """Return the report of the run so far; one at a time, as it reads the whole journal."""
+        """Return the report of the run so far; one at a time, as each reads the whole journal."""
         async with self._reporting:
             return await in_thread(STORAGE, report_of, self._config.run.directory)
 

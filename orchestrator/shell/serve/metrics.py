@@ -17,17 +17,17 @@ from orchestrator.core import Incident, RunStats
 from orchestrator.report import RunDocument
 from orchestrator.shell.clock import wall_time
 
-#: How many incidents, the newest ones, have their own series.
+#: This many of the newest incidents have their own series.
 _NUM_INCIDENTS = 20
 #: Longest text in a label.
 _TEXT_MAX = 160
 #: How many characters of a node's id boards show.
 _NODE = 12
-#: How many members and nodes have their own series, so that a scrape of a large run is no slower.
+#: This many members and nodes have their own series, so that a scrape of a large run is not slow.
 NUM_TOLD = 1000
 #: The values of ``RunStats.phase``.
 _PHASES = "waiting", "forming", "training", "yielding", "recovering", "over"
-#: A path leads to a number, to numbers by label, or to rows, whose key follows the colon.
+#: A path leads to a number, to numbers by label, or to rows whose key follows the colon.
 _TABLE = """\
 gauge run_info | pages:is | url directory | 1; the labels locate its page.
 gauge phase | phases | phase | 1 for the phase that the run is in.
@@ -156,16 +156,16 @@ class _Row(NamedTuple):
 
 
 _ROWS: Final = tuple(map(_Row.of, _TABLE.splitlines()))
-#: Metrics of the run's own numbers, and metrics of rows that exist only at a scrape.
+#: Metrics of the run's own numbers, and metrics of workers, whose rows exist only at a scrape.
 _OF_RUN = tuple(row for row in _ROWS if row.path != "workers")
 _OF_WORKERS = tuple(row for row in _ROWS if row.path == "workers")
 
 
 class RunCollector(Collector):
-    """Yields the metrics of one run. Every series has the labels ``run`` and ``run_id``.
+    """Yields the metrics of one run; every series has the labels ``run`` and ``run_id``.
 
     Args:
-        run: The name of the run, which other runs may share.
+        run: The name of the run, which other runs may have, too.
         run_id: The unique id of the run.
         told: Returns the run's document, with rows for at most ``NUM_TOLD`` members.
     """
@@ -173,7 +173,8 @@ class RunCollector(Collector):
     def __init__(self, *, run: str, run_id: str, told: Callable[[], RunDocument]) -> None:
         self._run = run, run_id
         self._told = told
-        #: The wall time at which the run's clock was 0; read once, so that incidents do not move.
+        #: The wall time at which the run's clock was 0; computed once, so that incidents do not
+        #: move.
         self._epoch_s: float | None = None
 
     def describe(self) -> list[Metric]:
@@ -205,7 +206,7 @@ class RunCollector(Collector):
             for row in status["nodes"]
             if row["state"] != "lost"
         ]
-        # Nodes that will go come first, because of many nodes not all have series.
+        # Nodes that will go come first: if there are many nodes, not all have series.
         noticed.sort(key=lambda row: not row["is"])
         saves = "snapshot", "checkpoint"
         return {

@@ -1,7 +1,7 @@
 """The controller's HTTP: a page for people, ``/status`` for tools, ``/metrics`` for Prometheus.
 
 ``everstep plan`` requests ``/losses``. Only ``/actions`` change anything, and they need the run's
-token. Beyond loopback, reading needs it, too; only a Prometheus on this machine scrapes
+token. Beyond loopback, reading needs it, too, except that a Prometheus on this machine scrapes
 ``/metrics`` without it. On loopback the host name in the request must be one of this machine's:
 otherwise a page of another site could map its own name to this address and read the answers (DNS
 rebinding).
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The page loads nothing from elsewhere, and no other page may show it in a frame.
+#: The page loads nothing from other places, and no other page may show it in a frame.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; frame-ancestors 'none'"
@@ -45,7 +45,7 @@ class StatusPage:
     """Serves documents about the run, and the page that shows them.
 
     Args:
-        port: Port to listen on; a free one is taken if it is 0 or in use.
+        port: Port to listen on; a free one is used if it is 0 or taken.
         status: Returns the JSON document of ``/status``.
         losses: Returns the document of ``/losses``; may wait for answers of keepers.
         live: The data of the page.
@@ -78,7 +78,7 @@ class StatusPage:
     async def start(self, last_port: int = 0) -> str:
         """Start to serve; return the page's URL.
 
-        Without a configured port it takes ``last_port``, where an open tab expects it.
+        Without a configured port it uses ``last_port``, where an open tab expects the page.
         """
         # In a thread: the import takes 0.1 s or more, and the run's loop must not wait.
         await asyncio.to_thread(importlib.import_module, "aiohttp.web")
@@ -104,7 +104,7 @@ class StatusPage:
         try:
             await web.TCPSite(self._runner, self._host, wanted).start()
         except OSError as error:
-            # Two runs may share a machine, and a missing port must not end a run.
+            # Two runs may share a machine, and a port that is taken must not end a run.
             log.warning("port %s cannot be used, so another one is taken: %s", wanted, error)
             await web.TCPSite(self._runner, self._host, 0).start()
         port = self._runner.addresses[0][1]

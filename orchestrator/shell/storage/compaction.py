@@ -1,4 +1,4 @@
-"""The compacted journal on storage: one file, replaced from time to time.
+"""The file with the compacted journal, replaced from time to time.
 
 With it, a restarted controller reads only the end of the journal. It only saves time: if it cannot
 be used, the whole journal is folded.
@@ -28,18 +28,19 @@ from ucp_core.storage import Store, join
 
 log = logging.getLogger(__name__)
 
-#: The journal must grow by this much, or by the size of the compacted one if that is more, before
-#: it is compacted again. This is about 1500 records, which are folded in 40 ms.
+#: The journal must grow by this much, or by the size of the compaction if that is more, before it
+#: is compacted again. This is about 1500 records, which are folded in 40 ms.
 SPACING_BYTES = 256 << 10
-#: In a run that is never quiet, compaction waits until the journal has grown by this multiple.
+#: In a run that is never quiet, compaction waits until the journal has grown this many times as
+#: much.
 PATIENCE = 8
 
 
 class Reading(NamedTuple):
     """The journal at the start of an incarnation.
 
-    The first ``num_incidents_written`` incidents are known to be written, and ``compacted_bytes``
-    did not have to be folded.
+    The first ``num_incidents_written`` incidents are known to be written; the first
+    ``compacted_bytes`` did not have to be folded.
     """
 
     folded: core.Folded
@@ -48,7 +49,7 @@ class Reading(NamedTuple):
 
 
 def read_journal(store: Store, run_path: str, rules: core.RunRules) -> Reading:
-    """Fold the journal of a run, from the compacted one on if possible.
+    """Fold the journal of a run, starting at its compaction if possible.
 
     Raises:
         JournalCorruptError: The journal cannot be folded.
@@ -83,7 +84,7 @@ def _from_compacted(store: Store, run_path: str, rules: core.RunRules) -> Readin
 
 
 def basis_of(rules: core.RunRules) -> str:
-    """Return a digest of everything but the journal that its fold under ``rules`` depends on."""
+    """Return a digest of all inputs of the fold but the journal."""
     return sha256(f"{_program()} {rules!r}".encode()).hexdigest()
 
 
@@ -105,14 +106,14 @@ def deciding_files() -> list[Path]:
 
 
 class CompactionFile:
-    """Compact the journal when it has grown enough and the run is quiet."""
+    """Compacts the journal when it has grown enough and the run is quiet."""
 
     def __init__(
         self, store: Store, run_path: str, *, rules: core.RunRules, compacted_bytes: int
     ) -> None:
         self._store = store
         self._path = join(run_path, COMPACTED)
-        # Read now, because files that change under a running controller are not the ones that run.
+        # Compute it now: files that change under a running controller are not the ones that run.
         self._basis = basis_of(rules)
         self._compacted_bytes = compacted_bytes
         self._spacing_bytes = SPACING_BYTES
@@ -124,7 +125,7 @@ class CompactionFile:
         return not self._is_writing and journal_bytes - self._compacted_bytes >= spacing_bytes
 
     def prepare(self, journal: JournalFile, state: core.RunState, stats: core.RunStats) -> bytes:
-        """Return the document to ``write``: the whole of ``journal``, folded."""
+        """Return the document for ``write``: the whole of ``journal``, folded."""
         place = journal.place
         folded = core.Folded.at(journal.last, state, stats)
         document = core.Compaction(basis=self._basis, place=place, folded=folded).document()

@@ -1,11 +1,11 @@
-"""How an incarnation of the controller starts: its state and its settings.
+"""Start an incarnation of the controller: its state and its settings.
 
 The first incarnation starts the run. A later one is a restart that continues from the journal, or
 it resumes a run that was over or had lost its cluster. A resume may bring other settings, so the
-settings of each are stored under the number of the incarnation that started with them.
+settings of each start and resume are stored under the number of the incarnation.
 
-A start or resume, including restarts, claims the run directory before it reads the journal. If
-there is a later claim, no incarnation starts.
+Each incarnation claims the run directory before it reads the journal. It does not start if there is
+a later claim.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from ucp_core.native import find_committed, last_attempt, newest_finite, unloada
 from ucp_core.storage import Store, claim, join
 from workers.protocol import CHECKPOINTS, RESULT
 
-#: If lines are sent in the background, this many attempts may be lost with the head. The next
-#: claimant skips their numbers: trainers of the last one may still write files with such names.
+#: If lines are sent in the background, at most this many attempts may be lost with the head. The
+#: next claimant skips their numbers: trainers of the last one may still write files with such
+#: names.
 UNSENT_ATTEMPTS = 100
 
 
@@ -35,13 +36,13 @@ UNSENT_ATTEMPTS = 100
 class Incarnation:
     """The start of a controller."""
 
-    number: int  #: From 1.
+    number: int  #: Counts from 1.
     is_resume: bool  #: Whether it resumes the run with its own settings.
     state: core.RunState  #: The state of the run before ``first``.
     first: core.Event  #: Its first event.
     clock: RunClock  #: Continues the clock of the previous incarnation.
     seq: int  #: Number of the next record in the journal.
-    stats: core.RunStats  #: The numbers of earlier incarnations.
+    stats: core.RunStats  #: The statistics of earlier incarnations.
     #: Number of incidents, from the first, that are known to be written.
     num_incidents_written: int
     journal_bytes: int
@@ -63,8 +64,8 @@ def begin_incarnation(
         claim_number: The claim that starts or resumes the run under ``config``. If its first
             incarnation dies before it has journaled a whole record, the next one does so in its
             place.
-        token: Token of this claim; no other has it.
-        spool: Where an earlier incarnation may have left lines; see ``Sender``.
+        token: Token of this claim; no other claim has it.
+        spool: Where an earlier incarnation may have left lines (``Sender``).
 
     Raises:
         JournalCorruptError: The journal cannot be folded.
@@ -76,7 +77,7 @@ def begin_incarnation(
     config_since = claim(store, run_path, claim_number, {**mine, "incarnation": number})[
         "incarnation"
     ]
-    # Only now: earlier actions of other claimants are known.
+    # Only now are all earlier actions of other claimants known.
     if spool:
         send_rest(store, run_path, spool)
     sizes = segment_sizes(store, run_path)
@@ -100,7 +101,7 @@ def begin_incarnation(
         for path in (_config_path(run_path, number), join(run_path, CONFIG)):
             store.write_atomic(path, config.to_yaml().encode(), fsync=False)
         for name in (SUMMARY, RESULT):
-            # They say that the run is over.
+            # These files say that the run is over.
             store.delete(join(run_path, name))
     return Incarnation(
         number=number,
@@ -127,7 +128,7 @@ def _resumed(
     """Return how the run resumes; None if it has no history."""
     checkpoints = join(run_path, CHECKPOINTS)
     at_s, number = started.at_s, started.incarnation
-    # A script that ran alone has attempts too.
+    # A script that ran alone has attempts, too.
     attempt = last_attempt(store, checkpoints, store.list(checkpoints))
     if folded.seq >= 0:
         resumed = core.resume_event(
@@ -160,7 +161,7 @@ def _step_in_storage(store: Store, checkpoints: str, config: RunConfig) -> int:
 
 
 def config_of(store: Store, run_path: str, segments: Sequence[bytes]) -> RunConfig:
-    """Return the settings under which the last of ``segments`` (all from the first) was written."""
+    """Return the settings of the last of ``segments``, which begin with the first one."""
     return _config_at(store, run_path, max(core.starts(segments), default=0) + 1)
 
 

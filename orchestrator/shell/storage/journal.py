@@ -68,9 +68,9 @@ def segment_path(run_path: str, incarnation: int) -> str:
 class JournalFile:
     """Appends to the segment of this incarnation; earlier segments never change.
 
-    A line is handed to the operating system before its actions run, so it survives the
-    controller's process. It is not synced to the disk. If the machine dies with its page cache,
-    the last events are lost, and the survey of living workers replaces them.
+    A line is in the operating system's hands before its actions run, so it survives the
+    controller's process. It is not synced to the disk. If the machine dies with its page cache, the
+    last events are lost, and the survey of living workers replaces them.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class JournalFile:
         self._last_line = b""
         #: The last record; empty before this incarnation has one.
         self.last: Mapping[str, Any] = {}
-        #: Why nothing can be written now; no decisions are made meanwhile.
+        #: Why nothing can be written now, "" if it can. No decisions are made in the meantime.
         self.trouble = ""
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -106,7 +106,7 @@ class JournalFile:
         self._last_line, self.last = lines[-1], records[-1]
 
     def _append(self, data: bytes) -> None:
-        """Append once there is room: people free a full disk."""
+        """Append; wait if the disk is full, until people make room."""
         there = self._size_bytes
         while True:
             try:
@@ -121,7 +121,7 @@ class JournalFile:
                 self.trouble = ""
                 return
             time.sleep(PAUSE_S)
-            # The part that fit is there already.
+            # A part may already be written.
             there = self._store.size(self._path) if self._store.exists(self._path) else 0
 
     @property

@@ -1,4 +1,4 @@
-"""The files of a run beside its journal: contact, incidents, summary."""
+"""The files of a run beside its journal: contact, incidents, report, summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class RunOutputs:
-    """Fold the journal into numbers as it grows, and write them when they are final.
+    """Folds the journal into statistics as it grows, and writes incidents when they are final.
 
     Incidents up to number ``num_written`` are already written.
     """
@@ -71,15 +71,15 @@ class RunOutputs:
             return 0
 
     def add(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Process journaled records; write the finished incidents."""
+        """Count journaled records, and write the incidents that are final."""
         for record in records:
             self.stats.add(record)
         self._write_incidents(final=False)
 
     def close(self, url: str) -> None:
-        """Write the report, then the summary: it is last because it says that the run is over.
+        """Write the report, then the summary: it comes last because it says that the run is over.
 
-        Waits for storage. ``url`` is that of the run directory.
+        This waits for storage. ``url`` is that of the run directory.
         """
         self._write_incidents(final=True)
         self._sender.close()

@@ -1,9 +1,9 @@
-"""Write to storage in the background: the controller decides on while storage stalls.
+"""Write to storage in the background: the controller continues to decide while storage stalls.
 
 If each write is a request, the lines of the journal first go into the spool, a file in the memory
-of the controller's machine. From there a thread sends the collected lines as one piece. A restarted
-controller finds the spool and sends the rest. If the machine is lost, unsent lines are too: the run
-resumes from what storage holds.
+of the controller's machine. A thread sends the collected lines from there as one piece. A restarted
+controller finds the spool and sends the rest. If the machine is lost, so are the unsent lines: the
+run resumes from what storage holds.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ucp_core.storage import LocalStore, PieceWriter, Store, appended_sizes, joi
 
 log = logging.getLogger(__name__)
 
-#: Lines on which no decision depends are sent after this, with those that follow.
+#: Lines on which no decision depends are sent after this time, with those that follow.
 PIECE_S: Final = 10.0
-#: Pause after storage has refused, and the store's own retries are over.
+#: Pause after storage has refused and the store's own retries are used up.
 PAUSE_S: Final = 1.0
-#: How long the end of a run waits for storage; then the controller is restarted, and so on.
+#: How long the end of a run waits for storage. If that fails, Ray restarts the controller.
 CLOSE_S: Final = 60.0
 
 
 class Sender:
-    """Write documents, and the pieces of one file, in a separate thread until ``close``.
+    """Writes documents, and the pieces of one file, in a separate thread until ``close``.
 
     Args:
-        journal_path: The file to which ``add`` appends, in pieces; no other writer may.
+        journal_path: The file to which ``add`` appends, in pieces; it must have no other writer.
         spool: Folder for unsent lines; it outlives the process.
         piece_s: How long lines that are not urgent may wait.
         pause_s: Pause after a write that failed.
@@ -61,7 +61,7 @@ class Sender:
         threading.Thread(target=self._run, name="sender", daemon=True).start()
 
     def add(self, lines: bytes, *, hurry: bool) -> None:
-        """Append to the journal, at once if ``hurry``, else soon.
+        """Append to the journal, at once if ``hurry``, else within ``piece_s``.
 
         Raises:
             StorageError: The spool is full, or another process writes the same journal.
@@ -77,13 +77,13 @@ class Sender:
                 self._changed.notify_all()
 
     def put(self, path: str, document: bytes) -> None:
-        """Write or replace a file; a newer document of the same path replaces a pending one."""
+        """Write or replace a file; a newer document for the same path replaces a pending one."""
         with self._changed:
             self._documents[path] = document
             self._changed.notify_all()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what is left, and end.
+        """Write what is left, and end the thread.
 
         Raises:
             StorageError: It could not be written.
@@ -137,7 +137,7 @@ class Sender:
             time.sleep(self._pause_s)
 
     def _send(self, lines: bytes) -> bool:
-        """Send a piece; return whether it is done."""
+        """Send a piece; return whether no retry is needed."""
         try:
             self._journal.append(lines)
             self._is_failing = False

@@ -26,7 +26,7 @@ def run_token(store: Store, run_path: str) -> str:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """Write a file that no other user could ever read, unless it exists."""
+    """Write a file that no other user can read at any time, unless it exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -34,7 +34,7 @@ def _write_private(path: Path, data: bytes) -> None:
         os.write(fd, data)
     finally:
         os.close(fd)
-    # A repeated call finds the first token; both read it from the file.
+    # A repeated call finds the first token; both callers read it from the file.
     if path.exists():
         temporary.unlink()
     else:
