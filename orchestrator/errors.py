@@ -1,10 +1,4 @@
-"""Errors that the orchestrator raises on purpose.
-
-OrchestratorError + ConfigError every problem of a configuration at once + CapacityError the cluster
-cannot give what the run needs + TokenError a request to change a run does not carry its token +
-RunNotFoundError there is no run in the directory + JournalCorruptError a journal cannot be read
-back + CompactionError a compacted journal cannot be used
-"""
+"""Errors that the orchestrator raises on purpose; each class says when."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class FaultClass(StrEnum):
 
 
 class Loss(StrEnum):
-    """The loss that a fault means for the run, as the choice of save intervals counts it."""
+    """The loss that a fault causes, as the choice of save intervals counts it."""
 
     NOTHING = "nothing"
     PROCESS = "process"
@@ -28,17 +28,16 @@ class Loss(StrEnum):
 class FaultKind(StrEnum):
     """A kind of fault, or of planned change; the list is closed.
 
-    The kind of an incident says why the attempt ended, as ``hang``; its verdict says what was
-    found, as ``frozen``. To add a kind, add a member here and its handler.
+    The kind of an incident says why the attempt ended, such as ``hang``; its verdict says what was
+    found, such as ``frozen``. To add a kind, add a member here and its handler.
     """
 
-    #: How much it explains. While an attempt is fenced, a kind with more weight replaces the
-    #: cause.
+    #: How much it explains. While an attempt is fenced, a kind with more weight replaces the cause.
     weight: int
-    #: The budget to which an attempt that it ended is charged; None for no budget.
+    #: The budget to which an attempt that ended in this way is charged; None for no budget.
     budget: FaultClass | None
-    loss: Loss  #: The loss that it means for the run.
-    is_planned: bool  #: Whether it was intended; then it is no failure.
+    loss: Loss  #: The loss that it causes for the run.
+    is_planned: bool  #: Whether it is an intended change; such a change is no failure.
     names: bool  #: Whether a worker can be proven to have caused it.
 
     def __new__(
@@ -68,9 +67,9 @@ class FaultKind(StrEnum):
     DEVICE_MEMORY = "device_memory", 2, FaultClass.USER, Loss.PROCESS, True
     LAYOUT = "layout_refused", 2
     NOT_FINITE = "not_finite", 2, FaultClass.USER
-    # Copies of one state differ: a machine computed or kept something wrong.
+    # Copies of one state differ: a machine computed or stored something wrong.
     DIVERGED = "diverged", 3, FaultClass.INFRASTRUCTURE, Loss.NOTHING, True
-    # Two machines computed different things from the same (``train.recheck``).
+    # Two machines computed different results from the same inputs (``train.recheck``).
     CORRUPT = "corrupt", 3, FaultClass.INFRASTRUCTURE, Loss.NOTHING, True
     # It is not known which worker caused it, or none did.
     UNDECIDED = "undecided", 1, FaultClass.UNDECIDED, Loss.NOTHING, True
@@ -88,9 +87,9 @@ class FaultKind(StrEnum):
     CONTROLLER_RESTART = "controller_restart", 0, None, Loss.NOTHING, False, True
     RESUME = "resume", 0, None, Loss.NOTHING, False, True
     COMPLETED = "completed", 0, None, Loss.NOTHING, False, True
-    # Signs of ranks in reports or records, beside those above that are both: NOT_FINITE,
-    # DIVERGED, CORRUPT, UNDECIDED. From records alone a process that is dead, frozen or holds its
-    # interpreter is ABSENT, and the first three are not seen.
+    # Signs of ranks in reports or records. NOT_FINITE, DIVERGED, CORRUPT and UNDECIDED above are
+    # signs, too, but records alone do not show the first three. In records alone, a process that is
+    # dead, frozen or holds its interpreter is ABSENT.
     DEAD = "dead"
     FROZEN = "frozen"
     INTERPRETER_HELD = "interpreter_held"
@@ -100,7 +99,7 @@ class FaultKind(StrEnum):
     DESYNC = "desync"
     SLOW_COMPUTE = "slow_compute"
     SLOW_DATA = "slow_data"
-    # The same of links.
+    # Signs of links.
     LINK_DEAD = "link_dead"
     SLOW_LINK = "slow_link"
     SLOW_SENDER = "slow_sender"

@@ -28,29 +28,30 @@ from ucp_core.storage import (
 )
 from workers.protocol import LOGS, METRICS, VALIDATION, VALUES
 
-#: The run's resolved settings of its last start or resume.
+#: The run's resolved settings at its last start or resume.
 CONFIG = "config.yaml"
 #: The settings of each start and resume, under the number of the controller's incarnation.
 SETTINGS = "settings"
 #: A request must carry the content of this file to change the run.
 TOKEN = "token"  # noqa: S105  the name of its file
-#: Written by each incarnation of the controller: how to reach it.
+#: How to reach the controller; each incarnation writes it.
 CONTACT = "controller.json"
-#: The folded journal up to some record, so that a restarted controller reads only the rest.
+#: The journal folded up to some record, so that a restarted controller reads only the rest.
 COMPACTED = "compacted.json"
 #: The journal: a segment for each incarnation of the controller, a line of JSON for each record.
 JOURNAL = "journal"
-#: The last step in TensorBoard, Weights & Biases and MLflow, and their ids of the run.
+#: For TensorBoard, Weights & Biases and MLflow: the last step and the service's id of the run.
 LOGGERS = "loggers.json"
 #: Written last: if it exists, the run is over.
 SUMMARY = "summary.json"
-#: A log of rank 1, or the third piece of it if storage cannot append.
+#: Pattern of a log's name, such as ``rank1.log``, or ``rank1-3.log`` for the third piece if storage
+#: cannot append.
 _LOG = "rank{rank}(?:-(\\d+))?\\.log"
 #: Size of the parts in which a file of metrics is read.
 _PART_BYTES = 8 << 20
-#: More than about two points per pixel column are not visible.
+#: More points are not visible: about two per pixel column.
 POINTS_MAX = 800
-#: Points of further curves, and the most curves of a script's own numbers.
+#: Points of further curves, and the largest number of curves of a script's own numbers.
 _FURTHER_MAX, _OWN_MAX = 300, 12
 #: The numbers of a step's line that a page draws, by key: the title of the chart, and the unit.
 _OF_STEP = {
@@ -70,7 +71,7 @@ class StepRecord:
     """One committed step, as rank 0 wrote it."""
 
     step: int  #: Optimizer step, from 1.
-    attempt: int  #: The attempt that took it.
+    attempt: int  #: The attempt that computed it.
     loss: float  #: Mean over the tokens of the global batch; nan if it was not a number.
     grad_norm: float  #: Before clipping; nan if it was not a number.
     learning_rate: float
@@ -78,18 +79,15 @@ class StepRecord:
     samples: int
     first_sample: int  #: Index of its first sample in the order of all samples.
     step_s: float  #: Duration.
-    num_workers: int  #: Workers that took it.
+    num_workers: int  #: Workers that computed it.
     layout: str  #: Their layout, for people.
 
 
 def thin(points: Iterable[Point], count_max: int = POINTS_MAX) -> list[Point]:
-    """Return at most about ``count_max`` points; each stretch of x keeps its extremes.
+    """Return at most about ``count_max`` points, which ascend in x; keep the extremes.
 
     A stride would hide the spike of a single step, which readers of a loss curve look for. Numbers
-    that are not finite are left out, because JSON has none.
-
-    Args:
-        points: In ascending order of x.
+    that are not finite are dropped, because JSON has none.
     """
     finite = [point for point in points if isfinite(point[1])]
     if len(finite) <= count_max:
@@ -104,12 +102,9 @@ def thin(points: Iterable[Point], count_max: int = POINTS_MAX) -> list[Point]:
 
 
 class Curve:
-    """Numbers by step, from lines of metrics that are added as they are written.
+    """Numbers by step, from lines of metrics; ``last`` is the last line that was added.
 
     If a step was redone, its last line counts. Points are thinned to as many as are visible.
-
-    Attributes:
-        last: The last line that was added.
     """
 
     def __init__(self) -> None:
@@ -147,14 +142,13 @@ class Curve:
 class Curves:
     """Losses and further numbers of a run by step, from its growing files of lines.
 
-    Args:
-        begin: The byte of each file to begin at; a negative one counts from its end.
+    ``begin`` is the byte of each file to begin at; a negative one counts from its end.
 
     Attributes:
-        loss: Training loss, with as many points as are visible.
-        validation: Validation loss, the same.
-        further: The run's other numbers and the script's own ones, by title.
-        last: The last line of a step.
+    loss: Training loss, with as many points as are visible.
+    validation: Validation loss, likewise.
+    further: The run's other numbers and the script's own ones, by title.
+    last: The last line of a step.
     """
 
     def __init__(self, store: Store, path: str, begin: int = 0) -> None:
@@ -221,12 +215,9 @@ class Tail:
 
 
 class RunRecord:
-    """The content of a run directory; each part is read at its first use.
+    """The content of a run directory, a path or an fsspec URL; each part is read on first use.
 
-    Args:
-        url: A path or an fsspec URL.
-        stats: The folded journal, if the caller has it.
-        summary: The summary, if it is not written yet.
+    ``stats`` and ``summary`` are given by a caller that has them already.
     """
 
     def __init__(
@@ -256,7 +247,7 @@ class RunRecord:
 
     @cached_property
     def stats(self) -> RunStats:
-        """Return the folded journal; even a long one needs little memory."""
+        """Return the folded journal; even for a long one this needs little memory."""
         stats = RunStats()
         for record in _journal(self._store, join(self._path, JOURNAL)):
             stats.add(record)
@@ -264,7 +255,7 @@ class RunRecord:
 
     @cached_property
     def steps(self) -> tuple[StepRecord, ...]:
-        """Return the steps in order; of a redone step, the last record."""
+        """Return the steps in order; for a redone step, the last record."""
         return _steps(appended_text(self._store, join(self._path, METRICS)))
 
     @cached_property
@@ -289,7 +280,7 @@ class RunRecord:
         return _object(_text(self._store, join(self._path, SUMMARY)))
 
     def is_run(self) -> bool:
-        """Return whether a controller led the run: a script that ran alone has only steps."""
+        """Return whether a controller led the run; a script that ran alone leaves only steps."""
         folder = join(self._path, JOURNAL)
         return bool(self.config_text or self._store.sizes(folder))
 
@@ -308,7 +299,7 @@ def read_run(url: str) -> RunRecord:
 
 
 def no_run(url: str) -> RunNotFoundError:
-    """Return the error for a directory without a run; it says how to find one."""
+    """Return the error for a directory without a run, with a hint how to find one."""
     return RunNotFoundError(
         f"{url} holds no run: neither config.yaml nor a journal is there; "
         "name the folder that `everstep run` printed as its run directory",
@@ -321,7 +312,7 @@ def _text(store: Store, path: str) -> str:
 
 
 def appended_text(store: Store, path: str) -> str:
-    """Return the text of a file of lines; "" if there is none."""
+    """Return the text of a file of lines; "" if it does not exist."""
     try:
         return read_appended(store, path).decode(errors="replace")
     except StorageError as error:
@@ -363,9 +354,8 @@ def _journal(store: Store, directory: str) -> Iterator[dict[str, Any]]:
 def log_tail(store: Store, path: str, *, attempt: int, rank: int, size_bytes: int = 16384) -> str:
     """Return the end of what a rank printed in an attempt; "" if it printed nothing.
 
-    Args:
-        attempt: Number of the attempt; 0 for the newest one in which the rank printed something.
-        size_bytes: Length of the end; its first line may be incomplete.
+    Attempt 0 is the newest one in which the rank printed something. The end has at most
+    ``size_bytes``; its first line may be incomplete.
     """
     root = join(path, LOGS)
     names = [f"attempt-{attempt:04d}"] if attempt else sorted(store.list(root), reverse=True)
@@ -402,7 +392,7 @@ def _steps(text: str) -> tuple[StepRecord, ...]:
     newest = 0
     for attempt, step, document in _counted(text, newest):
         if attempt > newest:
-            # The attempt begins after the commit; later steps of older attempts are lost.
+            # The attempt starts from a committed step; later steps of older attempts are lost.
             newest, by_step = attempt, {at: found for at, found in by_step.items() if at < step}
         by_step[step] = _step(document)
     return tuple(by_step[step] for step in sorted(by_step))

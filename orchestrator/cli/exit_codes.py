@@ -11,7 +11,7 @@ from workers.launchers import SCHEDULERS
 
 
 class ExitCode(IntEnum):
-    """How a command ended; 128 + n: signal n ended it."""
+    """How a command ended; 128 + n if signal n ended it."""
 
     OK = 0
     FAILED = 1
@@ -40,7 +40,7 @@ TABLE = "Exit codes:\n\n" + "\n\n".join(
 
 
 def code_of_error(error: Exception) -> ExitCode:
-    """Return the code for one of our errors."""
+    """Return the exit code for one of our errors."""
     if isinstance(error, CapacityError):
         return ExitCode.NO_CAPACITY
     if isinstance(error, ConfigError | HeldError | RunNotFoundError | TokenError):
@@ -65,8 +65,8 @@ def code_of_signal(number: signal.Signals) -> int:
 def is_final(code: int) -> bool:
     """Return whether an ``everstep run`` that ended with ``code`` would do so again.
 
-    Code 1 can also come from a process that Ray ended, and codes below 0 say which signal killed
-    it: the run's summary says whether the run has failed.
+    Code 1 can also come from a process that Ray ended, and codes below 0 name the signal that
+    killed it: the run's summary says whether the run has failed.
     """
     again = (ExitCode.FAILED, ExitCode.NO_CAPACITY, ExitCode.NO_STORAGE)
     return code not in again and code >= 0

@@ -30,11 +30,11 @@ from orchestrator.errors import ConfigError, OrchestratorError
 from ucp_core.errors import UcpError
 from workers.errors import missing_extra
 
-#: ``everstep run`` reads it if no configuration is named.
+#: ``everstep run`` reads this file if no configuration is named.
 DEFAULT_CONFIG = "everstep.yaml"
 #: The part of ``everstep --help`` for commands that few runs need.
 _TOOLS = "Tools"
-#: Other names that people type for a command.
+#: Other names for a command that people type.
 _MEANT = {
     "attach": "run",
     "resume": "run",
@@ -88,11 +88,11 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Override settings.")
 ]
 
-#: How often ``status --watch`` looks.
+#: Period of ``status --watch``, in seconds.
 _WATCH_S = 1.0
-#: How often ``list --serve`` does: it connects to every cluster.
+#: Period of ``list --serve``, in seconds; it connects to every cluster.
 _INDEX_S = 5.0
-#: ``everstep`` as a process that ends with its starter, however that ends.
+#: ``everstep`` as a process that ends with its starter, however that one ends.
 _TRY = """
 from workers.parent_death import end_with_parent
 end_with_parent()
@@ -716,7 +716,7 @@ def doctor(
 
 
 def _named(config: str | None, overrides: list[str] | None) -> tuple[str, list[str]]:
-    """Return the configuration and the overrides: the first word may be either."""
+    """Return the configuration and the overrides; the first word may be either."""
     words = [*([] if config is None else [config]), *(overrides or ())]
     is_named = words and "=" not in words[0]
     return (words[0], words[1:]) if is_named else (DEFAULT_CONFIG, words)
@@ -734,8 +734,8 @@ def _extra(
 def _is_final(config: str, extra: list[str], code: int, num_before: int) -> bool:
     """Return whether an ``everstep run`` that ended with ``code`` would do so again.
 
-    After the first try, bad input can also come from an outage: the storage is unavailable, and
-    with it CONFIG or files that it names.
+    After the first try, bad input can also come from an outage: storage is unavailable, and with it
+    CONFIG or files that it names.
     """
     from orchestrator.config import load
 

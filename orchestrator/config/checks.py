@@ -1,4 +1,4 @@
-"""Checks between keys that are each well formed.
+"""Check keys that are each well formed against one another.
 
 ``orchestrator.config.preflight`` checks data, storage and memory.
 """
@@ -25,8 +25,7 @@ from workers.settings import AUTO, between_keys, model_shape
 def cross_problems(config: RunConfig, num_experts: int = 0) -> list[Problem]:
     """Return what is wrong with values and between keys.
 
-    Args:
-        num_experts: Number of experts in a layer of the built-in model.
+    ``num_experts`` is the number of experts in a layer of the built-in model.
     """
     lines = [line.partition(": ") for line in between_keys(config.settings())]
     found = [Problem(path, message) for path, _, message in lines]

@@ -44,7 +44,7 @@ def _schema() -> dict[str, Any]:
             section["properties"][name]["description"] = meaning
         for key in section["properties"].values():
             key.pop("title", None)  # the name again
-    # The purpose of a section, where it is used.
+    # The purpose of a section, at the key that holds it.
     for key in schema["properties"].values():
         key.setdefault("description", _section(schema, key).get("description", ""))
     return schema
@@ -53,7 +53,7 @@ def _schema() -> dict[str, Any]:
 def commented_yaml(
     values: Mapping[str, Any], *, schema_file: str, of_script: Collection[str] = ()
 ) -> str:
-    """Return a configuration with every key, its meaning, and its default behind a ``#``.
+    """Return a configuration with every key, its meaning, and its default after a ``#``.
 
     Args:
         values: Settings to write into it, by ``section.key``; they include the required keys.
@@ -78,7 +78,7 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _section(schema: Mapping[str, Any], key: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section that a key is, or has elements of; {} if it is a value."""
+    """Return the section that a key is, or has elements of; {} if the key is a value."""
     branches = (key, key.get("items", {}), *key.get("anyOf", ()))
     name = next((one["$ref"].rpartition("/")[2] for one in branches if "$ref" in one), "")
     found: dict[str, Any] = schema["$defs"].get(name, {})
@@ -93,7 +93,7 @@ def _key(
     values: Mapping[str, Any],
     of_script: Collection[str],
 ) -> Iterator[str]:
-    """Yield the lines of one key, and of those inside if it is a section."""
+    """Yield the lines of one key, and of the keys in it if it is a section."""
     indent = "  " * path.count(".")
     section, meaning = _section(schema, key), key.get("description", "")
     if section and "$ref" not in key:
@@ -102,7 +102,7 @@ def _key(
         for line in wrap(" ".join(paragraph.split()), _WIDTH - len(indent)):
             yield f"{indent}# {line}"
     if "$ref" in key:
-        # An empty section is one with its defaults.
+        # An empty section means its defaults.
         yield f"{indent}{'#' if indent else ''}{name}:"
         for inner, one in section["properties"].items():
             yield from _key(schema, inner, one, f"{path}.{inner}", values, of_script)

@@ -29,7 +29,7 @@ from workers.settings import STDLIB, value_problem, well_formed
 #: whose value is missing or wrong. They are reported elsewhere, so it must ignore them.
 Look: TypeAlias = Callable[["RunConfig", Collection[str]], Sequence[Problem]]
 
-#: Returns values by ``section.key`` for what a document leaves out.
+#: Returns values, by ``section.key``, that a document lacks.
 Ask: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -45,11 +45,11 @@ def load(
     Relative paths become absolute, because workers run in other directories.
 
     Args:
-        path_or_text: A path, an fsspec URL, the name of an example such as ``local/small``, or
-            text of more than one line.
+        path_or_text: A path, an fsspec URL, the name of an example such as ``local/small``, or text
+            of more than one line.
         overrides: ``section.key=value`` in order; each value is parsed as YAML.
         look: Further checks, such as ``orchestrator.config.run_preflight``.
-        ask: Returns values for keys that the text and the overrides leave out.
+        ask: Returns values for keys that neither the text nor the overrides have.
 
     Raises:
         ConfigError: With every problem at once, each with its place and what would be right.
@@ -79,15 +79,14 @@ def load_for_gpus(
 ) -> tuple[RunConfig, frozenset[str]]:
     """Return a configuration as if it ran on other machines, and the keys that it names.
 
+    Errors are those of ``load``.
+
     Args:
         path_or_text: As for ``load``.
         overrides: As for ``load``; those of the model override ``model``.
-        num_workers: On all machines, which replace those of the configuration.
+        num_workers: Workers on all machines, which replace those of the configuration.
         model: Replaces the model, or the script, of the configuration.
-        num_experts: Those of its layers.
-
-    Raises:
-        ConfigError: As for ``load``.
+        num_experts: Experts in a layer of ``model``.
     """
     source = _read(path_or_text)
     scripts: set[str] = set()
@@ -121,8 +120,8 @@ def _section(source: Source, name: str) -> dict[str, Any]:
 def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of ``everstep demo`` for ``directory``, under ``overrides``.
 
-    It brings its own nodes, so ``RAY_ADDRESS`` is ignored. Workers share the GPUs of this machine,
-    if it has some.
+    The demo brings its own nodes, so ``RAY_ADDRESS`` is ignored. Workers share the GPUs of this
+    machine, if it has some.
     """
     text = files("orchestrator.driver").joinpath("demo.yaml").read_text(encoding="utf-8")
     source = Source(text, "demo.yaml")
@@ -165,8 +164,8 @@ def _read(path_or_text: str) -> Source:
 def _examples() -> dict[str, Path]:
     """Return the example configurations by name, such as ``local/small``.
 
-    They are in this package in a wheel, and in ``cluster_configs`` in a checkout, beside files for
-    Ray and Kubernetes, which have no section ``run``.
+    In a wheel they are in this package; in a checkout they are in ``cluster_configs``, beside files
+    for Ray and Kubernetes, which have no section ``run``.
     """
     package = Path(__file__).parents[1]
     places = (package / "examples", package.parent / "cluster_configs")
@@ -195,7 +194,7 @@ def _validate(source: Source, look: Look | None = None, num_experts: int = 0) ->
     config, details = well_formed(RunConfig, source.document)
     source.problems += [_field_problem(source, detail) for detail in details]
     broken = {dotted(detail["loc"][:2]) for detail in details}
-    # Without a valid workers.max nothing bounds workers.min.
+    # Without a valid workers.max there is no bound for workers.min.
     broken |= {"workers.min"} if "workers.max" in broken else set()
     crossed = cross_problems(config, num_experts)
     found = [problem for problem in crossed if problem.path not in broken]
@@ -244,7 +243,7 @@ def _field_problem(source: Source, detail: Any) -> Problem:
 
 
 def _meant(path: KeyPath) -> str:
-    """Return a hint for the unknown key at ``path``: a similar key, here or elsewhere."""
+    """Return a hint for the unknown key at ``path``: a similar key, here or in another section."""
     word, known = str(path[-1]), _known_keys(path[:-1])
     if get_close_matches(word, known, n=1, cutoff=0.8):
         return did_you_mean(word, known)

@@ -33,13 +33,11 @@ _LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "m
 
 
 def run_preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Problem]:
-    """Return what would fail; starts nothing and leaves nothing behind.
+    """Return what would fail; start nothing and leave nothing behind.
 
-    Writes and deletes a small file in the run directory, or in its nearest existing parent.
-
-    Args:
-        config: The well-formed part of a configuration.
-        doubtful: Keys whose value there is not the user's; nothing that depends on them is checked.
+    Write and delete a small file in the run directory, or in its nearest existing parent.
+    ``config`` is the well-formed part of a configuration. ``doubtful`` are keys whose value there
+    is not the user's; nothing that depends on them is checked.
     """
     found: list[Problem] = []
     if "run.directory" not in doubtful:
@@ -81,7 +79,7 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
 
 
 def job_of(config: RunConfig, shape: ModelShape) -> Job:
-    """Return the parameters of a model of these sizes, as forecasts need them."""
+    """Return a model of these sizes and its batch, as forecasts need them."""
     return Job(
         shape=shape,
         sequence_length=config.data.sequence_length,
@@ -158,7 +156,7 @@ def _file_problems(config: RunConfig) -> Iterator[Problem]:
 def _logging_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the requested services whose packages are missing.
 
-    The controller needs the packages; this machine is assumed to have the same as its node.
+    The controller needs the packages; this machine is assumed to have the same ones as its node.
     """
     for name, package in _LOGGER_PACKAGES.items():
         if getattr(config.logging, name) and find_spec(package) is None:

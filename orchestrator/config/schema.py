@@ -40,13 +40,14 @@ from workers.settings import (
     TrainSettings,
 )
 
-#: At that patience. A controller that a signal stopped is killed after this time. Training does not
-#: need it meanwhile, and a debugger may stop it for a moment. A slow controller is never killed.
+#: A controller that a signal stopped is killed after this time, with the default patience. Training
+#: does not need it in the meantime, and a debugger may stop it for a moment. A slow controller is
+#: never killed.
 _CONTROLLER_STOPPED_S = 10.0
 
 
 class RunConfig(Section):
-    """Everything that is decided before a run starts."""
+    """All settings that are decided before a run starts."""
 
     run: RunSettings
     workers: WorkersSection
@@ -80,7 +81,7 @@ class RunConfig(Section):
         return self.cluster.metrics_host == "loopback" or (is_auto and not self.cluster.address)
 
     def worker_resources(self) -> dict[str, float]:
-        """Return what one worker needs, in Ray's terms."""
+        """Return the resources of one worker, in Ray's terms."""
         resources = {"CPU": self.cluster.cpus_per_worker}
         if self.cluster.gpus_per_worker:
             resources["GPU"] = self.cluster.gpus_per_worker
@@ -142,7 +143,7 @@ class RunConfig(Section):
         )
 
     def watched(self) -> dict[str, str]:
-        """Return the sources of notices for a node, as ``workers.keeper`` takes them."""
+        """Return the arguments of ``workers.keeper.sources_of`` for the nodes of the run."""
         asked = self.notices.model_dump()
         if asked["cloud"] == AUTO and self.cluster.address is None:
             asked["cloud"] = "none"

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: YAML text and ``section.key=value`` overrides.
+"""The text of a configuration: YAML, and ``section.key=value`` overrides.
 
 ``orchestrator.config.loading`` uses this module.
 """

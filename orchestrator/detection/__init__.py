@@ -1,8 +1,7 @@
-"""Finds out that an attempt hangs and which worker is to blame.
+"""Detect that an attempt hangs, and which worker is to blame.
 
-Pure: reports in, verdict out. ``observe`` folds the keepers' reports into a ``Detector``; ``judge``
-evaluates it. A waiting rank is never named. If the evidence does not decide, the verdict is
-undecided.
+Pure. ``observe`` folds the keepers' reports into a ``Detector``; ``judge`` returns its verdict. A
+waiting rank is never named. Without sufficient evidence the verdict is undecided.
 """
 
 from orchestrator.detection.detector import Detector, observe, without_silent

@@ -2,7 +2,7 @@
 
 Stillness is counted in *watched* time: the time between reports that follow each other closely.
 While a machine was suspended or the controller was busy, the run was not watched, and silence in
-that time proves nothing. Pure: time comes in as ``at_s``.
+that time proves nothing. Pure: time is passed in as ``at_s``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from orchestrator.detection.node_map import NodeMap
 from orchestrator.detection.signs import Quiet, has_computed, work_s
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 
-#: Reports further apart than this, two periods of a keeper, leave a gap without watching.
+#: If two reports are further apart than this, two periods of a keeper, there is a gap in watching.
 WATCH_GAP_S: Final = 2.0
-#: How many step durations are remembered; of 256, p99 is the third largest.
+#: How many durations of steps are remembered; of 256, p99 is the third largest.
 NUM_STEPS_KEPT: Final = 256
-#: With fewer durations than this the largest is doubled: 8 steps do not show a p99.
+#: With fewer durations than this, the largest is doubled: 8 steps do not show a p99.
 _NUM_STEPS_FEW: Final = 8
 #: A step that takes more than this many times the median is a pause.
 _USUAL: Final = 10.0
@@ -31,7 +31,7 @@ _MOVES: Final = frozenset({WorkerPhase.LOADING, WorkerPhase.SAVING, WorkerPhase.
 
 
 class ComputeMark(NamedTuple):
-    """Watched time at which computing was last seen, and the processor time used until then."""
+    """The watched time of the last sign of computing, and the processor time used until then."""
 
     since_s: float
     used_s: float
@@ -39,14 +39,14 @@ class ComputeMark(NamedTuple):
     def after(self, used_s: float, now_s: float) -> ComputeMark:
         """Return the mark after ``used_s`` of processor time were used until ``now_s``."""
         if used_s < self.used_s:
-            # The processor time is of other threads or children than before.
+            # The processor time is that of other threads or children than before.
             return ComputeMark(self.since_s, used_s)
         is_more = has_computed(used_s - self.used_s, now_s - self.since_s)
         return ComputeMark(now_s, used_s) if is_more else self
 
 
 class Shown(NamedTuple):
-    """Signs of a process beside its progress."""
+    """Signs of a process besides its progress."""
 
     idle: ComputeMark  #: When it was last seen to progress or to compute.
     asleep: ComputeMark  #: When it was last seen to compute, in any thread.
@@ -64,7 +64,7 @@ class Watched(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedNode:
-    """One node: its last report, in watched time, and the workers in it."""
+    """One node: when it last reported, in watched time, and its workers."""
 
     heard_s: float
     workers: Mapping[str, Watched]
@@ -74,22 +74,22 @@ class WatchedNode:
 class Detector:
     """The detector's memory as a value: ``observe`` returns a new one."""
 
-    watched_s: float = 0.0  #: Time during which reports came without a gap.
+    watched_s: float = 0.0  #: Total time during which reports came without a gap.
     heard_at_s: float = float("-inf")  #: When the last report came, on the shell's clock.
     nodes: NodeMap[WatchedNode] = field(default_factory=NodeMap)  #: The nodes that have reported.
-    #: The last durations of steps, oldest first, each of its slowest worker; without the first step
-    #: of an attempt.
+    #: The last durations of steps, oldest first; each is that of its slowest worker. The first step
+    #: of an attempt is excluded.
     steps_s: tuple[float, ...] = ()
-    counted: tuple[int, int] = (0, 0)  #: Attempt and step that the last of them belongs to.
+    counted: tuple[int, int] = (0, 0)  #: Attempt and step of the last of these.
 
     @property
     def step_s_p50(self) -> float:
-        """Return the median duration of a step; 0.0 while none was observed."""
+        """Return the median duration of a step; 0.0 if none was observed."""
         return sorted(self.steps_s)[len(self.steps_s) // 2] if self.steps_s else 0.0
 
     @property
     def step_s_p99(self) -> float:
-        """Return the p99 duration of a step; 0.0 while none was observed.
+        """Return the p99 duration of a step; 0.0 if none was observed.
 
         Steps in which a rank paused are capped. Otherwise every bound would grow by that pause.
         """
@@ -101,7 +101,7 @@ class Detector:
         return min(ordered[ceil(0.99 * len(ordered)) - 1], _USUAL * self.step_s_p50)
 
     def worker(self, name: str) -> Watched | None:
-        """Return what is known of a worker; if it changed nodes, from its newest one."""
+        """Return the known facts about a worker; if it changed nodes, those from its newest one."""
         return self._by_worker.get(name)
 
     @cached_property
@@ -115,7 +115,7 @@ class Detector:
         return found
 
     def still_s(self, watched: Watched) -> float:
-        """Return how long the worker has been watched without progress."""
+        """Return how long the worker was watched without progress, in seconds."""
         return self.nodes[watched.node].heard_s - watched.still_since_s
 
     def quiet(self, watched: Watched) -> Quiet:
@@ -125,16 +125,15 @@ class Detector:
         return Quiet(heard_s - idle.since_s, heard_s - asleep.since_s, heard_s - frozen_since_s)
 
     def silent_s(self, node: str) -> float:
-        """Return how long ``node`` has not reported while others did."""
+        """Return how long ``node`` has not reported while others did, in seconds."""
         return self.watched_s - self.nodes[node].heard_s
 
 
 def observe(state: Detector, report: NodeReport, at_s: float, *, learns: bool = True) -> Detector:
-    """Return ``state`` with one keeper's report taken in, received at ``at_s``.
+    """Return ``state`` after one keeper's report, received at ``at_s``.
 
-    Args:
-        learns: Whether to remember durations of steps. Pass False while a slow rank is suspected:
-            its long steps would lengthen every bound.
+    Pass ``learns=False`` while a slow rank is suspected: durations of its long steps would lengthen
+    every bound.
     """
     passed_s = at_s - state.heard_at_s
     watched_s = state.watched_s + (passed_s if passed_s <= WATCH_GAP_S else 0.0)
@@ -181,14 +180,14 @@ def without_silent(state: Detector, members: Collection[str], silent_s: float) -
 
 
 def _shown(watched: Watched) -> Shown:
-    """Return what a worker had shown when it progressed."""
+    """Return the signs that a worker showed when it progressed."""
     since_s, row = watched.still_since_s, watched.report
     return Shown(ComputeMark(since_s, work_s(row)), ComputeMark(since_s, row.processor_s), since_s)
 
 
 def _still(known: Watched, row: WorkerReport, now_s: float) -> Watched:
     """Return the entry of a worker that has not progressed since the previous report."""
-    # If its beating thread is unknown, a process does not count as frozen.
+    # If nothing is known about its beating thread, a process does not count as frozen.
     has_run = not row.beater_runs or row.beater_runs != known.report.beater_runs
     before = known.shown or _shown(known)
     shown = Shown(
@@ -217,7 +216,7 @@ def _forget_stillness(state: Detector) -> Detector:
 
 
 def _has_progressed(before: WorkerReport, now: WorkerReport) -> bool:
-    # Compare first what changes most often: most workers train.
+    # Compare first what changes most often, because most workers train.
     if now.step != before.step or now.micro_batch != before.micro_batch:
         return True
     if (now.phase, now.attempt, now.pid) != (before.phase, before.attempt, before.pid):

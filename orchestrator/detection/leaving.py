@@ -2,7 +2,7 @@
 
 A fence ends every wait of an attempt in milliseconds. A rank that computes notices it at its next
 collective or when its micro-batch ends. So a rank that still waits after the fence is stuck. A rank
-that does not wait is well as long as its process shows signs of life (``signs``). The bounds for
+that does not wait is healthy as long as its process shows signs of life (``signs``). The bounds for
 these signs do not depend on the step time.
 """
 
@@ -23,7 +23,7 @@ _LIVING: Final = frozenset({Sign.COMPUTING, Sign.IDLE, Sign.HELD, Sign.TRACED})
 
 
 def at_work(state: Detector, *, attempt: int, members: Collection[str]) -> tuple[str, ...]:
-    """Return the members that are still in a fenced attempt and at work, sorted."""
+    """Return the members that are still in a fenced attempt and compute, sorted."""
     known = ((name, state.worker(name)) for name in sorted(members))
     return tuple(name for name, one in known if one is not None and _works(state, one, attempt))
 

@@ -1,8 +1,8 @@
 """Every bound on waiting, derived from the observed step time by one setting.
 
-A fixed timeout is wrong on every machine but one: torch's 10 and 30 minutes leave a cluster idle,
-and a few seconds would evict healthy workers of a slow one. So all bounds are multiples of the hang
-bound, which is a multiple of the p99 step time.
+A fixed timeout is right for one kind of machine only: torch's 10 and 30 minutes leave a cluster
+idle, and a few seconds would evict healthy workers of a slow one. So all bounds are multiples of
+the hang bound, which is a multiple of the p99 step time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from workers.protocol import BEAT_S
 #: Longest period of a keeper's reports on workers that stand still (``workers.keeper``).
 REPORT_S: Final = 0.25
 
-#: Default of that setting: a step may take 3x the p99 before it counts as hung. On a shared 2-core
-#: machine single steps of 2x the median are common; 3x the p99 was never seen.
+#: Default patience: a step may take 3x the p99 before it counts as hung. On a shared 2-core machine
+#: single steps of 2x the median are common; 3x the p99 was never seen.
 PATIENCE: Final = 3.0
 
 #: With less patience, the bounds would not stay in order with the period of reports.
 PATIENCE_MIN: Final = 1.5
 
-# A process that the kernel holds is not a slow step, so p99 says nothing about it. The run waits as
-# long as continuing without the process would cost: one usual step to repeat, but at least the
+# A process that the kernel holds is not a slow step, so p99 does not apply to it. The run waits for
+# as long as continuing without the process would cost: one usual step to repeat, but at least the
 # re-forming (0.5 s). In seconds, with the default patience.
 _STOPPED_S: Final = 0.55
 
@@ -32,7 +32,7 @@ _STOPPED_S: Final = 0.55
 _UNKNOWN_STEP_S: Final = 1.0
 
 # A call in C that holds the interpreter may be healthy, and its duration is unknown. A new process
-# would take its place, with its imports, in about this many seconds.
+# with its imports would replace it in about this many seconds.
 _HELD_S: Final = 10.0
 
 # Multiples of the hang bound. Work whose duration is not observed (saving, forming) gets more time.
@@ -44,7 +44,7 @@ _SAVING: Final = 10.0
 _PAUSE: Final = 30.0
 _FORMING: Final = 40.0
 
-# Lower bounds of these, in seconds, with the default patience. The step time does not predict them:
+# Lower bounds of these, in seconds, with the default patience. They do not depend on the step time:
 # compiling a small model or reading its data takes as long as for a large one. Workers that load or
 # save report the bytes they moved, so this bounds one read or write, not all of it. Any step may
 # pause like a first one, because a batch of another shape is compiled again.
@@ -57,31 +57,32 @@ _FORMING_S: Final = 300.0
 class Limits:
     """Bounds on waiting in seconds, in ascending order.
 
-    A collective fails by itself after ``parallel.collective_timeout_s``, which is not listed here.
+    A collective fails after ``parallel.collective_timeout_s``, which is not listed here.
     """
 
     beat_s: float  #: Period of a process's beat.
     report_s: float  #: Period of a keeper's reports.
     #: A process that the kernel holds and that has not beaten for this long is named when no member
-    #: progressed for this long.
+    #: has progressed for this long.
     stopped_s: float
-    #: A beat older than this counts as silent. A process that is gone is named when no member
+    #: A beat older than this counts as silent. A process that is gone is named when no member has
     #: progressed for this long.
     suspect_s: float
-    hang_s: float  #: No member progressed for this long: a silent one is named.
+    hang_s: float  #: If no member has progressed for this long, a silent one is named.
     #: A node without reports for this long, while others report, is lost even if its machine
     #: answers (``workers.keeper.reach``): all its processes stand still.
     node_silent_s: float
-    undecided_s: float  #: No member progressed for this long, and none can be named.
-    #: No member progressed for this long: a worker that saves or leaves while others wait for it is
-    #: named. Waits in a first step get the same time.
+    #: If no member has progressed for this long, and none can be named, the hang is undecided.
+    undecided_s: float
+    #: If no member has progressed for this long, a worker that saves or leaves while others wait
+    #: for it is named. Waits in a first step get the same time.
     saving_s: float
-    #: As ``saving_s``, for a worker in its own code that does not compute: the longest pause of a
-    #: script. It is shorter if the others' collectives fail earlier.
+    #: The same for a worker in its own code that does not compute: the longest pause of a script.
+    #: It is shorter if the others' collectives fail earlier.
     pause_s: float
-    forming_s: float  #: As ``saving_s``, for a worker that forms, loads or is absent.
-    #: A process whose interpreter is held and that does not compute is named after this. This bound
-    #: may lie anywhere among the others.
+    forming_s: float  #: The same for a worker that forms, loads or is absent.
+    #: A process whose interpreter is held and that does not compute is named after this. Unlike the
+    #: others, this bound is not in order.
     held_s: float
 
     def __post_init__(self) -> None:
@@ -97,7 +98,7 @@ def limits_from(
     """Return the bounds for an observed step time.
 
     Args:
-        step_s_p99: The p99 step time; 0.0 while none was observed.
+        step_s_p99: The p99 step time; 0.0 if none was observed.
         step_s_p50: The median step time, at most ``step_s_p99``, which is its default.
         patience: A step may take this many times ``step_s_p99``, at least 1.5. With the default of
             3 the hang bound is at least 1 s, because scheduling alone can look like a shorter hang;
@@ -123,5 +124,5 @@ def limits_from(
 
 
 def as_seconds(limits: Limits) -> dict[str, float]:
-    """Return the bounds by name."""
+    """Return the bounds by name without ``_s``."""
     return {field.name.removesuffix("_s"): getattr(limits, field.name) for field in fields(limits)}

@@ -12,7 +12,7 @@ from zlib import crc32
 
 V = TypeVar("V")
 
-#: A change copies this many references and the nodes of one bucket: 40 of 10,000.
+#: A change copies this many references and the nodes of one bucket, which are 40 of 10,000.
 _NUM_BUCKETS: Final = 256
 _EMPTY: Final[tuple[dict[str, Any], ...]] = ({},) * _NUM_BUCKETS
 

@@ -35,7 +35,7 @@ from typing import Final, NamedTuple
 from orchestrator.detection.limits import Limits
 from workers.protocol import GONE, WorkerReport
 
-#: A Ray process that only waits uses less than this share of a processor, with bursts: for its own
+#: A Ray process that only waits uses less than this share of a processor, with bursts, for its own
 #: threads and the beat.
 _WAITING_SHARE: Final = 0.05
 _WAITING_BURST_S: Final = 0.05
@@ -69,9 +69,9 @@ _HOLDS: Final = {_STOPPED: Sign.STOPPED, _TRACED: Sign.TRACED}
 class Quiet(NamedTuple):
     """How long a process has shown no sign of each kind."""
 
-    idle_s: float  #: It neither progressed nor computed (``work_s``).
-    asleep_s: float  #: None of its threads used processor time.
-    frozen_s: float  #: Its beating thread did not run. 0.0 if unknown.
+    idle_s: float  #: How long it has neither progressed nor computed (``work_s``).
+    asleep_s: float  #: How long none of its threads has used processor time.
+    frozen_s: float  #: How long its beating thread has not run; 0.0 if unknown.
 
 
 def work_s(row: WorkerReport) -> float:
@@ -84,7 +84,7 @@ def work_s(row: WorkerReport) -> float:
 
 
 def sign_of(row: WorkerReport, quiet: Quiet, limits: Limits) -> Sign:
-    """Return the sign of a process that has been ``quiet`` for this long."""
+    """Return the sign of a process that was ``quiet`` for this long."""
     if row.os_state in GONE:
         return Sign.GONE
     if row.os_state in _HOLDS:
@@ -98,7 +98,7 @@ def sign_of(row: WorkerReport, quiet: Quiet, limits: Limits) -> Sign:
 
 
 def describe(sign: Sign, row: WorkerReport, idle_s: float) -> str:
-    """Describe the evidence of ``sign`` for people."""
+    """Return the evidence of ``sign`` for people."""
     if sign is Sign.COMPUTING:
         return f"it computes (state {row.os_state}, processor time until {idle_s:.1f} s ago)"
     who = "its training thread has" if row.trainer_s else "has"

@@ -1,27 +1,27 @@
-"""From observations to the faulty worker, with the evidence, or to no verdict.
+"""Judge an attempt: name the faulty worker with the evidence, or none.
 
 The rules follow, strongest evidence first. Each applies only if no member has progressed for its
 bound, in watched time, and every member's node reports. The kernel's state of a process is evidence
-before a step is overdue, so shorter bounds are enough.
+before a step is overdue, so shorter bounds suffice.
 
-1. *gone*, *stopped*, *silent*: the process's signs (``signs``) are proof while another member
-   runs or beats. The beating thread only sleeps and stores. It runs as long as the process is
-   scheduled and the interpreter lock is free, as it is while a rank waits in a collective.
-   *held*: that lock is not free. This proves nothing, but waiting costs more than a new process.
+1. *gone*, *stopped*, *silent*: the process's signs (``signs``) are proof while another member runs
+   or beats. The beating thread only sleeps and stores. It runs as long as the process is scheduled
+   and the interpreter lock is free, as it is while a rank waits in a collective. *held*: that lock
+   is not free. This proves nothing, but waiting costs more than a new process.
 2. *missing*: others wait, directly or along a chain over groups, for a collective that this rank
-   has not called, and it waits nowhere itself (``waits``). C4's non-communication hang. From
-   outside, a hang looks like work, so the rank gets the longest pause of a script, and more while
-   it computes. On a GPU, a call counts once the device has reached it. If the process has called it
-   and the device has not reached it, the device stands still.
+   has not called, and it waits nowhere itself (``waits``). This is C4's non-communication hang.
+   From outside, such a hang looks like work, so the rank gets the longest pause of a script, and
+   more while it computes. On a GPU, a call counts once the device has reached it. If the process
+   has called it and the device has not reached it, the device stands still.
 3. *stuck*: it waits nowhere, and others wait. Like 2, but no chain leads to it.
 4. *undecided*: all wait and none is missing (the network, or ranks that disagree about what to
    call), or they wait in a circle, or all compute alike. No rank is named. A rule that blames the
    rank that is furthest behind would name a waiting one (seen with 4 ranks: the one next to the
    stopped one).
 
-When all members are stopped, none delays another and there is no verdict. A process under a
-debugger is never named. A rank with groups that did not fit its ring may wait in one of them, so it
-is not named because others wait for it.
+If all members are stopped, none delays another and there is no verdict. A process under a debugger
+is never named. A rank with groups that did not fit its ring may wait in one of them, so it is not
+named because others wait for it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _KINDS = {
 _RAISE_TIMEOUT = " (if it may work this long, raise parallel.collective_timeout_s)"
 _RAISE_PATIENCE = " (if it may pause this long, raise recovery.patience)"
 _STOPPED = frozenset({None, Sign.STOPPED, Sign.TRACED})
-#: Share of the time until collectives fail: the culprit is named before they do.
+#: Share of the time until collectives fail: the culprit is named before that.
 _BEFORE_FAILING = 0.9
 
 
@@ -65,16 +65,16 @@ class Hang:
     """An attempt makes no progress."""
 
     attempt: int
-    #: Workers proven to hold the others up, sorted; empty if ``undecided``.
+    #: Workers proven to hold up the others, sorted; empty if ``undecided``.
     guilty: tuple[str, ...]
     undecided: bool  #: Whether no worker could be named.
-    rule: str  #: Name of the rule that fired, as above.
+    rule: str  #: Name of the rule that fired, as in the module's docstring.
     evidence: str  #: One line for people.
-    waited_s: float  #: For how long no member was seen to progress.
+    waited_s: float  #: How long no member was seen to progress.
     kind: FaultKind = FaultKind.UNDECIDED  #: The kind of fault.
     is_program: bool = False  #: Whether ranks are proven to have called different collectives.
     at_odds: tuple[int, ...] = ()  #: The ranks whose calls differ from the majority's.
-    #: Guilty workers that may only work for long: no proof against their machines.
+    #: Guilty workers that may only work for long: there is no proof against their machines.
     maybe_well: tuple[str, ...] = ()
 
 
@@ -90,10 +90,10 @@ class NodeSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
-    """Every member waits for others for longer than usual. It proves nothing, but a probe may."""
+    """Every member waits for others longer than usual. It proves nothing, but a probe may."""
 
     attempt: int
-    waited_s: float  #: For how long no member was seen to progress.
+    waited_s: float  #: How long no member was seen to progress.
 
 
 Judgement: TypeAlias = Hang | NodeSilent | Stalled | None
@@ -104,8 +104,8 @@ class _JudgedAttempt:
     """The facts about the attempt to judge.
 
     Ranks are indices in ``members``. ``unseen_s`` is the age of the oldest of the last reports on
-    members. ``idle_s`` says how long each known member has not computed, ``signs`` what its process
-    shows.
+    members. ``idle_s`` has for how long each known member has not computed, ``signs`` the sign that
+    its process shows.
     """
 
     attempt: int
@@ -174,11 +174,11 @@ def judge(
         at_s: Now, on the clock of ``observe``.
         members: Its workers in rank order.
         limits: Bounds, as ``limits_from(state.step_s_p99)``.
-        collectives_fail_s: Time after which waiting collectives fail by themselves and end the
-            attempt. After that it is too late to name a rank.
+        collectives_fail_s: Time after which waiting collectives fail and so end the attempt. After
+            that it is too late to name a rank.
     """
     if not members or at_s - state.heard_at_s > WATCH_GAP_S:
-        # The watch has a gap: reports or the controller are late.
+        # There is a gap in watching: reports or the controller are late.
         return None
     if _progresses(state, members, limits):
         return None
@@ -241,7 +241,7 @@ def _silent_node(
     known: Mapping[int, Watched | None],
     limits: Limits,
 ) -> NodeSilent | None:
-    """Return the node that is lost, if one is."""
+    """Return the lost node, if there is one."""
     nodes = {one.node for one in known.values() if one is not None}
     for node in sorted(nodes):
         silent_s = state.silent_s(node)
@@ -271,7 +271,7 @@ def _by_kernel(case: _JudgedAttempt) -> Hang | None:
     gone = [rank for rank, sign in case.signs.items() if sign is Sign.GONE]
     if gone and case.still_s >= case.limits.suspect_s:
         return case.verdict("gone", gone, f"{_names(case, gone)} has no living process")
-    # A worker without a recent report may be stopped too: perhaps the whole job is being stopped.
+    # A worker without a recent report may be stopped, too: perhaps the whole job is being stopped.
     silent_s = max(case.limits.stopped_s, case.unseen_s)
     stopped = [
         rank
@@ -436,7 +436,7 @@ def _who_waits_for(case: _JudgedAttempt, missing: list[int]) -> str:
 
 
 def _shown(case: _JudgedAttempt, ranks: list[int]) -> str:
-    """Describe the signs of the first of ``ranks``, and what to do if it is healthy."""
+    """Return the signs of the first of ``ranks``, and what to do if it is healthy."""
     row, sign = case.rows[ranks[0]], case.signs.get(ranks[0])
     if row is None or sign is None:
         return "it has not reported"

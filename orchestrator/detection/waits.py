@@ -10,7 +10,7 @@ from workers.records import DTYPES, OP_CODES, history_before
 
 
 def graph_of(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> WaitGraph:
-    """Return the wait graph of the members, whose reports are given by rank.
+    """Return the wait graph of the members, whose ``reports`` are by rank.
 
     A member without a report or in another attempt has called nothing.
     """
@@ -34,7 +34,7 @@ def waits(row: WorkerReport) -> Iterator[GroupState]:
 
 
 def records_of(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> Iterator[Operation]:
-    """Yield what the members have called last, in the groups in which one of them waits."""
+    """Yield the last calls of the members, in the groups in which one of them waits."""
     rows = {
         rank: row for rank, row in reports.items() if row is not None and row.attempt == attempt
     }
@@ -46,7 +46,7 @@ def records_of(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> I
 
 
 def _calls(rank: int, row: WorkerReport, group: GroupState) -> Iterator[Operation]:
-    """Yield the last call in a group, and what is known of the one before and of one waited in."""
+    """Yield the last call in a group, and what is known of the call before and of one waited in."""
     last, past = group.entered_seq, group.history
     waits_in = group.finished_seq + 1 if group.waiting_s else 0
     if past:

@@ -1,4 +1,4 @@
-"""Finds from records of operations which rank, link or program is at fault.
+"""Find from records of operations which rank, link or program is at fault.
 
 Pure. ``diagnose`` examines hangs (``hang``), calls that differ (``programs``), ranks that compute
 or load data slowly (``slow``) and slow transfers (``transfers``). A missing record of a call does

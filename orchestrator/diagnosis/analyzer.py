@@ -1,4 +1,4 @@
-"""The verdicts of all rules on records."""
+"""Apply all rules to records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def diagnose(records: Records) -> tuple[Verdict, ...]:
 
 
 def mistake(operations: Iterable[Operation]) -> Verdict | None:
-    """Return what is wrong with the program that made these calls; None if nothing is seen."""
+    """Return the mistake of the program that made these calls; None if none is seen."""
     records = Records(operations=tuple(operations))
     found = _stopped(records, _by_rank(records))
     return next((one for one in found if one.kind in _MISTAKES), None)

@@ -1,8 +1,8 @@
 """Records as dumps of torch's flight recorder, which ``torch.distributed.flight_recorder`` reads.
 
 torch drops records before the latest first record of any rank, by a number that counts all calls of
-a rank. Our ranks make different numbers of calls, so the beginning is cut here: in each
-communicator, to the calls that the records of all ranks cover.
+a rank. Our ranks make different numbers of calls, so this module cuts the beginning: each
+communicator keeps the calls that the records of all ranks cover.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from orchestrator.diagnosis.records import Operation, Records
 
-#: Version in torch 2.13; entries have had the same keys since torch 2.6.
+#: Version in torch 2.13. Entries have had the same keys since torch 2.6.
 _VERSION: Final = "2.10"
 _TRANSFERS: Final = frozenset({"send", "recv"})
-#: Torch's names of the operations that it can match.
+#: torch's names of the operations that it can match.
 _NAMES: Final = {
     **{op: op for op in ("all_reduce", "all_to_all", "broadcast", "reduce", "gather", "scatter")},
     **{op: op for op in ("barrier", *_TRANSFERS)},
@@ -34,8 +34,8 @@ _DTYPES: Final = {
 def flight_recorder_dumps(records: Records) -> dict[int, dict[str, Any]]:
     """Return the dump of each rank that has records.
 
-    A channel of transfers is a group of two. Spans are left out, because torch records only calls.
-    Receives from any rank and operations that torch does not know are left out, too.
+    A channel of transfers is a group of two. Spans are skipped, because torch records only calls.
+    Receives from any rank and operations that torch does not know are skipped, too.
     """
     calls = [one for one in records.operations if one.comm and _is_known(one)]
     names = {comm: str(number) for number, comm in enumerate(sorted({one.comm for one in calls}))}

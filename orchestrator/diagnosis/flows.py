@@ -1,4 +1,4 @@
-"""Keepers' reports on connections, joined: which worker sends to which, over which, how fast.
+"""Keepers' reports on connections, joined: which worker sends to which, and how fast.
 
 Both ends of a connection report the same addresses. This module reads no clock: times are passed as
 ``at_s``.
@@ -16,19 +16,20 @@ from workers.protocol import Flow, NodeReport
 #: Keepers report all connections every few seconds; one that was not reported for this long is
 #: gone.
 FORGET_S: Final = 30.0
-#: Reports on a connection are kept for this long: enough to see its present rate.
+#: Reports on a connection are kept for this long, enough to see its present rate.
 KEPT_S: Final = 10.0
 
-#: Addresses of the two ends, after the node if they are loopback ones, such as 127.0.0.1.
+#: Addresses of the two ends; before them the node if they are loopback addresses, otherwise "".
 _Key: TypeAlias = tuple[str, tuple[str, int], tuple[str, int]]
 
 
 class Transfer(NamedTuple):
-    """All that the workers of one node sent to those of another in a stretch of time."""
+    """The data that workers of one node sent to those of another in some period."""
 
     num_bytes: int  #: Bytes that arrived.
     busy_s: float  #: Time during which bytes were on their way, summed over connections.
-    waited_s: float  #: The part of it in which the receiver had no room because it did not read.
+    #: The part of ``busy_s`` in which the receiver had no room because it did not read.
+    waited_s: float
     rtt_s: float  #: The longest round trip of its connections, smoothed.
 
 
@@ -50,7 +51,7 @@ class Flows:
         self._waiting: set[_Key] = set()
 
     def observe(self, report: NodeReport, at_s: float) -> None:
-        """Take in a keeper's report, received at ``at_s``."""
+        """Take a keeper's report, received at ``at_s``."""
         if report.flows is None:
             return
         # Each report lists the connections that still wait.
@@ -74,7 +75,7 @@ class Flows:
         self._waiting -= set(gone)
 
     def waiting(self) -> Iterator[tuple[str, str, Flow]]:
-        """Yield sender, receiver and connection where the sender's kernel waits for an answer."""
+        """Yield sender, receiver and connection if the sender's kernel waits for an answer."""
         for key in sorted(self._waiting):
             end, other = self._ends[key], self._ends.get(_reverse(key))
             if other is not None:

@@ -17,17 +17,17 @@ from workers.protocol import GroupState
 
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
-    """Ranks that wait."""
+    """Which ranks wait for which."""
 
-    #: For each rank that waits: the ranks that have not called its collective. Empty if all have
-    #: called it, so that the rank waits for a link or a device.
+    #: For each rank that waits, the ranks that have not called its collective. Empty if all have
+    #: called it: the rank then waits for a link or a device.
     waits_for: Mapping[int, frozenset[int]]
     wanted: frozenset[int]  #: Ranks that others wait for.
 
     @classmethod
     def of(cls, waits_for: Mapping[int, frozenset[int]]) -> WaitGraph:
         """Return the graph of these waits."""
-        # Most of the sets are one object.
+        # Most of the sets are the same object.
         return cls(
             waits_for, frozenset().union(*{id(each): each for each in waits_for.values()}.values())
         )
@@ -54,8 +54,8 @@ def wait_graph(groups: Mapping[int, Sequence[GroupState]], ranks: Collection[int
     for rank, states in groups.items():
         for group in states:
             called.setdefault(group.group, {})[rank] = group.entered_seq
-    # All ranks in the same collective wait for the same ranks. Searching these once per rank would
-    # take quadratic time in the size of a group.
+    # All ranks in the same collective wait for the same ranks. Searching for these once per rank
+    # would take quadratic time in the size of a group.
     missing: dict[tuple[str, int], frozenset[int]] = {}
 
     def missing_in(group: GroupState) -> frozenset[int]:

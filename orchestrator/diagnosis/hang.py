@@ -1,13 +1,13 @@
-"""The ranks that delay the others, from what each has called and waits in.
+"""Find the ranks that delay the others, from what each has called and waits in.
 
-1. The sinks of the wait graph have not called what the others wait in: ``absent``, or ``slow_data``
-   for one that reads data. On a device, a call counts once the device has reached it. A sink whose
-   process has called more than its device reached is ``device_stuck``.
+1. The sinks of the wait graph have not called what the others wait in: they are ``absent``, or
+   ``slow_data`` if they read data. On a device, a call counts once the device has reached it. A
+   sink whose process has called more than its device reached is ``device_stuck``.
 2. Without sinks, a rank that others wait for and that waits only in what all have called is delayed
    by its own device or by a link: if both ends of one transfer are such ranks, the verdict is
    ``link_dead``, otherwise ``device_stuck``. The host of a dead device continues to call. If all
-   members of a group wait like this in one collective, the records do not show which transfer of it
-   stands still.
+   members of a group wait like this in one collective, the records do not show which of its
+   transfers stands still.
 3. Ranks that wait for each other in a circle called their groups in another order: ``desync``.
 
 A rule that blames the rank that is furthest behind would name ranks that wait themselves. A rank
@@ -29,7 +29,7 @@ from ucp_core.numerics import counted
 from workers.protocol import GroupState
 
 _PAIR = 2
-#: A wait is a hang after this many times its usual length, and after this many seconds.
+#: A wait is a hang after this many times its usual length, and at least this many seconds.
 _USUAL_TIMES = 3.0
 _HANG_S = 3.0
 
@@ -69,7 +69,7 @@ class _HangCase:
             waited = self.waited[rank] = _waited(rows)
             groups[rank] = list(_states(rows, {one.comm: one for one in waited}))
         self.graph: WaitGraph = wait_graph(groups, ranks)
-        #: Number of calls that its device has not reached, by rank.
+        #: Number of calls that a rank's device has not reached, by rank.
         self._ahead = Counter(one.rank for one in records.operations if not one.is_reached)
 
     def is_overdue(self, now_s: float) -> bool:
@@ -173,7 +173,7 @@ class _HangCase:
             )
 
     def _calls(self, ranks: Iterable[int]) -> dict[tuple[str, int], list[Operation]]:
-        """Return what ranks wait in, by the call."""
+        """Return the operations that ranks wait in, by call."""
         calls: dict[tuple[str, int], list[Operation]] = defaultdict(list)
         for rank in sorted(ranks):
             for one in self.waited[rank]:
@@ -181,7 +181,7 @@ class _HangCase:
         return calls
 
     def _circle(self) -> Verdict:
-        """Return who called groups in another order, so that each waits for a later call."""
+        """Return the verdict that some ranks called groups in another order, so that all wait."""
         waits = frozenset(self.graph.waits_for)
         if self.unknown:
             return self._undecided(waits, "They wait for each other in a circle.")
@@ -261,7 +261,8 @@ def _own_work(rows: list[Operation]) -> Operation | None:
 def _waited(rows: list[Operation]) -> list[Operation]:
     """Return the calls that a rank waits in: the first of each communicator.
 
-    A rank that began a span of its own after its last call computes: the calls in flight run ahead.
+    A rank that began a span of its own after its last call computes, and its calls in flight run
+    ahead.
     """
     calls = [one for one in rows if one.exit_s is None and one.comm and not one.is_ahead]
     work = _own_work(rows)

@@ -1,4 +1,4 @@
-"""Dead and slow links, from what the kernels at both ends of connections report.
+"""Find dead and slow links by what the kernels at both ends of connections report.
 
 Pure. A link is dead if its packets are repeated and never acknowledged, however long a step takes.
 A frozen receiver is not a dead link: its kernel acknowledges. On a slow link, bytes are on their
@@ -21,9 +21,10 @@ from orchestrator.fault_kinds import FaultKind
 #: A packet was repeated twice, after at least 0.2 s and 0.4 s, and no answer came for this long.
 _BACKOFF: Final = 2
 _UNHEARD_S: Final = 1.0
-#: A link may be this many times as slow as others: no network is even, and probing it disturbs.
+#: A link is slow if it is more than this many times as slow as others: no network is even, and
+#: probing it disturbs.
 SLOWER: Final = 2.0
-#: A transfer that keepers time is short, so it may be this many times as slow.
+#: The same for a transfer that keepers time, which is short.
 _TIMED_SLOWER: Final = 2.5
 #: Links that carry fewer bytes, or are busy for a smaller share of the time, delay no rank.
 _BYTES_MIN: Final = 256 << 10
@@ -38,8 +39,7 @@ Pair: TypeAlias = tuple[str, str]
 def dead(flows: Flows, ranks: Mapping[str, int], at_s: float) -> list[Suspicion]:
     """Return the links between members whose packets do not arrive at ``at_s``.
 
-    Args:
-        ranks: The rank of each member.
+    ``ranks`` has the rank of each member.
     """
     unheard_s: dict[tuple[str, str], float] = {}
     for sender, receiver, flow in flows.waiting():
@@ -63,11 +63,7 @@ def dead(flows: Flows, ranks: Mapping[str, int], at_s: float) -> list[Suspicion]
 
 
 def suspects(transfers: Mapping[Pair, Transfer], for_s: float) -> list[Pair]:
-    """Return the links that are slower than others, the slowest first.
-
-    Args:
-        transfers: The transfers of the last ``for_s`` seconds.
-    """
+    """Return the links that are slower than others in the last ``for_s`` seconds, slowest first."""
     known = costs(transfers)
     if len(known) < 2:  # noqa: PLR2004
         return []
@@ -116,7 +112,7 @@ def to_time(found: Sequence[Pair], nodes: Collection[str]) -> list[str]:
 
 
 def rounds(nodes: Sequence[str]) -> list[list[Pair]]:
-    """Return all pairs of ``nodes``, in rounds in which each node sends or receives at most once.
+    """Return all pairs of ``nodes``, in rounds in which each node sends or receives, but not both.
 
     If a node did both, its sending would delay its answers.
     """
@@ -136,7 +132,7 @@ def slow(
     ranks: Mapping[str, Sequence[int]],
     trained: Mapping[Pair, float],
 ) -> list[Verdict]:
-    """Return the verdicts of timed transfers on suspected links; [] if they are as fast as others.
+    """Return the verdicts on suspected links that were timed; [] if they are as fast as others.
 
     A row of the matrix that is mostly slow points to a sender, a column to a receiver; the rest are
     links. Answers pass a slow end, too, so a node's row and column may both be slow: the slower one
@@ -146,8 +142,8 @@ def slow(
         rates: Bytes a second, for all pairs of some nodes.
         found: The links that are suspected.
         ranks: The ranks of each node.
-        trained: Bytes a second that training sends meanwhile. A timed transfer only gets the rest,
-            so this is added to its rate: a full link must not be compared with idle ones.
+        trained: Bytes a second that training sends in the meantime. A timed transfer only gets the
+            rest, so this is added to its rate: a full link must not be compared with idle ones.
     """
     timed = set(found) & rates.keys()
     if len(rates) < 2 or not timed:  # noqa: PLR2004

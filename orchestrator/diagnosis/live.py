@@ -4,10 +4,10 @@ Slow work is judged by the rules of ``slow``, from the digests in reports, over 
 steps. If a rank waits unusually long for an operation, the sinks of the wait graph are suspects.
 The usual wait is learned from earlier steps, not derived from the step time, so an absent rank is
 suspected just as soon if steps take a minute. Ranks of a group that have made the same number of
-calls must have made the same calls; the hash of all calls shows it if they have not, also while
+calls must have made the same calls; if they have not, the hashes of all calls differ, even while
 nothing hangs. A suspicion proves nothing and has no effect by itself. While one is open, the past
 that costs are compared with is frozen; otherwise slow work would soon count as usual. ``Live`` is
-mutable because it takes in 10,000 reports a second. It reads no clock.
+mutable because it takes 10,000 reports a second. It reads no clock.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from workers.protocol import GONE, NOT_FORMED, GroupState, StepCost, WorkerRepor
 #: Shortest time between two judgements of costs, plus a time per rank.
 _JUDGE_S: Final = 1.0
 _JUDGE_S_EACH: Final = 1e-4
-#: Steps to remember of each rank: the longest window, and the past before it.
+#: How many steps to remember of each rank: the longest window, and the past before it.
 _NUM_STEPS: Final = 24
 #: The first steps of an attempt are warm-up and do not count.
 _NUM_WARM: Final = 2
-#: After this, two reports, a step is judged without the ranks whose digests are late.
+#: After this time, two reports, a step is judged without the ranks whose digests are late.
 _LATE_S: Final = 2.5
-#: A smaller relative change of a factor is not reported.
+#: Smaller relative changes of a factor are not reported.
 _TIMES_NEWS: Final = 0.25
 #: A rank is steadily slow if each of its last ``_NUM_STEADY`` steps was within this factor of the
 #: median.
 _NUM_STEADY: Final = 4
 _STEADY_LOG: Final = log(1.5)
-#: A rank that is slow by varying factors may compile; after this many slow steps it does not.
+#: A rank that is slow by varying factors may compile. After this many slow steps it does not.
 _NUM_ERRATIC: Final = 8
 #: A rank is held up if it waits longer than this, and longer than this many times the usual wait.
 _HELD_S: Final = 3.0
@@ -73,7 +73,7 @@ _RUNS: Final = frozenset("RD")
 
 @dataclass(slots=True)
 class _Step:
-    """Costs of a step that not all ranks have reported."""
+    """Costs of a step that not all ranks have reported yet."""
 
     first_s: float
     costs: dict[int, StepCost]
@@ -82,8 +82,7 @@ class _Step:
 class _Costs:
     """One kind of cost of every rank in the last steps, and its ratio to what it should be.
 
-    Args:
-        roles: The role of each rank: ranks of one role do equal work.
+    ``roles`` has the role of each rank: ranks of one role do equal work.
     """
 
     def __init__(self, roles: Sequence[Hashable]) -> None:
@@ -102,7 +101,7 @@ class _Costs:
         self._raised: dict[int, int] = {}
 
     def take(self, step: int, costs: Mapping[int, float]) -> None:
-        """Take in a step. All ``costs`` must be above zero."""
+        """Add the costs of a step; all of them must be above zero."""
         for rank, kept in self._kept.items() if not self.lags else ():
             if len(kept) >= NUM_PAST:
                 self._past[rank] = median(list(kept.values())[:NUM_PAST])
@@ -193,7 +192,7 @@ class _Waits:
         self._usual_s: dict[tuple[str, str], float] = {}
 
     def take(self, row: WorkerReport) -> float:
-        """Take in the waits of a rank; return the longest one."""
+        """Add the waits of a rank; return the longest one."""
         if row.step > self._step:
             self._step = row.step
             for key, longest_s in self._longest.items():
@@ -223,11 +222,9 @@ def _operation(group: GroupState) -> tuple[str, str]:
 
 
 class Live:
-    """The suspicions of one attempt.
+    """The suspicions of one attempt, which begins with ``first_step``.
 
-    Args:
-        roles: The role of each rank: ranks of one role do equal work.
-        first_step: The step that the attempt begins with.
+    ``roles`` has the role of each rank: ranks of one role do equal work.
     """
 
     def __init__(self, roles: Sequence[Hashable], first_step: int) -> None:
@@ -256,7 +253,7 @@ class Live:
         return bool(self._compute.lags or self._data.lags)
 
     def take(self, rank: int, row: WorkerReport, node: str, at_s: float) -> None:
-        """Take in a member's report, received at ``at_s``."""
+        """Take a member's report, received at ``at_s``."""
         self._rows[rank] = (row, node)
         if row.step_s and self._waits.take(row) >= _HELD_S:
             self._held[rank] = None
@@ -272,8 +269,7 @@ class Live:
     def look(self, at_s: float, graph: Callable[[], WaitGraph]) -> bool:
         """Judge at ``at_s``; return whether ``suspicions`` have changed.
 
-        Args:
-            graph: Returns the wait graph of the members; called only if a wait is too long.
+        ``graph`` returns the wait graph of the members; it is called only if a wait is too long.
         """
         self._close(at_s)
         if at_s - self._judged_at_s >= _JUDGE_S + _JUDGE_S_EACH * self._num_ranks:
@@ -281,7 +277,7 @@ class Live:
             nodes = {rank: node for rank, (_, node) in self._rows.items()}
             self._compute.judge(nodes)
             self._data.judge(nodes)
-            # Hashes that differ once differ from then on.
+            # Once hashes differ, they differ from then on.
             self._at_odds = self._at_odds or self._other_calls(at_s)
         found = [*self._slow(at_s), *self._held_up(at_s, graph), *self._at_odds]
         keys = [_key(one) for one in found]
@@ -306,7 +302,7 @@ class Live:
         return is_news
 
     def _close(self, at_s: float) -> None:
-        """Take in the steps that all ranks have reported, or that are overdue."""
+        """Judge the steps that all ranks have reported, or that are overdue."""
         ready = [
             step
             for step, pending in self._pending.items()
@@ -439,7 +435,7 @@ def device_behind(row: WorkerReport) -> str:
     If the rank waits for no other, its device stands still or computes for long: the process has
     done its part. C4 (arXiv 2406.04594, section 3) compares arrivals in the kernels themselves.
     """
-    # A process whose interpreter is held cannot look at its device.
+    # A process whose interpreter is held cannot query its device.
     if row.beat_age_s >= _SILENT_S:
         return ""
     groups = (group for group in row.groups if group.num_ahead)

@@ -1,4 +1,4 @@
-"""Ranks that made different calls, also when nothing hangs.
+"""Find ranks that made different calls, even if nothing hangs.
 
 Members of a communicator must make the same calls in the same order. A call that differs in
 operation, type or size is a ``mismatch``. If a rank's later calls equal the others' calls at a
@@ -18,8 +18,8 @@ from orchestrator.diagnosis.verdicts import Alternative, Guilty, Verdict, listed
 from orchestrator.fault_kinds import FaultKind
 
 _TRANSFER: Final = frozenset({"send", "recv"})
-#: Operations whose payloads must be equal on all members. Some libraries allow others to differ;
-#: these count only in a hang.
+#: Operations whose payloads must be equal on all members. Some libraries allow others to differ, so
+#: those count only in a hang.
 _EQUAL: Final = frozenset({"all_reduce", "broadcast", "reduce", "transfer"})
 _EQUAL_IF_STUCK: Final = _EQUAL | {"all_gather", "reduce_scatter"}
 _SHIFTS: Final = (1, -1, 2, -2, 3, -3, 4, -4)
@@ -40,8 +40,7 @@ def outnumbered(camps: Iterable[Sequence[int]]) -> tuple[int, ...]:
 def programs(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
     """Return the verdict on the first calls that differ; none if all agree.
 
-    Args:
-        rows: The operations of each rank, by time.
+    ``rows`` has the operations of each rank, by time.
     """
     calls: dict[str, _BySeq] = defaultdict(lambda: defaultdict(dict))
     for rank, operations in rows.items():
@@ -103,7 +102,8 @@ def _by_history(comm: str, by_seq: _BySeq) -> Verdict | None:
         where = f", in which {waiting(one.rank for one in held)}{at_line(held)}" if held else ""
         told = " and ".join(map(listed, camps.values()))
         return Verdict(
-            # All are alike in the call that they made, or some have left it: they made another.
+            # If all made the call alike, an earlier one differed. If some did not make it, they
+            # made another.
             kind=FaultKind.DESYNC if len(calls) == len(last) else FaultKind.MISMATCH,
             guilty=Guilty.of(guilty),
             confidence=0.9 if guilty else 0.6,
@@ -118,7 +118,7 @@ def _made(by_rank: Mapping[int, list[Operation]]) -> dict[int, _Calls]:
     calls = {rank: own for rank, ops in by_rank.items() if (own := [one for one in ops if one.op])}
     every = [one for own in calls.values() for one in own]
     sized = _EQUAL_IF_STUCK if any(one.exit_s is None for one in every) else _EQUAL
-    # A type that one of them does not know is like any other.
+    # If one of them has no known type, types are not compared.
     is_typed = all(one.dtype for one in every)
 
     def comparable(one: Operation) -> tuple[str, int, str]:

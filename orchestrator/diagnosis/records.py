@@ -1,4 +1,4 @@
-"""The records that a diagnosis is made from, one per operation of a rank."""
+"""The records on which a diagnosis is based, one per operation of a rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-#: A rank's own work; everything else is a call in a communicator.
+#: A rank's own work; all other operations are calls in a communicator.
 SPANS: Final = frozenset({"data", "forward", "backward", "optimizer"})
 
 
@@ -19,16 +19,18 @@ class Operation:
     #: One of ``SPANS``, a collective, ``send`` or ``recv``; "" if only its number is known.
     op: str
     comm: str = ""  #: Name of the communicator, equal on all members; "" for a span.
-    seq: int = 0  #: Number of the call in it, equal on all members.
-    members: Sequence[int] = ()  #: Ranks of the communicator; of a transfer (sender, receiver).
+    seq: int = 0  #: Number of the call in the communicator, equal on all members.
+    members: Sequence[int] = ()  #: Ranks of the communicator; for a transfer (sender, receiver).
     enter_s: float  #: When it was called, on ``clock``.
     exit_s: float | None  #: When it ended; None while it is in flight.
     #: For a span that has ended: its time without the rank's waits for others; None if only the
-    #: calls within it tell.
+    #: For a span that has ended: its time without the rank's waits for others; None if only the
+    #: calls within it show these.
     own_s: float | None = None
     is_ahead: bool = False  #: Whether it is in flight although the rank does not wait for it.
-    is_reached: bool = True  #: Whether the device has reached it; True for a call on the host.
-    size_bytes: int = 0  #: Payload of this rank; for a span the size of its input, 0 if unknown.
+    #: Whether the device has reached it; always true for a call on the host.
+    is_reached: bool = True
+    size_bytes: int = 0  #: Payload of this rank; for a span the size of its input; 0 if unknown.
     dtype: str = ""
     #: Hash of all calls of the rank in the communicator up to this one; "" if unknown.
     history: str = ""
@@ -45,21 +47,18 @@ class Operation:
 
     @property
     def role(self) -> tuple[int, ...]:
-        """Return (stage, tp place): ranks that share it do equal work.
-
-        The rank itself if unknown.
-        """
+        """Return (stage, tp place), equal for ranks with equal work; the rank if unknown."""
         return (-1, self.rank) if self.place is None else self.place[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """The records of a run, or of a stretch of it."""
+    """The records of a run, or of a part of it."""
 
     operations: tuple[Operation, ...]  #: In any order.
     #: For each rank that may have made calls without a record: the reason.
     unknown: Mapping[int, str] = field(default_factory=dict)
-    #: When they were taken, on their clock; a call that has not waited unusually long by then does
+    #: When they were taken, on their clock; a call that had not waited unusually long by then does
     #: not hang. None if they were taken because of a hang.
     now_s: float | None = None
 

@@ -1,4 +1,4 @@
-"""Ranks that are slower than others with the same work.
+"""Find ranks that are slower than others with the same work.
 
 Compute is the time of a rank's span without its waits for others; if the record has no such time,
 the calls within the span are subtracted. Ranks of one stage and tensor-parallel place are compared
@@ -24,10 +24,10 @@ from orchestrator.diagnosis.records import Operation
 from orchestrator.diagnosis.verdicts import Guilty, Verdict, listed
 from orchestrator.fault_kinds import FaultKind
 
-#: Windows: the width in steps, and the logarithm of the ratio from which the median counts. One
-#: finds large slowdowns, the other small or intermittent ones.
+#: Windows: the width in steps, and the logarithm of the ratio from which the median counts. The
+#: first finds large slowdowns, the second small or intermittent ones.
 _LANES: Final = ((5, math.log(1.25)), (15, math.log(1.12)))
-#: A key can stand out only if one of its last ``NUM_RECENT`` steps has at least this logarithm.
+#: A key can stand out only if one of its last ``NUM_RECENT`` steps has at least ``LEAST_LOG``.
 NUM_RECENT: Final = 8
 LEAST_LOG: Final = math.log(1.12)
 _WINDOW_MIN: Final = 3
@@ -36,8 +36,8 @@ NUM_PAST: Final = 5
 #: With this many ranks or fewer, a role does not show which of them is slow.
 NUM_PEERS_FEW: Final = 2
 #: The threshold is this many times the upper quartile of the others' windows, and this many times
-#: the deviation of their steps over the root of the window's width: 5 standard deviations of
-#: either, or more.
+#: the deviation of their steps over the root of the window's width: at least 5 standard deviations
+#: of either.
 _NOISE_QUANTILE: Final = 0.75
 _APART_TIMES: Final = 7.5
 _NOISE_TIMES: Final = 7.0
@@ -54,12 +54,13 @@ ALONE: Final = " It has no peer: its work may have grown, or its machine may be 
 K = TypeVar("K", bound=Hashable)
 #: Cost of each key in each step.
 Series = Mapping[K, Mapping[int, float]]
-#: The number of costs; sums of the logarithms of sizes and costs, of squares and products.
+#: The number of costs, then the sums of the logarithms of sizes and of costs, of the former's
+#: squares, and of the products.
 Moments: TypeAlias = tuple[float, float, float, float, float]
 
 
 class Lag(NamedTuple):
-    """How many times slower than it should be, and since which step."""
+    """How many times slower a key is than it should be, and since which step."""
 
     times: float
     since_step: int
@@ -103,9 +104,7 @@ def lags(
 ) -> dict[K, Lag]:
     """Return the keys that cost ``least_times`` more than others of their role, or than before.
 
-    Args:
-        stages: Stage of each key, as for ``logs``.
-        nodes: Node of each key, as for ``lagging``.
+    ``stages`` are as for ``logs``, ``nodes`` as for ``lagging``.
     """
     num_peers = Counter(roles[key] for key in series)
     past = {
@@ -127,7 +126,7 @@ def lags(
 
 
 def stage_of(role: Hashable) -> Hashable:
-    """Return the stage of a role: the work of all ranks of a stage grows together."""
+    """Return the stage of a role; the work of all ranks of a stage grows together."""
     return role[0] if isinstance(role, tuple) and role else role
 
 
@@ -193,8 +192,8 @@ def lagging(
         by_past: Keys that are compared with their own past; a past of few steps adds noise.
         now: Return only those of these keys whose newest, complete window stands out. None for all
             keys of which any window does.
-        nodes: Node of each key. A fault of a node slows all its ranks, so the others are those
-            elsewhere.
+        nodes: Node of each key. A fault of a node slows all its ranks, so the others are those on
+            other nodes.
     """
     found: dict[K, Lag] = {}
     is_live = now is not None
@@ -259,7 +258,7 @@ def _median_without(ordered: Sequence[float], own: Sequence[float]) -> float:
 def _spread(values: Sequence[float]) -> float:
     """Return the standard deviation, from the median of differences between consecutive steps.
 
-    A level that shifts is no noise: so do all others' when half of the ranks get slow.
+    A shift of the level is no noise: if half of the ranks get slow, the others' level shifts.
     """
     apart = [abs(after - before) for before, after in pairwise(values)]
     return 1.4826 * median(apart) / math.sqrt(2.0) if apart else 0.0
@@ -280,7 +279,7 @@ def _windows(
 def is_whole_stage(rank: int, roles: Mapping[int, Hashable]) -> bool:
     """Return whether a rank is alone on its stage, or in the run.
 
-    Then nothing tells a slow machine from more work or from other programs on a healthy one.
+    Then a slow machine looks the same as more work, or as other programs on a healthy one.
     """
     stage = stage_of(roles[rank])
     return sum(stage_of(one) == stage for one in roles.values()) == 1
@@ -289,8 +288,7 @@ def is_whole_stage(rank: int, roles: Mapping[int, Hashable]) -> bool:
 def slow_ranks(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
     """Return the verdicts on ranks that compute or load data slowly.
 
-    Args:
-        rows: The operations of each rank, by time.
+    ``rows`` has the operations of each rank, by time.
     """
     spans = {rank: _spans(operations) for rank, operations in rows.items()}
     roles = {rank: operations[0].role for rank, operations in rows.items()}
@@ -365,7 +363,7 @@ def _spans(
 def _compute(
     spans: Mapping[tuple[int, str], list[tuple[float, float, int]]], powers: Mapping[str, float]
 ) -> dict[int, float]:
-    """Return by step the time of the fastest micro-batch, divided by the power of its size."""
+    """Return, by step, the time of the fastest micro-batch, divided by the power of its size."""
     steps: dict[int, float] = defaultdict(float)
     for (step, op), each in spans.items():
         if op in _COMPUTE:
@@ -377,7 +375,7 @@ def _compute(
 def _data(
     spans: Mapping[tuple[int, str], list[tuple[float, float, int]]], usual_s: float
 ) -> dict[int, float]:
-    """Return by step how long a micro-batch waits for data, plus its role's usual compute time.
+    """Return, by step, how long a micro-batch waits for data, plus its role's usual compute time.
 
     A wait that is short compared with that does not matter, however often it doubles.
     """

@@ -1,7 +1,7 @@
 """Records as a trace for Perfetto or ``chrome://tracing``, in the Trace Event Format.
 
-A rank is a process with a row for its own work and one for each communicator, more where calls
-overlap. Verdicts are instants, and arrows go from a send to its receive.
+A rank is a process with a row for its own work and one for each communicator, more if calls
+overlap. Verdicts are instants, and arrows point from a send to its receive.
 
 Clocks of machines differ. A call ends on all its members at nearly the same time, so the ends of
 shared calls show how far two clocks are apart.
@@ -71,7 +71,7 @@ def _end_s(one: Operation) -> float:
 
 
 def _clocks(operations: Iterable[Operation]) -> dict[str, float]:
-    """Return, in seconds, how far each clock is ahead of the first clock that it is linked to."""
+    """Return how far each clock is ahead of the first clock that it is linked to, in seconds."""
     ends: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     clocks: dict[str, None] = {}
     for one in operations:

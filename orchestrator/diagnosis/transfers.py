@@ -1,4 +1,4 @@
-"""Links, senders and receivers that are slower than others: the matrix of transfers.
+"""Find slow links, senders and receivers in the matrix of transfers.
 
 The cost of a transfer counts from when both ends have called it, so that no rank is blamed for a
 late peer. One slow place of the matrix is a link, a slow row a sender, a slow column a receiver
@@ -21,7 +21,7 @@ from orchestrator.fault_kinds import FaultKind
 _PAIR: Final = 2
 #: Share of a step below which transfers of a link do not matter.
 _SHARE: Final = 0.02
-#: Least factor that counts: a network is never as even as computing.
+#: Smallest factor that counts: a network is never as even as computing.
 _TIMES: Final = 1.3
 
 _Link: TypeAlias = tuple[int, int]
@@ -30,8 +30,7 @@ _Link: TypeAlias = tuple[int, int]
 def slow_transfers(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
     """Return the verdicts on links.
 
-    Args:
-        rows: The operations of each rank, by time.
+    ``rows`` has the operations of each rank, by time.
     """
     costs, sizes = _matrix(rows)
     if not costs:

@@ -32,7 +32,7 @@ class Guilty:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another kind that may be the true one."""
+    """Another kind of fault that may be the true one."""
 
     kind: FaultKind
     guilty: Guilty = Guilty()
@@ -43,7 +43,7 @@ class Verdict:
     """One fault, with its evidence."""
 
     kind: FaultKind
-    guilty: Guilty = Guilty()  #: Empty if none can be named.
+    guilty: Guilty = Guilty()  #: Empty if nothing can be named.
     #: From 0 to 1: how certain kind and guilty are, by the rule that found them.
     confidence: float
     since_s: float | None  #: When it began, on the clock of the records; None if unknown.
@@ -67,8 +67,8 @@ class Suspicion(Verdict):
     #: Whether it was about equally slow in each of the last steps, unlike a pause, a recompile or
     #: another program on its machine.
     is_steady: bool = False
-    #: Whether its work may have grown, or its machine may be busy, instead of the machine being
-    #: slow; it is not convicted then.
+    #: Whether its work may have grown, or its machine may be busy, so that the machine may be
+    #: healthy; it is not convicted then.
     may_be_work: bool = False
 
 

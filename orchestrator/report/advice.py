@@ -10,11 +10,11 @@ from orchestrator.core import Incident, RunStats
 from orchestrator.run_directory import Point
 from ucp_core.numerics import counted
 
-#: A smaller share of the time is not mentioned.
+#: Smaller shares of the time are not mentioned.
 _SHARE_MIN = 0.1
 #: A machine that was named less often may only have been unlucky.
 _NAMED_MIN = 3
-#: A loss rises if it was above its least value in this many evaluations, and by this share at the
+#: A loss rises if it has been above its minimum for this many evaluations, and by this share at the
 #: end.
 _RISES_MIN, _RISES_SHARE = 3, 0.02
 #: Number of characters of a node's id to show.
@@ -22,7 +22,7 @@ NODE_CHARACTERS = 8
 
 
 class Named(NamedTuple):
-    """A node and how many failures were proven to come from its workers, by kind."""
+    """A node, and how many failures its workers are proven to have caused, by kind."""
 
     node: str
     times: int
@@ -50,10 +50,8 @@ def advice(
 ) -> list[str]:
     """Return what to do about the run, the most urgent first.
 
-    Args:
-        goal: The last step; 0 if unknown.
-        why_refused: Why the last request for capacity was refused.
-        validation: Validation loss by step.
+    ``goal`` is the last step, 0 if unknown. ``why_refused`` says why the last request for capacity
+    was refused. ``validation`` has the validation loss by step.
     """
     return [
         *_end(stats, goal),

@@ -1,4 +1,4 @@
-"""The document of a run. Everything that people and tools read about the run is a view of it.
+"""The document of a run. All views of the run are made from it.
 
 ``tell`` makes it from the journal and from a living controller's view. ``/status`` returns its
 ``status``, ``orchestrator.report.page`` draws the page and the report, and the terminal and the
@@ -21,7 +21,7 @@ from workers.protocol import LEASE_S, StepCost, WorkerReport
 if TYPE_CHECKING:
     from orchestrator.config import RunConfig
 
-#: How many incidents, the newest ones, a status lists, and the keys of each.
+#: A status lists this many of the newest incidents, each with these keys.
 _INCIDENTS_SHOWN = 3
 _OF_INCIDENT = ("number", "kind", "who", "evidence", "lost_steps", "recovery_s")
 #: Keys that the status copies from the state of the run (``core.describe``).
@@ -213,9 +213,8 @@ def bounds_document(
     """Return the bound of every wait in seconds, shortest first.
 
     Args:
-        config: Configuration of the run: the bounds of the controller, of its guard and of the
-            collectives.
-        limits: The bounds that find hangs, given the steps so far.
+        config: Has the bounds of the controller, of its guard and of the collectives.
+        limits: The bounds for finding hangs, given the steps so far.
         lease_s: How long trainers continue without a controller.
     """
     bounds_s = {

@@ -1,4 +1,4 @@
-"""One page of HTML for a run, live or over; it loads nothing from elsewhere.
+"""One page of HTML for a run, live or over; it loads nothing from other places.
 
 ``page.html`` draws the document of ``orchestrator.report.page``. The controller serves it
 unchanged, and the page requests the document; a report contains the document.
@@ -26,12 +26,12 @@ REPORT_NAME = "report.html"
 _UNKNOWN = "\N{EN DASH}"
 #: The place of the document in a report.
 _PLACE = '<script type="application/json" id="data">'
-#: Logs of dead workers in a report: of how many incidents, and how many bytes of each.
+#: Logs of dead workers in a report: of this many incidents, and this many bytes of each.
 _LOGS_MAX, _LOG_BYTES = 20, 4096
 _PLACES_MAX = 4
 #: How many checkpoints are named.
 _NAMES_MAX = 4
-#: The numbers that a sceptic checks, and their keys in a summary.
+#: The numbers that readers check, and their keys in a summary.
 _FACTS = {
     "steps": "steps",
     "samples in the committed history": "samples_seen",
@@ -45,13 +45,13 @@ _FACTS = {
     "start-up, s": "startup_s",
     "wall time, s": "wall_s",
 }
-#: The curve whose last value is a number, for a run without a summary.
+#: The curve whose last value replaces a number, for a run without a summary.
 _CURVES = {"final_loss": "loss", "validation_loss": "validation"}
 _ROUNDED = frozenset({"goodput", "goodput_since_start", "startup_s", "wall_s"})
 
 
 class Comparison(NamedTuple):
-    """Whether the run ended like the undisturbed one."""
+    """How the end of the run compares with that of the undisturbed one."""
 
     verdict: str  #: "same", "close", "different" or "unknown"; a CSS class of the page.
     headline: str  #: The verdict for people.
@@ -86,7 +86,7 @@ def report_of(
 
     Args:
         run_dir_url: Run directory, a path or an fsspec URL. The run may still be training.
-        compare: Run directory of the undisturbed run, to draw both curves and to compare ends.
+        compare: Run directory of the undisturbed run, to draw both curves and to compare the ends.
         summary: The summary of a run that has not written it yet.
         stats: Its folded journal, if the caller has it.
 
@@ -107,7 +107,7 @@ def report_of(
 
 
 def live_page() -> str:
-    """Return the page without a run: it requests the document from its server."""
+    """Return the page without a run; it requests the document from its server."""
     return files("orchestrator.report").joinpath("page.html").read_text(encoding="utf-8")
 
 
@@ -176,7 +176,7 @@ def _number(document: Mapping[str, Any], *names: str) -> float | None:
 
 
 def _goal(run: RunRecord) -> int:
-    """Return the last step; 0 if the settings are from a version with other keys."""
+    """Return the last step; 0 if another version with other keys wrote the settings."""
     with contextlib.suppress(ConfigError):
         return load(run.config_text).train.steps
     return 0

@@ -1,4 +1,4 @@
-"""The page of a run, as the JSON document that ``page.html`` draws: a view of the run's document.
+"""The JSON document that ``page.html`` draws: a view of the run's document.
 
 Pure. The live page and the report are one page: the controller makes this document from its own
 state, ``write_report`` from the run directory. Instants count from the run's first record.
@@ -19,11 +19,11 @@ from orchestrator.report.document import RunDocument, Scale, rate
 from orchestrator.report.situation import what_it_does, what_survives
 from orchestrator.run_directory import Curves, Point, thin
 
-#: How many incidents have a row; the table of kinds counts all.
+#: At most this many incidents have a row; the table of kinds counts all.
 INCIDENTS_MAX = 100
 _RATES_MAX = 120
-#: Shortest period of a mean: steps are reported once a second, so a shorter one would be off by
-#: one.
+#: Shortest period of a mean. Steps are reported once a second, so a shorter one would be wrong by
+#: one step.
 _MEAN_S = 4.0
 #: Keys that the page copies: of a run, an incident, a worker, a node, a keeper, a suspicion.
 _OF_STATS = (
@@ -47,8 +47,6 @@ def page_document(
     """Return the document of a run's page.
 
     Args:
-        told: The document of the run.
-        curves: The losses and further numbers by step.
         incidents: Oldest first.
         more: Further keys; ``name`` and ``url`` are needed.
     """
@@ -79,9 +77,7 @@ def page_document(
 def live_part(told: RunDocument, seconds: Mapping[str, str], **more: Any) -> dict[str, Any]:
     """Return the keys that only a live page has.
 
-    Args:
-        told: The document of the run.
-        seconds: The activity of each worker in the last seconds, a letter per second.
+    ``seconds`` has the activity of each worker in the last seconds, one letter per second.
     """
     status = told.status
     keepers = {row["node"]: row for row in status["redundancy"]["keepers"]}
@@ -141,7 +137,7 @@ def progress(stats: RunStats) -> list[Point]:
 def throughput(stats: RunStats, per_step: float) -> list[Point]:
     """Return steps, samples or tokens per second over time.
 
-    A point is the mean over the time since the previous point.
+    Each point is the mean over the time since the previous point.
     """
     done: list[tuple[float, int]] = [(stats.began_s + stats.startup_s, 0), *stats.progress]
     bucket_s = max(stats.wall_s / _RATES_MAX, _MEAN_S)
@@ -194,7 +190,7 @@ def _incident(incident: Incident, stats: RunStats) -> dict[str, Any]:
 
 
 def _safe(redundancy: Mapping[str, Any]) -> list[list[str]]:
-    """Return what would be left after a fault now: rows of name, text and level."""
+    """Return what would be left after a fault now, as rows of name, text and level."""
     step, stored = redundancy["step"], redundancy["stored_step"]
     survives, is_well = what_survives(redundancy)
     memory = [f"step {step}: {survives}", "good" if is_well else "warn"] if step else ["nothing"]

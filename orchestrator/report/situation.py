@@ -1,4 +1,4 @@
-"""Says in a sentence or two what a run does or waits for, and why. Pure."""
+"""Say in a sentence or two what a run does or waits for, and why. Pure."""
 
 from __future__ import annotations
 

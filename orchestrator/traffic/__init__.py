@@ -1,4 +1,4 @@
-"""The traffic of a run: over which links, for how long, and what a better plan would gain. Pure.
+"""A run's traffic: over which links, for how long, and what a better plan would gain. Pure.
 
 ``topology`` has the links, ``flows`` the bytes of a step and of copied snapshots, ``maxmin`` the
 rates of flows. ``plans`` compares orders of nodes, keepers of copies and equal-cost paths. The

@@ -10,17 +10,17 @@ from typing import Final, NamedTuple
 from ucp_core.layout import AXES, ParallelLayout
 from workers.protocol import GroupState
 
-#: Axes along which ranks send. With expert parallelism, experts have shards of their own.
+#: Axes along which ranks send. With expert parallelism, experts have their own shards.
 FLOW_AXES: Final = (*AXES, "efsdp", "ep")
 #: Axes that form one group with another axis: they cut the same tensors further, or the samples of
 #: the same weights.
 _TOGETHER: Final = {"dp_shard": {"cp"}, "efsdp": {"cp", "tp"}}
-#: Significant digits of measured values: smaller changes are not reported.
+#: Significant digits of measured values; smaller changes are not reported.
 _DIGITS: Final = 2
 
 
 class Sent(NamedTuple):
-    """The groups of a rank after a step."""
+    """The state of a rank's groups after a step."""
 
     step: int
     groups: Sequence[GroupState]
@@ -33,7 +33,7 @@ class Flow(NamedTuple):
     target: str
     num_bytes: float
     rail: int = 0
-    spine: int | None = None  #: None if spread evenly over all.
+    spine: int | None = None  #: None if spread evenly over all spines.
 
 
 def step_flows(
@@ -87,9 +87,8 @@ def _pairs(axis: str, group: Sequence[int]) -> tuple[list[tuple[int, int]], int]
 def measured(ranks: Iterable[tuple[Sent, Sent]]) -> dict[str, float]:
     """Return how many bytes a rank sent in a step, by axis, in the form for ``step_flows``.
 
-    Args:
-        ranks: For each rank, its records at two times. Ranks that completed no step in between, or
-            left, are ignored.
+    ``ranks`` has the records of each rank at two times. Ranks that completed no step in between, or
+    left, are ignored.
     """
     sums, num_ranks = defaultdict[str, float](float), 0
     for before, after in ranks:
@@ -110,9 +109,7 @@ def copy_flows(
 ) -> list[Flow]:
     """Return the copies of a version: from each node to those that keep its snapshots.
 
-    Args:
-        keepers: The nodes that keep copies, by node.
-        num_bytes: Size of a node's part of the version.
+    ``num_bytes`` is the size of each node's part of the version.
     """
     return [
         Flow(node, keeper, num_bytes[node], spine=spine)

@@ -1,6 +1,6 @@
 """Max-min fair rates of flows that share links, roughly as TCP and switches divide them.
 
-Progressive filling: all flows grow equally until a link is full; its flows stop, the others
+Progressive filling: all flows grow equally until a link is full; its flows stop, and the others
 continue to grow. Source: Bertsekas and Gallager, Data Networks, 6.5.2. Pure.
 """
 
@@ -26,7 +26,7 @@ def fill(paths: Sequence[Sequence[L]], capacities: Mapping[L, float]) -> list[fl
     rates = [inf] * len(paths)
     level = 0.0
     while users:
-        # ``left`` is the capacity of a link that is free at ``level``: all its growing flows take
+        # ``left`` is the capacity of a link that is free at ``level``: all its growing flows get
         # equal parts.
         link = min(users, key=lambda each: left[each] / len(users[each]))
         level = left[link] / len(users[link])

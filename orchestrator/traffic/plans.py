@@ -1,4 +1,4 @@
-"""Compares orders of nodes, keepers and equal-cost paths by the links that they fill.
+"""Compare orders of nodes, keepers and equal-cost paths by the links that they fill.
 
 Pure. Paths are chosen as in C4P (arXiv 2406.04594, 4.3): all uplinks of a rack get equal loads.
 """
@@ -18,7 +18,7 @@ from orchestrator.traffic.topology import Link, Topology, by_rack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The load of flows on the links."""
+    """The load that flows put on the links."""
 
     took_s: float = 0.0  #: Time until all flows have arrived; infinity if some never do.
     #: How long each link is busy at full speed.
@@ -33,7 +33,8 @@ class Load:
 def load_of(topology: Topology, phases: Iterable[Sequence[Flow]]) -> Load:
     """Return the load of phases of flows; phases run one after the other.
 
-    A sum goes round its ring in lockstep, so a phase ends with its slowest flow. Overlap with other
+    A sum moves around its ring in lockstep, so a phase ends with its slowest flow. Overlap with
+    other phases and with computation is ignored, so this is an upper bound.
     phases and with computation is ignored, so this is an upper bound.
     """
     took_s, busy_s = 0.0, defaultdict[Link, float](float)
@@ -100,7 +101,7 @@ def way_cost(
 ) -> Callable[[str, str], float]:
     """Return a function for the cost of a copy of ``num_bytes`` from one node to another.
 
-    The cost is the load of training on the busiest link of the way, over the least busy spine, and
+    The cost is the load of training on the busiest link of the way, over the least busy spine, plus
     the time of the copy on the slowest link. Among equals the shorter way is cheaper.
     """
 

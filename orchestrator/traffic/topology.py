@@ -16,8 +16,8 @@ from typing import NamedTuple
 class Link(NamedTuple):
     """One direction of a link."""
 
-    #: ``node``, ``rack`` or ``zone``; ``pair`` is the way between two nodes if only that is known
-    #: to be slow.
+    #: ``node``, ``rack`` or ``zone``; ``pair`` is the way between two nodes, if no more is known
+    #: about what is slow.
     kind: str
     name: str  #: The node, rack or zone, or both nodes.
     is_out: bool  #: Whether it leads out of that place.
@@ -25,7 +25,6 @@ class Link(NamedTuple):
     spine: int = 0  #: The spine, for a rack.
 
     def __str__(self) -> str:
-        """Return the link as text for people."""
         place = {"node": f", rail {self.rail}", "rack": f", rail {self.rail}, spine {self.spine}"}
         way = "out of" if self.is_out else "into"
         return f"{way} {self.kind} {self.name}{place.get(self.kind, '')}"
@@ -33,7 +32,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Where nodes are, and how much each link carries one way, in bytes a second."""
+    """Where nodes are, and how many bytes a second each link carries one way."""
 
     racks: Mapping[str, str]  #: Rack by node. A node that is not listed is alone in a rack.
     node_bytes_s: float  #: Capacity of a node's card on each rail.
@@ -47,7 +46,7 @@ class Topology:
     slow: Mapping[Link, float] = field(default_factory=dict)
 
     def rack(self, node: str) -> str:
-        """Return the rack of a node."""
+        """Return the rack of a node; the node itself if unknown."""
         return self.racks.get(node, node)
 
     def zone(self, node: str) -> str:
