@@ -1,4 +1,4 @@
-"""Runs the keeper, one process per node, which watches the trainers and reports for the node."""
+"""The keeper: one process per node, which watches the trainers and reports for the node."""
 
 from typing import TYPE_CHECKING
 

@@ -45,49 +45,49 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-#: Period of reading the progress records, at about 20 us a worker: the resolution of the times in
-#: incidents. While all trainers step, nothing is timed.
+#: Period of reading the progress records, which takes about 20 us a worker. It is the resolution of
+#: the times in incidents. While all trainers step, nothing is timed.
 LOOK_S = 0.05
 LOOK_STEPPING_S = 0.25
 #: Period of the reports while trainers move, and while they stand still. A call costs about 2 ms of
-#: processor time at its two ends; only stillness needs a close watch.
+#: processor time at its two ends, and only stillness needs a close watch.
 MOVING_PERIOD_S = 1.0
 STILL_PERIOD_S = 0.1
-#: A large run also has a longer period, by this much per rank: the controller receives the reports
-#: of all nodes, and 2,000 of them a second would take all its time.
+#: In a large run the second period is at least this much per rank: the controller receives the
+#: reports of all nodes, and 2,000 of them a second would take all its time.
 STILL_PERIOD_S_EACH = 5e-4
 #: Shortest period of reading connections, which takes 10 us for each connection of the machine.
 FLOWS_PERIOD_S = 0.5
-#: A killed process is gone after milliseconds, unless a device holds it. This is less than the time
-#: that the controller waits for the answer.
+#: Time for a killed process to be gone: it takes milliseconds, unless a device holds it. The
+#: controller waits longer than this for the answer.
 KILLED_S = 0.3
 #: The ending of a process is known when it has freed its memory and its processor: a moment after
-#: its connection ends, or longer if processors are busy. The recovery waits at most this long.
+#: its connection ends, or later if processors are busy. The recovery waits at most this long.
 ENDED_S = 1.0
-#: A process writes its stacks in 5 ms. A process that needs longer than this is stopped or frozen.
+#: Time for processes to write their stacks, which takes 5 ms. One that needs longer is stopped or
+#: frozen.
 EVIDENCE_S = 0.3
 
 OPTIONS = {
     "num_cpus": 0,
     "max_restarts": -1,
-    # A dead controller leaves a waiting call behind. With few threads a keeper could not answer
-    # other calls.
+    # A dead controller leaves a waiting call behind; with few threads a keeper could answer no
+    # other.
     "max_concurrency": 10_000,
     "enable_task_events": False,
 }
 
 
 class Keeper:
-    """One node's keeper for one run. Detached; Ray restarts it when its process dies.
+    """One node's keeper for one run. It is detached; Ray restarts it when its process dies.
 
     Args:
         directory: Shared-memory directory with the node's progress records and record rings.
         controller: Receives the reports.
-        run_url: The run directory; "" keeps no snapshots.
-        settings: The run's settings; None keeps no snapshots.
+        run_url: The run directory; without it the keeper keeps no snapshots.
+        settings: The run's settings; without them the keeper keeps no snapshots.
         claim: Claim of the run on its directory; orders may name a later claim.
-        notices: Sources that may announce the node's end, as for
-            ``workers.keeper.notices.sources_of``.
+        notices: Arguments of ``workers.keeper.notices.sources_of``.
     """
 
     def __init__(
@@ -136,9 +136,8 @@ class Keeper:
     async def hello(self) -> dict[str, Any]:
         """Start the reports, once, and return the keeper's identity.
 
-        Returns:
-            node, pid, raylet_pid, lease_s, wall_time, and where its snapshots are served: host,
-                port and secret, or ("", 0, b"") without snapshots.
+        Keys: node, pid, raylet_pid, lease_s, wall_time, and where its snapshots are served: host,
+        port and secret, or ("", 0, b"") without snapshots.
         """
         self._lease.renew()
         if self._task is None:
@@ -161,10 +160,9 @@ class Keeper:
         await asyncio.Event().wait()
 
     async def kill(self, worker: str) -> bool:
-        """Send SIGKILL to ``worker``: a stopped process ignores Ray's request to end.
+        """Send SIGKILL to ``worker``; return whether its process is known to be gone.
 
-        Returns:
-            Whether its process is gone, as far as the keeper knows.
+        Ray only requests the end, which a stopped process ignores.
         """
         self._watch.kill(worker)
         with contextlib.suppress(TimeoutError):
@@ -174,7 +172,7 @@ class Keeper:
         return not self._watch.lives(worker)
 
     async def kill_node(self) -> None:
-        """Send SIGKILL to the raylet, as a power cut would end it: its processes end with it."""
+        """Send SIGKILL to the raylet, whose processes end with it, as in a power cut."""
         os.kill(os.getppid(), signal.SIGKILL)
 
     async def take_evidence(self, attempt: int) -> None:
@@ -189,10 +187,9 @@ class Keeper:
         self._evidence = (attempt, stacks, self._taking.submit(copies, rings))
 
     async def store_evidence(self, attempt: int, folder: str) -> bool:
-        """Store the evidence of ``attempt`` below ``folder`` of the run directory.
+        """Store the evidence of ``attempt`` below ``folder``; return whether it is stored.
 
-        Returns:
-            Whether the evidence is stored. It is not if none was taken, or if storage refuses.
+        It is not if none was taken, or if storage refuses.
         """
         if self._evidence is None or self._evidence[0] != attempt or not self._run_url:
             return False
@@ -228,7 +225,7 @@ class Keeper:
         return self._memory.inventory()
 
     async def order(self, order: KeeperOrder) -> None:
-        """Switch to a new attempt. An order older than the current attempt is ignored."""
+        """Switch to a new attempt; ignore an order that is older than the current attempt."""
         is_obeyed = self._memory is None or self._memory.fence(order)
         if is_obeyed:
             self._reach.follow(frozenset((self._head, *order.others)))
@@ -236,14 +233,11 @@ class Keeper:
             await self._call(self._orders, self._memory.obey, order)
 
     async def probe(self, peers: dict[str, tuple[str, int]]) -> list[str]:
-        """Return the nodes in ``peers`` that this one does not reach; address by node."""
+        """Return the nodes in ``peers``, addresses by node, that this one does not reach."""
         return await self._call(self._probes, unreached, peers)
 
     async def rate_to(self, peer: Peer) -> float | None:
-        """Return the bytes per second that arrive at a peer's node.
-
-        None if it cannot be reached.
-        """
+        """Return the bytes per second that arrive at a peer's node; None if it is not reached."""
         with contextlib.suppress(OSError):
             return await self._call(self._probes, rate_to, peer)
         return None
@@ -296,8 +290,8 @@ class Keeper:
         if has_news or now_s - self._reported_s >= period_s:
             self._notice = notice
             report = self._report(now_s)
-            # This does not await the call: if the controller is down, the next report says the same
-            # and more.
+            # Do not await the call: if the controller is down, the next report says the same and
+            # more.
             self._controller.observe.remote(report)
             self._reported_s = now_s
             await self._tend(report)
@@ -342,7 +336,7 @@ class Keeper:
 
     @staticmethod
     def _ended(task: asyncio.Task[None]) -> None:
-        """Exit if the reports failed, which is a bug. Ray then starts another keeper."""
+        """Exit if the reports failed, which is a bug; Ray then starts another keeper."""
         if not task.cancelled() and task.exception() is not None:
             log.critical("the keeper ends, its reports failed", exc_info=task.exception())
             os._exit(1)
@@ -350,7 +344,7 @@ class Keeper:
     async def _tend(self, report: NodeReport) -> None:
         if self._memory is not None:
             living = {each.worker for each in report.workers if each.os_state not in GONE}
-            # This runs in a thread, because freeing a large arena takes a while.
+            # In a thread, because freeing a large arena takes a while.
             await asyncio.to_thread(self._memory.tend, living)
 
 

@@ -1,4 +1,4 @@
-"""Holds all arenas of one node within a budget, and announces changes to them."""
+"""All arenas of one node, within a budget; it announces changes to them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS) -> int:
-    """Return the memory that can be taken now without paging or killing.
+    """Return the memory that can be used now without paging or killing.
 
     The limit of a container (cgroups of version 1 or 2) may be below the machine's memory.
     """
@@ -57,7 +57,7 @@ def available_bytes(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS) -> int:
 
 
 def meminfo_bytes(name: str, path: Path = _MEMINFO) -> int | None:
-    """Return an amount of the machine's memory; None if the kernel does not name it."""
+    """Return an amount of the machine's memory in bytes; None if the kernel does not name it."""
     for line in path.read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
@@ -67,7 +67,7 @@ def meminfo_bytes(name: str, path: Path = _MEMINFO) -> int | None:
 def _stat_bytes(path: Path, name: str) -> int:
     """Return a count from a file.
 
-    The kernel also charges memory to the container that it would free at once.
+    It is for memory that the kernel charges to the container but would free at once.
     """
     for line in path.read_text().splitlines():
         key, _, value = line.partition(" ")
@@ -119,7 +119,8 @@ class ArenaTable:
     def reserve(self, name: str, *, body_bytes: int) -> Arena:
         """Return the arena of that name, or a new one whose memory is claimed at once.
 
-        A new worker inherits the arena of a dead one with its content. The writer spares versions
+        A new worker inherits the arena of a dead one with its content: the writer spares versions
+        that may be needed, no memory must be faulted in, and the budget need not hold both arenas.
         that may be needed, no memory must be faulted in, and the budget need not hold both arenas.
 
         Raises:
@@ -150,7 +151,7 @@ class ArenaTable:
             self._ask(owner_of(name), split_name(name)[2] + 1)
 
     def adopt(self, name: str, fd: int) -> None:
-        """Take over an arena that a worker still holds, because a restarted keeper has none.
+        """Adopt an arena that a worker still holds; a restarted keeper has none.
 
         Raises:
             ArenaError: The file is not an arena.
@@ -168,7 +169,7 @@ class ArenaTable:
         self.tell()
 
     def hand_out(self, name: str) -> int:
-        """Return a new file descriptor of an arena, to give away.
+        """Return a new file descriptor of an arena, for another process.
 
         Raises:
             ArenaError: There is no such arena.
@@ -194,7 +195,7 @@ class ArenaTable:
         with self._lock:
             held = self._arenas.pop(name, None)
         if held is not None:
-            # This runs outside the lock, because freeing a large arena takes a while.
+            # Outside the lock, because freeing a large arena takes a while.
             held.close()
         self.tell()
 
@@ -227,14 +228,15 @@ class ArenaTable:
     def wait_news(self, after: int, timeout_s: float) -> int:
         """Wait for news later than number ``after``; return the latest number.
 
-        News is a finished buffer, or an arena that came or went. On timeout, return ``after``.
+        News is a finished buffer, or an arena that was added or removed. On timeout, return
+        ``after``.
         """
         with self._news:
             self._news.wait_for(lambda: self._num_news > after, timeout_s)
             return self._num_news
 
     def wait_pins(self, after: int, timeout_s: float | None) -> int:
-        """Wait like ``wait_news``, for news while a buffer waits for storing."""
+        """Wait as ``wait_news`` does, for news while a buffer is pinned until it is stored."""
         with self._pins:
             self._pins.wait_for(lambda: self._num_pins > after, timeout_s)
             return self._num_pins
@@ -242,7 +244,7 @@ class ArenaTable:
     def fence(self, attempt: int, lineage: Sequence[tuple[int, int]]) -> None:
         """Note a new attempt: reservations of older ones are refused from now on."""
         with self._lock:
-            # Names older than the attempt that just ended are not requested again.
+            # Names that are older than the attempt that just ended are not requested again.
             self._renamed = {
                 old: (new, since)
                 for old, (new, since) in self._renamed.items()
@@ -254,8 +256,7 @@ class ArenaTable:
     def quarantine(self, bad: Iterable[tuple[str, int, int]]) -> None:
         """Drop versions that could not be loaded, so that they are never offered again.
 
-        Args:
-            bad: ``(arena, buffer, sequence)`` of each. A newer version in the buffer stays.
+        ``bad`` has ``(arena, buffer, sequence)`` of each. A newer version in the buffer stays.
         """
         has_changed = False
         for name, buffer, sequence in bad:
@@ -277,9 +278,8 @@ class ArenaTable:
     def reap(self, *, living: Collection[str], stored_step: int) -> list[str]:
         """Free every arena that nothing needs, and return their names.
 
-        Args:
-            living: Workers of this node whose process is there.
-            stored_step: The newest step that is committed to storage and counts.
+        ``living`` are the workers of this node whose process exists. ``stored_step`` is the newest
+        step that is committed to storage and counts.
         """
         with self._lock:
             asked = dict.fromkeys(living, 0) | {
@@ -295,7 +295,7 @@ class ArenaTable:
         held_arenas = [
             HeldArena(
                 name=name,
-                # A pinned buffer stays until it is stored or storing it is given up.
+                # A pinned buffer stays until it is stored or its storing is given up.
                 in_use=name in used or arena.pinned() is not None,
                 versions=tuple(arena.versions()),
             )
@@ -334,10 +334,7 @@ class ArenaTable:
         return arena
 
     def _create(self, name: str, body_bytes: int) -> Arena:
-        """Make a claimed arena.
-
-        Call this outside the lock, because faulting in a large one takes long.
-        """
+        """Make a claimed arena, outside the lock, because faulting in a large one takes long."""
         arena = None
         try:
             arena = Arena.create(name, body_bytes=body_bytes)

@@ -1,4 +1,4 @@
-"""Decides how much of a node's memory one run's snapshots may take, beside those of other runs."""
+"""Decide how much of a node's memory one run's snapshots may use, beside those of other runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Budget:
     """The share of one run.
 
     By default it is half of the memory that the node had available when the run's first keeper
-    started there, minus the memory that keepers of other runs may still take. A file beside the
+    started there, minus the memory that keepers of other runs may still use. A file beside the
     run's other files keeps it, because a later keeper would count existing snapshots as used
     memory. The keeper locks the file while it lives, so that others know that the share counts.
 
@@ -50,9 +50,9 @@ class Budget:
 
 
 def _claimed_bytes(own: Path) -> int:
-    """Return the memory that keepers of other runs on the node may still take.
+    """Return the memory that keepers of other runs on the node may still use.
 
-    They have taken shared memory. Their part of it is unknown, so all shared memory counts as
+    They use shared memory already. Their part of it is unknown, so all shared memory counts as
     theirs.
     """
     pattern = f"*/{own.parent.name}/{_NAME}"

@@ -1,4 +1,4 @@
-"""The keeper's descriptor server: hands the node's arenas to the processes of the node.
+"""The keeper's descriptor server, which gives the node's arenas to the processes of the node.
 
 ``workers.memory.descriptors`` is the client, and describes the protocol.
 """
@@ -24,11 +24,10 @@ _ACCEPT_S: Final = 0.1
 
 
 class DescriptorServer:
-    """Hands out the arenas in ``table`` at ``path``, in its own threads, until ``close``.
+    """Gives out the arenas in ``table`` at ``path``, in its own threads, until ``close``.
 
-    Args:
-        on_refused: Called with the owner (``owner_of``) of a reservation and the reason for
-            refusing it; "" once it is granted.
+    ``on_refused`` is called with the owner (``owner_of``) of a reservation and the reason for
+    refusing it; "" once it is granted.
     """
 
     def __init__(
@@ -40,9 +39,8 @@ class DescriptorServer:
         self._table = table
         self._on_refused = on_refused
         self._closed = False
-        # This comes first, because trainers identify a keeper by this socket. If the keeper
-        # accepted notices earlier, trainers would take it for its predecessor and not hand it their
-        # memory.
+        # Trainers identify a keeper by this socket, so it comes first. If the keeper accepted
+        # notices earlier, trainers would take it for its predecessor and not give it their memory.
         self._listener = bind_socket(path, socket.SOCK_SEQPACKET)
         self._notices = bind_socket(notice_socket(path), socket.SOCK_DGRAM)
         self._listener.listen(64)
@@ -105,10 +103,7 @@ class DescriptorServer:
                     os.close(fd)
 
     def _do(self, request: Any, fds: list[int]) -> list[int]:
-        """Serve a request, and return the descriptors to send.
-
-        It removes the ``fds`` that it keeps.
-        """
+        """Serve a request, and return the descriptors to send; remove the ``fds`` that are kept."""
         do, name = str(request["do"]), str(request["arena"])
         if do == "reserve":
             self._reserve(name, int(request["body_bytes"]), int(request["attempt"]))

@@ -1,4 +1,4 @@
-"""Finds how the trainers of a node ended: their exit status and their last output.
+"""Find how the trainers of a node ended: their exit status and their last output.
 
 The kernel reports only to the parent how a process ended, and Ray's raylet does not pass it on.
 Linux 6.15 reports it to any holder of a descriptor of the process. Older kernels show it to every
@@ -25,13 +25,13 @@ from typing import Final
 from workers.protocol import Ending
 from workers.records import process_state
 
-#: Most characters of a process's last output to quote.
+#: How many lines of a process's last output to quote, and how many characters of each.
 _LINES_MAX, _LINE_CHARS = 2, 160
-#: Earlier output of a killed process has another cause: it had no time to report the kill.
+#: Earlier output of a killed process has another cause: the process had no time to report the kill.
 _RECENT_S: Final = 5.0
 _TAIL_BYTES: Final = 1 << 16
 _OUT, _ERR = 1, 2
-#: Version 1 of control groups writes about 2^63 for none.
+#: Version 1 of control groups writes about 2^63 if there is no limit.
 _NO_LIMIT: Final = 1 << 60
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OOM_KILLS: Final = ("memory.events", "memory.oom_control")
@@ -39,7 +39,7 @@ _LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
 _PEAKS: Final = ("memory.peak", "memory.max_usage_in_bytes", "memory.current")
 #: A process may join a control group late, and only a kill of these last seconds counts as its own.
 _REFRESH_S: Final = 5.0
-#: Period of looking at a process whose end was requested.
+#: Period of checks of a process whose end is awaited.
 _LOOK_S: Final = 0.005
 #: Lines that glog, faulthandler and torch write after an error: frames of native code, and
 #: headings.
@@ -94,7 +94,7 @@ class Endings:
         self._poll.register(self._wake[0], select.POLLIN)
 
     def follow(self, pid: int) -> None:
-        """Watch a process from now on. A process that is already watched, or gone, is ignored."""
+        """Watch a process from now on; ignore one that is already watched, or gone."""
         if pid in self._followed or pid in self._told:
             return
         with self._changed:
@@ -123,7 +123,7 @@ class Endings:
                 self._changed.wait(_LOOK_S)
                 status = process_state(pid).exit_status
                 if pid in self._followed and status is not None:
-                    # Freeing its memory may take seconds, and the recovery need not wait for it.
+                    # Freeing its memory may take seconds, and the recovery need not wait for that.
                     return _ending(self._followed[pid], status)
             if pid in self._followed:
                 return Ending("")
@@ -148,7 +148,7 @@ class Endings:
 
     def _note_end(self, descriptor: int) -> None:
         process = self._followed[self._by_descriptor[descriptor]]
-        # Read it at once: once its parent has also read it, it is gone.
+        # Read it at once: it is gone when the parent has read it, too.
         status = process_state(process.pid).exit_status
         status = _status_kept(descriptor) if status is None else status
         self._poll.unregister(descriptor)
@@ -216,7 +216,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _num_killed(group: Path | None) -> int:
-    """Return the number of processes that the kernel has killed for want of memory."""
+    """Return the number of processes that the kernel has killed for lack of memory."""
     if group is None:
         texts = [_read(Path("/proc/vmstat"))]
     else:
@@ -252,7 +252,7 @@ def _numbers(group: Path, names: Iterable[str]) -> list[int]:
 
 
 def _outputs(pid: int) -> tuple[Path, ...]:
-    """Return the files that a process writes its output to, its errors first."""
+    """Return the files that a process writes its output to, that of its errors first."""
     found = []
     for number in (_ERR, _OUT):
         with contextlib.suppress(OSError):
@@ -263,7 +263,7 @@ def _outputs(pid: int) -> tuple[Path, ...]:
 
 
 def _last_words(paths: Iterable[Path], *, is_killed: bool = False) -> list[str]:
-    """Return a process's output about its end from the first of ``paths`` that has some.
+    """Return a process's output about its end, from the first of ``paths`` that has some.
 
     A process that was killed from outside reported nothing, unless an error came just before.
     """
@@ -282,8 +282,8 @@ def _last_words(paths: Iterable[Path], *, is_killed: bool = False) -> list[str]:
 
 
 def _words(text: str, *, is_killed: bool) -> list[str]:
-    """Return the last line of an error, after the script's line that caused it."""
-    # Ray's own lines begin like this.
+    """Return the last line of an error, after the line of the script that caused it."""
+    # Ray's own lines begin with a colon.
     lines = [line.strip() for line in text.splitlines() if not line.startswith(":")]
     said = [line for line in lines if line and not _FRAMES.search(line)]
     spoken = [line for line in said if not line.startswith('File "')]

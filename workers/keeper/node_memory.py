@@ -1,7 +1,7 @@
-"""Manages the snapshot memory of one node: arenas, descriptor and peer server, storage and copies.
+"""The snapshot memory of one node: arenas, descriptor and peer server, storage and copies.
 
-The keeper's actor owns one. Everything runs in separate threads, so that a stalled store or a
-silent peer does not delay a report.
+The keeper's actor owns one. Each part has its own threads, so that a store that stalls or a silent
+peer does not delay a report.
 """
 
 from __future__ import annotations
@@ -30,22 +30,19 @@ from workers.settings import Settings
 
 _SECRET_BYTES: Final = 32
 #: Trainers run at Ray's 15. Sending competes with them, because loaders wait for it; copying only
-#: takes the time that they leave.
+#: uses the time that they leave.
 _NICENESS_SENDING: Final = 15
 _NICENESS_COPYING: Final = 19
 
-#: Most lines of a report, because people read them.
+#: Most lines of a report; people read them.
 _NUM_MAX: Final = 32
 
 
 class NodeMemory:
-    """A keeper's services for snapshots, beside its watch.
+    """A keeper's services for snapshots, beside its watch of trainers.
 
-    ``claim`` is the run's, until an order names a later one.
-
-    Attributes:
-        secret: The secret that peers and loaders must prove to know.
-        address: The address at which they read.
+    ``claim`` is the run's, until an order names a later one. Peers and loaders read at ``address``
+    and must prove that they know ``secret``.
 
     Raises:
         OSError: A socket could not be opened.
@@ -140,15 +137,15 @@ class NodeMemory:
         return self._persister.flush(attempt, step)
 
     def tend(self, living: Collection[str]) -> None:
-        """Free unneeded memory, given the living workers of the node."""
-        # The descriptor server's threads add entries meanwhile.
+        """Free memory that is not needed, given the living workers of the node."""
+        # The descriptor server's threads add entries in the meantime.
         for owner in list(self._refused):
             if owner.rpartition("/")[2] not in living:
                 self._note_refused(owner, "")
         self._table.reap(living=living, stored_step=self.stored[1])
 
     def stop_storing(self) -> None:
-        """Store nothing from now on, because the run is over. Safe to repeat."""
+        """Store nothing from now on, because the run is over; safe to repeat."""
         self._persister.close()
 
     def close(self) -> None:

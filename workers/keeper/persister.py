@@ -1,9 +1,9 @@
-"""Stores pinned versions in the background: training never waits for storage.
+"""Store pinned versions in the background: training never waits for storage.
 
 A buffer holds, bit for bit, the two files of a rank in a checkpoint. The persister checks the bytes
-that it copies against the record, so a bit that flipped in memory never becomes a checkpoint. Slow,
-full or silent storage keeps a buffer pinned for a while. Then the persister gives the version up,
-reports this, and tries the next version that is due.
+that it copies against the record, so a bit that flipped in memory never gets into a checkpoint.
+Slow, full or silent storage keeps a buffer pinned for a while. Then the persister gives up on the
+version, reports this, and tries the next version that is due.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from workers.settings import CheckpointSettings
 #: Bytes to copy at a time. They fit the second-level cache, from which they are checked and
 #: written.
 _CHUNK_BYTES: Final = 1 << 20
-#: Pauses between the tries; a restarted store is back by then.
+#: Pauses between the tries; by their end a restarted store is back.
 _PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 #: A store that accepts no bytes for this long is reported as silent.
 _SILENT_S: Final = 10.0
-#: Niceness above the trainers' 15, so that storing only takes the time that they leave.
+#: Above the trainers' 15, so that storing only uses the time that they leave.
 _NICENESS: Final = 19
 _CLOSE_S_MAX: Final = 2.0
 _SUBJECT: Final = "storage"
@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 
 
 class Persister:
-    """Stores the pinned buffers of a node in a thread of its own until ``close``.
+    """Stores the pinned buffers of a node in its own thread until ``close``.
 
-    ``on_problem`` is called with a subject and its problem, "" for none, from any thread;
+    ``on_problem`` is called with a subject and its problem, "" for none, from any thread.
     ``pauses_s`` are the pauses between the tries to store a version.
     """
 
@@ -103,7 +103,7 @@ class Persister:
         """Store a version now; return whether it is committed.
 
         This is for the end of a run whose newest version is not due. It also stores copies of other
-        nodes' parts, unless they are already stored, because their own node may be gone.
+        nodes' parts, unless they are stored already, because their own node may be gone.
         """
         # Own parts come first, so that two keepers do not write the same part at once.
         names = sorted(self._table.arenas().items(), key=lambda item: "/" in item[0])

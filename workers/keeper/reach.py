@@ -1,8 +1,8 @@
-"""Watches whether other machines answer, according to their kernels.
+"""Watch whether other machines answer, according to their kernels.
 
-The kernels of both ends keep a held connection alive, once a second. No process has to run for
-that: one that is stopped, swapped out, or waits for a processor answers all the same, and a machine
-without power, or behind a cut, does not, however long a step takes.
+The kernels of both ends keep an open connection alive, once a second. No process has to run for
+that: one that is stopped, swapped out, or waits for a processor does not prevent the answer. A
+machine without power, or behind a cut, does not answer, however long a step takes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Final
 
 from workers.keeper.peers import unreached
 
-#: A machine that vanishes counts as silent after at most this long: it has missed the answer to a
-#: probe, sent each second, and then two new connections.
+#: A machine that vanishes counts as silent after at most this long: it has missed the answer to one
+#: of the probes that are sent each second, and then two new connections.
 SILENT_S: Final = 3.0
 _ASK_S: Final = 1
 _MISSED_MS: Final = 1500
@@ -32,15 +32,14 @@ _RECALL_S: Final = 0.5
 #: Most threads, which only wait. A rack of machines may vanish at once, and machines behind a cut
 #: are tried repeatedly.
 _ASKING: Final = ThreadPoolExecutor(32, thread_name_prefix="reach")
-#: The first words of a server are ignored.
+#: Bytes that a server sends first are ignored.
 _GREETING_BYTES: Final = 1 << 10
 
 
 async def hung_up(address: tuple[str, int]) -> bool:
     """Wait until the connection to a listener ends, or is not made.
 
-    Returns:
-        Whether its machine answered until the end, by closing or refusing the connection.
+    Return whether its machine answered until the end, by closing or refusing the connection.
     """
     try:
         # Unlike wait_for, a timeout does not swallow a cancellation as the connection is made.
@@ -68,16 +67,15 @@ async def silent(machines: Mapping[str, tuple[str, int]]) -> set[str]:
             names = await asyncio.get_running_loop().run_in_executor(_ASKING, ask)
             left = {name: left[name] for name in names}
     except OSError:
-        # Without a socket nothing was found.
+        # Without a socket nothing can be found out.
         return set()
     return set(left)
 
 
 class Reach:
-    """Finds out when this machine reaches no other one.
+    """Detects that this machine reaches no other one.
 
-    Args:
-        on_cut_off: Called on the event loop each time this begins.
+    ``on_cut_off`` is called on the event loop each time this begins.
     """
 
     def __init__(self, on_cut_off: Callable[[], None]) -> None:
@@ -115,7 +113,7 @@ class Reach:
 
 def _keep_alive(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        # It may have ended.
+        # The connection may have ended.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_S)

@@ -1,4 +1,4 @@
-"""Reads the TCP connections of trainers from the kernel, without a trainer's help.
+"""Read the TCP connections of trainers from the kernel, without a trainer's help.
 
 One request to the kernel (``NETLINK_SOCK_DIAG``) lists the connections of the machine with their
 ``tcp_info``. A trainer's open files show which connections are its own. So a process that is
@@ -30,19 +30,19 @@ _ERROR, _DONE = 2, 3
 _INFO: Final = 2
 _ESTABLISHED: Final = 1
 _HEADER: Final = struct.Struct("=IHHII")
-#: ``inet_diag_req_v2``; the requested address is left empty.
+#: ``inet_diag_req_v2``; the requested address is empty.
 _QUESTION: Final = struct.Struct("=BBBxI48x")
 #: ``inet_diag_msg``, 72 bytes: family, ports and addresses of the ends; then queues and inode.
 _ENDS: Final = struct.Struct(">B3xHH16s16s")
 _QUEUES: Final = struct.Struct("=56xII4xI")
 _ATTRIBUTE: Final = struct.Struct("=HH")
-#: ``tcp_info``: backoff, unacknowledged packets, ages in ms, rtt; then the counters. Kernels add
-#: only to its end, and kernels before 4.10 have no counters.
+#: ``tcp_info``: backoff, unacknowledged packets, ages in ms, rtt; then the counters. Kernels only
+#: add to its end, and kernels before 4.10 have no counters.
 _TCP_INFO: Final = struct.Struct("=4xB19xI16xI8xI8xI28xI16x2Q24x4Q")
 _BUFFER_BYTES: Final = 64 << 10
 #: The kernel answers within the call.
 _ANSWER_S: Final = 1.0
-#: After this many looks all connections are reported again: reports get lost, and controllers
+#: After this many reads all connections are reported again: reports get lost, and controllers
 #: restart.
 _NUM_LOOKS: Final = 8
 #: Worker and addresses of a connection.
@@ -50,7 +50,7 @@ _Key: TypeAlias = tuple[str, tuple[str, int], tuple[str, int]]
 
 
 class Sockets:
-    """Looks at the connections of some processes."""
+    """Reads the connections of some processes."""
 
     def __init__(self) -> None:
         self._pids: dict[str, int] = {}
@@ -59,12 +59,9 @@ class Sockets:
         self._num_looks = 0
 
     def look(self, pids: Mapping[str, int]) -> tuple[Flow, ...] | None:
-        """Return the connections of trainers that changed since the last look, or back off.
+        """Return the connections of trainers that changed since the last call, or back off.
 
-        Return None if the kernel does not answer.
-
-        Args:
-            pids: The process of each worker.
+        Return None if the kernel does not answer. ``pids`` has the process of each worker.
         """
         if not pids:
             return ()
@@ -103,7 +100,7 @@ class Sockets:
 
 
 def _sockets_of(pid: int) -> Iterator[int]:
-    # The process, or a file of it, may be gone.
+    # The process, or one of its files, may be gone.
     with contextlib.suppress(OSError):
         for path in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):

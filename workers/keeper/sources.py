@@ -1,9 +1,9 @@
-"""Chooses where the parts of a version in memory are read: near before far.
+"""Choose where to read the parts of a version in memory: near holders before far ones.
 
-A part may be held on the node that wrote it and as copies elsewhere. If a holder fails, because it
-is unreachable, overwritten or damaged, the next holder of the part is used and the version is
-loaded again. A part without a holder is computed from the parities of its group, if enough of them
-are left.
+A part may be held on the node that wrote it and as copies on other nodes. If a holder fails,
+because it is unreachable, overwritten or damaged, the next holder of the part is used and the
+version is loaded again. A part without a holder is computed from the parities of its group, if
+enough of them are left.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class MemorySources:
         keeper_directory: Directory of the node's keeper; None if it has none.
 
     Attributes:
-        skipped: ``(which part, why)`` of the holders that failed.
-        damaged: The failed holders with other bytes than were written.
-        unread: The other failed holders; also all holders of a version whose parts contradict each
-            other.
-        taken_bytes: Bytes read of the version that was loaded, by kind of source.
+    skipped: ``(which part, why)`` of the holders that failed.
+    damaged: The failed holders whose bytes are not those that were written.
+    unread: The other failed holders; also all holders of a version whose parts contradict each
+    other.
+    taken_bytes: Bytes read of the version that was loaded, by kind of source.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MemorySources:
         self.taken_bytes: Counter[str] = Counter()
 
     def load(self, fill: Callable[[Checkpoint], _T]) -> _T:
-        """Return the result of ``fill`` on the version, and call it again if a holder fails.
+        """Return the result of ``fill`` on the version; call it again if a holder fails.
 
         Raises:
             UcpError: No holder of some part is left, or the parts do not belong together.
@@ -165,7 +165,7 @@ class MemorySources:
                     read_record(parity)
                     opened.append(parity)
                 except ParityError as error:
-                    # Damaged by its checksum; an overwritten buffer raises another error.
+                    # Its checksum shows damage; an overwritten buffer raises another error.
                     self._give_up_on([place], error, is_damaged=True)
                 except (ArenaError, StorageError) as error:
                     self._give_up_on([place], error)
@@ -226,7 +226,7 @@ class MemorySources:
             name = f"step {held.step} {what} in the memory of node {place.node[:12]}"
             self.skipped.append((name, f"{type(error).__name__}: {error}"))
             log.warning("%s is not used: %s", name, error)
-        # Do not ask a silent node for its other parts: each would take as long.
+        # Do not ask a silent node for its other parts: each request would take as long.
         lost = [place for place in self._left if place in places or place.node in away]
         self._left = [place for place in self._left if place not in lost]
         is_damaged |= isinstance(error, CheckpointCorruptError)

@@ -1,4 +1,4 @@
-"""Reads the progress records and record rings of a node's trainers for its keeper."""
+"""Read the progress records and record rings of a node's trainers for its keeper."""
 
 from __future__ import annotations
 
@@ -28,30 +28,26 @@ from workers.records import (
 
 PROGRESS_SUFFIX = ".progress"
 RING_SUFFIX = ".ring"
-#: Empty file that remains of a dead worker after the keeper stops reporting it: a later worker may
-#: inherit its memory, even after the keeper was restarted.
+#: Suffix of the empty file that remains of a dead worker after the keeper stops reporting it: a
+#: later worker may inherit its memory, even after the keeper was restarted.
 GONE_SUFFIX = ".gone"
 
 #: Trainers stand still if none has moved for this long.
 STILL_S = 0.3
-#: Period of looking for new workers.
+#: Period of searches for new workers.
 SCAN_S = 0.25
 #: A directory that was listed this long after its last change is not listed again before the next
-#: one: its time has a resolution of 10 ms.
+#: change: its time has a resolution of 10 ms.
 SETTLED_S = 0.1
-#: Time for which a dead worker is reported. By then its attempt was judged; a longer time would
-#: cost memory, and time in every look and report.
+#: How long a dead worker is reported. By then its attempt was judged; a longer time would cost
+#: memory, and time in every look and report.
 FORGET_S = 60.0
 #: A new child counts after this at the latest. A search takes 0.3 ms in a process of 30 threads.
 _SEARCH_S = 1.0
 
 
 class ChildrenTime:
-    """Processor time of the living descendants of a worker.
-
-    Attributes:
-        used_s: Their processor time at the last look.
-    """
+    """Processor time of the living descendants of a worker: ``used_s`` at the last look."""
 
     def __init__(self) -> None:
         self.used_s = 0.0
@@ -86,7 +82,7 @@ def clear(directory: Path) -> None:
     """Remove the directory of a node whose run is over, and directories of lost nodes beside it.
 
     Simulated nodes share a machine, and a node that was killed removes nothing. A directory stays
-    if a living process has a progress record or listens at a socket there.
+    if a living process has a progress record there or listens at a socket there.
     """
     shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -161,7 +157,7 @@ class NodeWatch:
         for worker, reader in self._readers.items():
             view = reader.view()
             if view is not None:
-                # Repeat this, because at first the record may not name its worker.
+                # At each look, because at first the record may not name its worker.
                 self.endings.follow(view.pid)
                 milestones[worker] = _milestone(view, self._milestones.get(worker))
                 places.append((view.attempt, view.phase, view.step, view.micro_batch))
@@ -181,7 +177,7 @@ class NodeWatch:
         return bool(stepping) and all(stepping) and self.still_s() < STILL_S
 
     def _open_new_records(self) -> None:
-        """Look for new workers. A worker id is used once, so its record stays open."""
+        """Search for new workers. A worker id is used once, so its record stays open."""
         now_s = time.monotonic()
         if now_s - self._scanned_s < SCAN_S:
             return
@@ -210,7 +206,7 @@ class NodeWatch:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Return the trainers that were found here, some of them perhaps dead."""
+        """Return the trainers that were found here; some of them may be dead."""
         return tuple(self._readers)
 
     def pids(self) -> dict[str, int]:

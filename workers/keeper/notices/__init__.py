@@ -1,4 +1,4 @@
-"""Reads notices of a machine's end: polls a node's sources and interprets their answers."""
+"""Notices of a machine's end: poll a node's sources and interpret their answers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Reads the answers of metadata services. Pure; times are seconds since the epoch.
+"""Interpret the answers of metadata services. Pure; times are seconds since the epoch.
 
 An answer that makes no sense may raise any ``Exception``.
 """
@@ -16,7 +16,7 @@ from workers.protocol import Notice
 
 #: Google takes a machine this long after its notice: "up to 30 s".
 PREEMPTED_S = 30.0
-#: Before maintenance a machine without GPUs has one minute, one with GPUs an hour.
+#: Seconds before maintenance: a machine without GPUs has one minute, one with GPUs an hour.
 _MAINTAINED_S, _MAINTAINED_GPUS_S = 60.0, 3600.0
 #: Kinds of events. All of them stop the machine's programs, if only for a while.
 _AZURE_EVENTS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy", "Freeze"})
@@ -25,10 +25,9 @@ _AZURE_EVENTS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy", "Freeze
 def aws(action: str | None, rebalance: str | None) -> Notice | None:
     """Return EC2's notice about a spot instance.
 
-    Args:
-        action: The answer of ``spot/instance-action``; None if there is none.
-        rebalance: The answer of ``events/recommendations/rebalance``: the instance is likelier than
-            others to be taken, at an unknown time.
+    ``action`` is the answer of ``spot/instance-action``, None if there is none. ``rebalance`` is
+    that of ``events/recommendations/rebalance``: the instance is likelier than others to be taken,
+    at an unknown time.
     """
     if action is not None:
         said = _mapping(action)
@@ -43,11 +42,8 @@ def aws(action: str | None, rebalance: str | None) -> Notice | None:
 def gcp(preempted: str, maintenance: str, *, has_gpus: bool) -> tuple[str, float] | None:
     """Return Compute Engine's notice, and how long before the machine stops it appears.
 
-    Args:
-        preempted: The answer of ``instance/preempted``.
-        maintenance: The answer of ``instance/maintenance-event``. A machine that is migrated keeps
-            running.
-        has_gpus: Whether the machine has GPUs.
+    ``preempted`` and ``maintenance`` are the answers of ``instance/preempted`` and of
+    ``instance/maintenance-event``. A machine that is migrated continues to run.
     """
     if preempted.strip() == "TRUE":
         return "gcp: preempted", PREEMPTED_S
@@ -62,12 +58,8 @@ def gcp(preempted: str, maintenance: str, *, has_gpus: bool) -> tuple[str, float
 def azure(events: str, *, machine: str) -> Notice | None:
     """Return the notice of Scheduled Events about one machine.
 
-    Args:
-        events: The answer, which names the events of all machines of a group.
-        machine: The name of this machine.
-
-    An event that has begun names no time. Its deadline is 0.0, which has passed and is always
-    equal.
+    ``events`` is the answer, which names the events of all machines of a group. An event that has
+    begun names no time. Its deadline is 0.0, which has passed and is always equal.
     """
     found = []
     for event in _mapping(events)["Events"]:
@@ -81,11 +73,9 @@ def azure(events: str, *, machine: str) -> Notice | None:
 def own(text: str, *, told_s: float) -> Notice | None:
     """Return the notice in a file, or in a command's output, of the user.
 
-    Args:
-        text: A time in ISO 8601 or as ``date`` prints it, or the seconds left, then anything for
-            people. An empty text is no notice, because a file is empty for a moment while it is
-            written.
-        told_s: The time from which seconds count.
+    The text is a time in ISO 8601 or as ``date`` prints it, or the seconds left from ``told_s``,
+    then anything for people. An empty text is no notice, because a file is empty for a moment while
+    it is written.
     """
     words = text.split()
     if not words:

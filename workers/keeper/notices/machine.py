@@ -1,4 +1,4 @@
-"""Recognises the cloud of this machine by its firmware, without the network."""
+"""Recognise the cloud of this machine by its firmware, without the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DMI: Final = Path("/sys/class/dmi/id")
 _FILES: Final = (
     "sys_vendor", "product_name", "product_version", "board_vendor", "chassis_asset_tag",
 )  # fmt: skip
-#: Hyper-V also runs elsewhere, so the vendor alone does not prove Azure (cloud-init).
+#: Hyper-V also runs in other places, so the vendor alone does not prove Azure (cloud-init).
 _AZURE_TAG: Final = "7783-7084-3265-9085-8269-3286-77"
 _GPUS: Final = Path("/proc/driver/nvidia/gpus")
 
@@ -28,11 +28,7 @@ def read_dmi() -> dict[str, str]:
 
 
 def recognised(dmi: Mapping[str, str] | None = None) -> str:
-    """Return one of ``CLOUDS``, or "none".
-
-    Args:
-        dmi: The result of ``read_dmi``; None reads it.
-    """
+    """Return one of ``CLOUDS``, or "none"; ``dmi`` is by default what ``read_dmi`` returns."""
     said = read_dmi() if dmi is None else dmi
     # Amazon's older machines run on Xen, and only the version names Amazon: "4.11.amazon".
     if any("amazon" in text.lower() for text in said.values()):
@@ -43,5 +39,5 @@ def recognised(dmi: Mapping[str, str] | None = None) -> str:
 
 
 def has_gpus() -> bool:
-    """Return whether this machine has NVIDIA GPUs: Google cannot migrate it while it runs."""
+    """Return whether this machine has NVIDIA GPUs; Google cannot migrate one that has."""
     return _GPUS.is_dir()

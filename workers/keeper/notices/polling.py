@@ -1,4 +1,4 @@
-"""Polls the sources of a node, each in a separate thread, because they may block."""
+"""Poll the sources of a node, each in a separate thread, because they may block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ASK_S_MAX: Final = 60.0
 
 
 class NoticeWatch:
-    """The notices of a node's sources. Its threads end with the process, or with ``close``.
+    """The notices of a node's sources. Its threads end with the process, or after ``close``.
 
     If a source stops answering, its last notice stays.
     """

@@ -1,4 +1,4 @@
-"""Reads a node's sources of notices: the cloud's service, a file, a command. Each call may block.
+"""A node's sources of notices: the cloud's service, a file, a command. Each call may block.
 
 Sources of the formats and periods:
 AWS: docs.aws.amazon.com/AWSEC2/latest/UserGuide, "spot-instance-termination-notices" and
@@ -26,16 +26,16 @@ from workers.keeper.notices import answers
 from workers.keeper.notices.machine import CLOUDS, has_gpus, recognised
 from workers.protocol import Notice
 
-#: Errors of a source without an answer, or with one that makes no sense. It may raise anything: an
-#: answer may hold anything, such as brackets in brackets and years of eleven digits.
+#: Errors of a source without an answer, or with one that makes no sense. It may raise any error,
+#: because an answer may hold anything, such as nested brackets or years of eleven digits.
 FAILURES: Final = (Exception,)
 #: Address of all three clouds' services on the machine's link; it needs no name lookup.
 _ENDPOINT: Final = "http://169.254.169.254"
 #: A service on the machine's own link answers in milliseconds.
 _ANSWER_S: Final = 5.0
-#: Most bytes of an answer. The events of a thousand machines are about half of this.
+#: Most bytes of an answer. The events of a thousand machines take about half of this.
 _ANSWER_BYTES_MAX: Final = 1 << 20
-#: Time for which Google's service holds the answer back until it changes.
+#: Seconds for which Google's service holds back the answer until it changes.
 _HANG_S: Final = 5
 _TOKEN_LIVES_S: Final = 21600
 #: Time limit of the user's own command.
@@ -46,11 +46,11 @@ class NoticeSource(Protocol):
     """A source that may announce the end of this machine."""
 
     name: str  #: Name for people.
-    advice: str  #: Advice to the user if it does not answer.
-    period_s: float  #: Period of polling it.
+    advice: str  #: Advice to the user if the source does not answer.
+    period_s: float  #: Period of polling it, in seconds.
 
     def look(self) -> Notice | None:
-        """Return its present notice; raises one of ``FAILURES``."""
+        """Return the present notice of the source; raise one of ``FAILURES``."""
 
 
 def no_answer(source: NoticeSource, error: Exception) -> str:
@@ -94,7 +94,7 @@ class _Unknown:
 
 
 class _Service:
-    """A metadata service over HTTP, past all proxies."""
+    """A metadata service over HTTP; proxies are not used."""
 
     name = ""
     advice = "check whether this machine reaches it, or set notices.cloud: none to switch this off"
@@ -142,7 +142,7 @@ class _Service:
 
 
 class _Aws(_Service):
-    """IMDSv2: a token first, which a container gets if the hop limit is 2."""
+    """IMDSv2: get a token first, which a container receives if the hop limit is 2."""
 
     name = "the metadata service of aws"
     advice = "containers need a hop limit of 2; set notices.cloud: none to switch this off"
@@ -154,7 +154,7 @@ class _Aws(_Service):
         self._token = ""
 
     def look(self) -> Notice | None:
-        """Return the interruption of a spot instance, or else that one is likely."""
+        """Return the interruption of a spot instance, otherwise that one is likely."""
         return answers.aws(
             self._maybe("spot/instance-action"), self._maybe("events/recommendations/rebalance")
         )
@@ -178,7 +178,7 @@ class _Aws(_Service):
 class _Gcp(_Service):
     """Compute Engine.
 
-    The service holds the answer back until it changes, so the keeper sees changes at once.
+    The service holds back the answer until it changes, so the keeper sees changes at once.
     """
 
     name = "the metadata service of gcp"
@@ -243,7 +243,7 @@ class _File:
         self._path = path
 
     def look(self) -> Notice | None:
-        """Return the file's notice; seconds in it count from the time of writing."""
+        """Return the file's notice; seconds in it count from the time when it was written."""
         try:
             with self._path.open(encoding="utf-8") as file:
                 text, told_s = file.read(_ANSWER_BYTES_MAX), self._path.stat().st_mtime
@@ -264,7 +264,7 @@ class _Command:
         self._said, self._told_s = "", 0.0
 
     def look(self) -> Notice | None:
-        """Return the command's notice; seconds in it count from the first time it was printed."""
+        """Return the command's notice; seconds in it count from when it was first printed."""
         try:
             done = subprocess.run(  # noqa: S603  the user's own
                 shlex.split(self._command),

@@ -1,4 +1,4 @@
-"""Talks to keepers of other nodes: serves byte ranges over TCP, and copies their snapshots."""
+"""Keepers of other nodes: serve byte ranges to them over TCP, and copy their snapshots."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Reads the memory of other nodes' keepers: the client of ``workers.keeper.peers.server``."""
+"""Read the memory of other nodes' keepers: the client of ``workers.keeper.peers.server``."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ class _Range(NamedTuple):
 class WireClient:
     """Reads from one peer's keeper. Thread-safe: each thread has its own connection.
 
-    Attributes:
-        num_connections: Connections made so far by all threads. With each closed connection the
-            peer forgets the messages that it received over it.
+    ``num_connections`` counts the connections that all threads have made. With each closed
+    connection the peer forgets the messages that it received over it.
     """
 
     def __init__(self, address: tuple[str, int], *, secret: bytes, tries: int = _TRIES) -> None:
@@ -70,7 +69,7 @@ class WireClient:
         self._secret = secret
         self._local = threading.local()
         self._lock = threading.Lock()
-        #: The references are weak, so the connection of a finished thread closes with it.
+        #: Weak references, so that the connection of a finished thread closes with it.
         self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._is_aborted = False
 
@@ -85,8 +84,8 @@ class WireClient:
     ) -> None:
         """Fill ``targets``, one after the other, from ``offset_bytes`` of the buffer's body.
 
-        A broken connection is made again, and the read continues where it broke off. Chunks carry
-        no crc32 if ``is_unchecked``: the caller then verifies the bytes end to end.
+        After a broken connection, read on over a new one. Chunks carry no crc32 if
+        ``is_unchecked``: the caller then verifies the bytes end to end.
 
         Raises:
             StorageError: The peer refuses (then ``facts["refused"]``), cannot be reached, or sends
@@ -173,7 +172,7 @@ class WireClient:
             raise self._unreachable(error) from error
 
     def note_copied(self, copied: Mapping[str, Held]) -> None:
-        """Tell the peer that these versions and all older ones are copied, or need not be.
+        """Report to the peer that these versions and all older ones are copied, or need not be.
 
         Even without versions this shows the peer that this thread follows it while others read.
 
@@ -187,7 +186,7 @@ class WireClient:
             raise self._unreachable(error) from error
 
     def use(self, connection: socket.socket) -> None:
-        """Read over a connection to the peer that was just made, in this thread.
+        """Read in this thread over a connection to the peer that was just made.
 
         Raises:
             StorageError: The peer cannot be reached.
@@ -250,7 +249,6 @@ class WireClient:
 
     @property
     def _asked(self) -> deque[_Range]:
-        """Return this thread's requests whose answers are not read yet."""
         asked: deque[_Range] | None = getattr(self._local, "asked", None)
         if asked is None:
             asked = self._local.asked = deque()
@@ -331,9 +329,9 @@ def _fields_of(copied: Mapping[str, Held]) -> dict[str, Sequence[int]]:
 
 @dataclass(frozen=True, slots=True)
 class RemotePart:
-    """One rank's part of a version in a peer's memory; see ``workers.memory.versions.Part``.
+    """One rank's part of a version in a peer's memory (``workers.memory.versions.Part``).
 
-    ``is_unchecked`` if a load verifies all bytes against the part's record.
+    Set ``is_unchecked`` if a load verifies all bytes against the part's record.
     """
 
     client: WireClient

@@ -1,4 +1,4 @@
-"""Implements the wire format between keepers, for both ends: proof, requests, listings, bytes.
+"""The wire format between keepers, for both ends: proof, requests, listings, bytes.
 
 Nothing is unpickled, and every received length is bounded.
 """
@@ -30,21 +30,21 @@ SIZE: Final = struct.Struct("<I")
 CHUNK: Final = struct.Struct("<II")
 #: The kernel takes up to 1024 buffers in one call.
 _VIEWS_MAX: Final = 512
-#: The kernel moves this much of a file at a time, and each time waits for a slow peer again. While
-#: that takes less than this time, it may move more in one call.
+#: The kernel moves this much of a file at a time, and waits for a slow peer each time. While that
+#: takes less than ``_FILE_S``, it may move more in one call.
 _FILE_BYTES: Final = 64 << 10
 _FILE_S: Final = 0.05
 _HELD: Final = tuple(field.name for field in fields(Held))
 _values_of: Final = operator.attrgetter(*_HELD)
 _SILENT: Final = "the peer sends nothing"
 _CLOSED: Final = "the peer closed the connection"
-#: Idle seconds, seconds between probes, probes: after that a machine counts as gone.
+#: Idle seconds, seconds between probes, number of probes: after that a machine counts as gone.
 _KEEP_ALIVE: Final = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-#: Small buffers between near machines still carry 2 GB/s, and the bytes under way stay in the
+#: Between near machines small buffers still carry 2 GB/s, and the bytes on their way stay in the
 #: second-level caches: over loopback, 12 MB cost 3.2 ms of processor time instead of 4.6.
 _NEAR_S: Final = 100e-6
 _NEAR_BYTES: Final = ((socket.SO_SNDBUF, 128 << 10), (socket.SO_RCVBUF, 512 << 10))
-#: The round trip in microseconds within a struct tcp_info; after more of it, bytes received.
+#: Fields of a struct tcp_info: the round trip in microseconds, and the bytes received.
 _ROUND_TRIP: Final = struct.Struct("68xI")
 _RECEIVED: Final = struct.Struct("128xQ")
 #: A struct timeval.
@@ -124,7 +124,7 @@ def send(
     whenever bytes were sent.
 
     Raises:
-        OSError: The connection broke, or the peer takes nothing for too long.
+        OSError: The connection broke, or the peer accepts nothing for too long.
     """
     left = memoryview(data)
     _send_all(len(left), lambda done: connection.send(left[done:], flags), stall_s, moved)
@@ -179,7 +179,7 @@ def _send_all(
 def limit_waits(
     connection: socket.socket, *, sending_s: float | None, receiving_s: float | None
 ) -> None:
-    """Make the kernel give up on a silent peer; None waits forever.
+    """Make the kernel give up on a silent peer; None waits for ever.
 
     ``settimeout`` would poll before each call and move one buffer at a time, at half the speed.
     """
@@ -191,7 +191,7 @@ def limit_waits(
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Return the family of an IP address: a machine may have only version 6."""
+    """Return the family of an IP address; a machine may have only version 6."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -226,7 +226,7 @@ def fit_buffers(connection: socket.socket) -> None:
 def has_hung_up(connection: socket.socket) -> bool:
     """Return whether the other end closed the connection, or it broke."""
     poll = select.poll()
-    # Complete hang-ups and errors are always reported.
+    # The kernel always reports complete hang-ups and errors.
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))
 
@@ -256,9 +256,9 @@ def held_of(values: Sequence[Any]) -> Held:
 class Listed:
     """An arena of a peer."""
 
-    body_bytes: int  #: Most bytes of a buffer.
+    body_bytes: int  #: Size of a buffer in bytes.
     parts: tuple[Held, ...]  #: The arena's complete versions, oldest first.
-    #: Attempt and step of the version that all ranks and their peers have.
+    #: Attempt and step of the version that all ranks and their peers have; None if there is none.
     kept: tuple[int, int] | None = None
 
 
@@ -266,7 +266,7 @@ class Listed:
 class Listing:
     """The versions that a peer's own ranks have written."""
 
-    news: int  #: The value to pass as ``after`` next time.
+    news: int  #: The value to pass as ``after`` in the next request.
     arenas: Mapping[str, Listed]  #: Arenas by name.
 
     def to_json(self) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class Refused(Exception):  # noqa: N818  an answer, not a failure
 
 
 class RateLimit:
-    """A token bucket of one second's worth, unlimited at 0. A thread that overdraws it sleeps."""
+    """A token bucket of one second's bytes; 0 is unlimited. A thread that overdraws it sleeps."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s

@@ -1,6 +1,6 @@
-"""Copies the versions of another node's ranks, so that losing that node costs no version.
+"""Copy the versions of another node's ranks, so that losing that node costs no version.
 
-A mirror follows one peer's keeper. It takes the newest version of each arena, skips missed ones,
+A mirror follows one peer's keeper. It copies the newest version of each arena, skips missed ones,
 and reads straight into a buffer of its own memory. The ranks there take no snapshot while their
 newest one is not copied: they skip it instead of waiting. If they take one nevertheless, both sides
 keep the newest version that all ranks have, and report it. When the peer is gone, its copies stay,
@@ -28,9 +28,9 @@ from workers.protocol import Held, ParityGroup, Peer
 
 Lineage: TypeAlias = Sequence[tuple[int, int]]
 
-#: Time after which refused memory is requested again: other arenas may be gone by then.
+#: Memory that was refused is requested again after this: other arenas may be gone by then.
 _REFUSED_S: Final = 10.0
-#: Number of copies in a row, overwritten while being made, that is reported.
+#: After this many copies in a row that were overwritten while being made, a problem is reported.
 _OVERTAKEN_MAX: Final = 2
 
 
@@ -57,9 +57,9 @@ class Mirror(Replication):
         super().__init__(what, {0: self._client}, niceness)
         self._table = table
         self._peer = peer
-        #: Arenas without memory, and the times to request it again.
+        #: Arenas without memory, and when to request it again.
         self._refused: dict[str, float] = {}
-        #: Overtaken copies in a row, by arena.
+        #: Number of overtaken copies in a row, by arena.
         self._overtaken: dict[str, int] = {}
         self._thread.start()
 
@@ -91,7 +91,7 @@ class Mirror(Replication):
             self._is_well()
 
     def _copy(self, name: str, listed: Listed) -> bool:
-        """Return whether all versions that count in this listing are copied."""
+        """Copy what is missing; return whether the version to copy from this listing is copied."""
         source = wanted(listed.parts, self._table.lineage)
         if source is None:
             return bool(listed.parts)
@@ -104,7 +104,7 @@ class Mirror(Replication):
             is_there = any(_content(held) == _content(source) for held in target.versions())
             return is_there or self._read(name, source, target, listed.kept)
         except ValueError:
-            # The arena was freed meanwhile: the next listing shows it.
+            # The arena was freed in the meantime: the next listing shows it.
             return False
 
     def _target(self, name: str, body_bytes: int) -> Arena | None:
@@ -178,7 +178,7 @@ class Mirrors:
                 )
 
     def problems(self) -> list[str]:
-        """Return the present problems of copies and parities, a line each."""
+        """Return the present problems of copies and parities, one line each."""
         return [line for one in list(self._running.values()) for line in one.problems.values()]
 
     def stop(self) -> None:

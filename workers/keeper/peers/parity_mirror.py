@@ -1,13 +1,13 @@
-"""Keeps parities of a group of nodes instead of copies: each of k nodes keeps 1/(k-1) of a part.
+"""Keep parities of a group of nodes instead of copies: each of k nodes keeps 1/(k-1) of a part.
 
 Every node of the group runs one of these. It waits until all ranks of the group have finished the
 same version, reads the blocks that its parities cover from the other nodes, and keeps the parities.
-Each byte travels once, or twice for double parity. Ranks take no snapshot until every node of their
+Each byte is sent once, or twice for double parity. Ranks take no snapshot until every node of their
 group has made its parities of the newest one.
 
 Row i of a group is the i-th rank of each node; a node with fewer ranks is not in the last rows. If
 the ranks of a row are replicas, each rank has made its parity itself, and only the records of the
-other parts travel.
+other parts are sent.
 
 ``workers.parity.rebuild`` reads parts from the rest of a group.
 """
@@ -29,14 +29,14 @@ from workers.memory import Arena, LocalPart, Part, is_copy, is_parity
 from workers.parity import ParityRecord, buffer_bytes, complete_draft, write
 from workers.protocol import Held, Member, ParityGroup
 
-#: Stands for a node in the names of copies; parities are never copied (``is_parity``).
+#: Takes the place of a node in the names of copies; parities are never copied (``is_parity``).
 _PREFIX: Final = "parity"
 
 
 def parity_name(row: int, attempt: int, number: int = 0) -> str:
     """Return the name of the arena with a node's parities of a row.
 
-    ``number`` counts the row's earlier arenas that became too small.
+    ``number`` counts the row's earlier arenas, which became too small.
     """
     return f"{_PREFIX}/{row}{f'-{number}' if number else ''}.{attempt}"
 
@@ -88,8 +88,8 @@ class ParityMirror(Replication):
         while not self._stopping.is_set():
             newest = max(steps.values())
             for place, after in list(news.items()):
-                # This also asks a node with the newest version, because asking shows the node that
-                # it is followed.
+                # This also asks a node with the newest version, because that shows the node that it
+                # is followed.
                 waits = newest <= made or steps[place] < newest
                 timeout_s = POLL_S / len(news) if waits else 0.0
                 news[place], listed[place] = self._list(place, after, timeout_s)
@@ -114,7 +114,7 @@ class ParityMirror(Replication):
         }
 
     def _make(self, versions: Mapping[int, _Versions], step: int) -> bool:
-        """Return whether the parities of a step exist for all rows."""
+        """Return whether the parities of a step exist for all rows; make those that are missing."""
         for row in range(self._group.num_rows):
             found = {
                 index: versions[index][place.ranks[row]].get(step)
@@ -136,7 +136,7 @@ class ParityMirror(Replication):
                     return False
                 raise
             except ValueError:
-                # An arena was freed meanwhile.
+                # An arena was freed in the meantime.
                 return False
         return True
 
@@ -198,7 +198,7 @@ class ParityMirror(Replication):
         others = {index: each for index, each in found.items() if index != group.place}
         parts = {index: self._part(index, each) for index, each in others.items()}
         buffer = arena.choose(self._table.lineage, kept=self._kept)
-        # This is not a rank, so that a reader cannot take the parity for a rank's part.
+        # Not a rank, so that a reader cannot mistake the parity for a rank's part.
         rank = -1 - group.place
         arena.begin(buffer, attempt=group.attempt, step=step, rank=rank, world_size=world_size)
         data_bytes, record_bytes = write(record, parts, arena.body(buffer))
@@ -217,7 +217,7 @@ class ParityMirror(Replication):
         raise AssertionError("itertools.count never ends")
 
     def _tell(self, listed: Mapping[int, Mapping[str, Listed]], made: int) -> None:
-        """Tell the peers the newest versions that their ranks need not wait for."""
+        """Report to the peers the newest versions that their ranks need not wait for."""
         for place, client in self._clients.items():
             newest = {name: each.parts[-1] for name, each in listed[place].items() if each.parts}
             safe = {
@@ -247,7 +247,7 @@ def _newest(versions: _Versions, ranks: Sequence[int]) -> int:
 def _kept(listed: Mapping[int, Mapping[str, Listed]], attempt: int) -> tuple[int, int] | None:
     """Return the version that no rank overwrites, although a rank may already name a newer one.
 
-    Ignore ranks of an older attempt.
+    Ranks of an older attempt are ignored.
     """
     said = [each.kept for arenas in listed.values() for each in arenas.values()]
     return min((kept for kept in said if kept is not None and kept[0] == attempt), default=None)

@@ -1,8 +1,8 @@
-"""Decides when a copy takes another path through the network, leaves one, or looks for one. Pure.
+"""Decide when a copy uses another path through the network, leaves one, or looks for one. Pure.
 
 Switches hash a connection's addresses and ports to one of several equal-cost paths, by a function
-that hosts do not know. So paths are measured. An idle path answers a handshake at once; a path that
-training or another copy fills makes it wait in a queue. Three rules follow:
+that hosts do not know. So paths are measured. An idle path answers a handshake at once; on a path
+that training or another copy fills, the handshake waits in a queue. Three rules follow:
 
 - A stream is added only over a path that was idle for a second while the others sent, and stays
   only if all streams together became faster. So two streams are on two paths, and a single path has
@@ -10,10 +10,11 @@ training or another copy fills makes it wait in a queue. Three rules follow:
 - A stream that loses a third of its speed, or never had its share, is suspended, because other
   traffic came or the path became slow. Then its path is measured without it. An idle path is only
   slow, and is used again. Otherwise other traffic fills it, and the stream stays off it.
-- After each left path the next look waits longer, so that looks rarely disturb bursts of training.
+- After each path that was left, the next search waits longer, so that searches rarely disturb
+  bursts of training.
 
-Switches of C4P allocate paths (arXiv 2406.04594); measuring round trips for them is that of Clove
-(CoNEXT 2017).
+Switches of C4P allocate paths (arXiv 2406.04594). Clove measures round trips for this (CoNEXT
+2017).
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from enum import Enum
 from math import inf
 from typing import Final
 
-#: Period of ``Paths.observe``, and the number of periods that a rate is measured over.
+#: Period of ``Paths.observe``, and the number of periods over which a rate is measured.
 LOOK_S: Final = 0.1
 _WINDOW: Final = 4
 #: A rate below this share of the earlier or the fastest rate means that the path has other traffic.
 _SHARE: Final = 0.65
 #: An added stream stays if all streams together gain this much.
 _GAIN: Final = 1.04
-#: Time until TCP has found the speed of a path that is new, or that fewer streams share.
+#: Seconds until TCP has found the speed of a path that is new, or that fewer streams share.
 _SETTLE_S: Final = 0.6
-#: Pauses before the next look: after leaving a path, growing by this factor each time unless the
+#: Pauses before the next search: after leaving a path, growing by this factor each time unless the
 #: last time was long ago; and after finding no idle path.
 _LEFT_S, _LEFT_S_MAX, _LONGER = 0.4, 120.0, 3.0
 _NONE_S, _NONE_S_MAX = 0.4, 5.0
 _FORGET_S: Final = 10.0
 #: A handshake meets no queue if it takes at most twice the shortest one seen, plus this; or if it
-#: exceeds the shortest by at most this share of the longest that began with it.
+#: exceeds the shortest by at most this share of the longest one of the same search.
 _IDLE_S: Final = 250e-6
 _IDLE_SHARE: Final = 0.2
-#: A stream is added once every look for this long found an idle path, because training sends in
+#: A stream is added once every search for this long found an idle path, because training sends in
 #: bursts.
 _LONG_S: Final = 1.0
 _AGAIN_S: Final = 0.2
@@ -60,7 +61,7 @@ class Action(Enum):
 
 @dataclass(slots=True)
 class _StreamFacts:
-    """The facts of a stream."""
+    """The measurements of a stream."""
 
     #: Times, and bytes received until then.
     seen: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW + 1))
@@ -75,11 +76,7 @@ class _StreamFacts:
 
 
 class Paths:
-    """The streams of a peer, and what was learned of the paths to it.
-
-    Args:
-        num_max: Most streams at once.
-    """
+    """The streams of a peer, at most ``num_max``, and what was learned about the paths to it."""
 
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max
@@ -93,14 +90,13 @@ class Paths:
         self._look_s = 0.0
         self._left_s, self._left_at_s = _LEFT_S, -inf
         self._none_s = _NONE_S
-        #: Time since which every look found an idle path.
+        #: Time since which every search found an idle path.
         self._idle_s = inf
 
     def observe(self, now_s: float, received: Mapping[int, int]) -> tuple[Action, int]:
-        """Return the decision, and its stream.
+        """Return the decision, and the stream that it is about.
 
-        Args:
-            received: Bytes received so far by each reading stream.
+        ``received`` has the bytes that each reading stream has received so far.
         """
         self._streams = {key: x for key, x in self._streams.items() if key in received}
         for key, number in received.items():
@@ -129,20 +125,19 @@ class Paths:
         return Action.NOTHING, 0
 
     def begin(self, now_s: float) -> None:
-        """Note that a copy begins, because nothing was sent since the last one."""
+        """Note that a copy begins; nothing was sent since the last one."""
         self._settled_s = now_s + _SETTLE_S
         for each in self._streams.values():
             each.seen.clear()
 
     def is_idle(self, now_s: float, round_trips_s: Sequence[float]) -> bool:
-        """Return whether there is a path to add a stream over, and note when to look again if not.
+        """Return whether there is a path for another stream; if not, plan the next search.
 
         An idle path shows beside a filled one, such as that of a stream: if no handshake meets a
         queue, the network limits nothing; if all do, all paths may be filled.
 
-        Args:
-            round_trips_s: Round trips of handshakes from several ports at the same time, sorted;
-                infinity for unfinished ones.
+        ``round_trips_s`` are those of handshakes from several ports at the same time, sorted;
+        infinity for unfinished ones.
         """
         best_s, worst_s = round_trips_s[0], round_trips_s[-1]
         least_s = self._least_s = min(self._least_s, best_s)
@@ -178,7 +173,7 @@ class Paths:
         return Action.LEAVE, key
 
     def _change(self, now_s: float) -> None:
-        """Forget the rates that streams had beside other streams than now."""
+        """Forget the rates that streams had in other company."""
         self._settled_s = now_s + _SETTLE_S
         for each in self._streams.values():
             each.usual = 0.0

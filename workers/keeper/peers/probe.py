@@ -1,9 +1,9 @@
-"""Finds the peers that this node reaches, by one connection to each, all at once.
+"""Find the peers that this node reaches, by one connection to each, all at once.
 
 A connection that is made or refused shows that packets go both ways. Bytes that the peer's kernel
-accepts show that large packets arrive, which alone vanish at a wrong MTU on the way. The kernels do
-all of this, so the probe also reaches a keeper that is busy or stopped. The peer's own probe tests
-large packets the other way.
+accepts show that large packets arrive; a wrong MTU on the way drops only these. The kernels do all
+of this, so the probe also reaches a keeper that is busy or stopped. The peer's own probe tests
+large packets in the other direction.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Final
 
 from workers.keeper.peers.frames import family_of, num_queued
 
-#: The kernel repeats a packet that was lost after a second.
+#: Seconds for a probe: the kernel repeats a lost packet after a second.
 PROBE_S: Final = 1.2
 #: Most connections open at once: few compared with the descriptors that a process may have.
 _BATCH: Final = 256
-#: A listener closes a connection that sends such bytes, after reading the first packet.
+#: A listener closes a connection that sends such bytes after it has read the first packet.
 _ANSWERS: Final = frozenset({0, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE})
-#: More than a packet holds, and less than what a kernel takes for a process that does not read.
+#: More than a packet holds, and less than a kernel accepts for a process that does not read.
 SIZE_BYTES: Final = 16 << 10
 #: Period of asking the kernel whether the bytes have arrived.
 _LOOK_S: Final = 0.005
@@ -36,7 +36,7 @@ def unreached(
     within_s: float = PROBE_S,
     size_bytes: int = SIZE_BYTES,
 ) -> list[str]:
-    """Return the names of the peers to which no connection can be made or no bytes can be sent.
+    """Return the names of the peers that cannot be connected to, or that no bytes reach.
 
     Args:
         peers: Address (host, port) by name.
@@ -71,7 +71,7 @@ def _unreached(
                 with contextlib.suppress(OSError):
                     connection.send(payload)
                 sent.add(number)
-                # From now on epoll reports only the end of the connection.
+                # From now on the kernel reports only the end of the connection.
                 poll.modify(number, 0)
             elif number in ready or not num_queued(connection):
                 if code not in _ANSWERS:

@@ -1,4 +1,4 @@
-"""Runs a thread that replicates versions of peers' ranks, and retries unreachable peers."""
+"""A thread that replicates versions of peers' ranks, and retries peers that are not reached."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from workers.keeper.arena_table import be_nice
 from workers.keeper.peers.client import WireClient
 from workers.protocol import Held
 
-#: Time for which a peer may hold back a listing without news.
+#: How long a peer may hold back a listing without news.
 POLL_S: Final = 1.0
-#: Pause before the next try to reach a peer, doubled up to the maximum.
+#: Pause before the next try to reach a peer; it doubles up to the maximum.
 _PAUSE_S_MIN: Final = 0.05
 _PAUSE_S_MAX: Final = 2.0
-#: Failures are reported only after this long: a connection may break once.
+#: Failures are reported only after this long, because a connection may break once.
 _PROBLEM_S: Final = 1.0
 
 
 class Replication(ABC):
-    """Common part of the mirrors: ``_thread``, which they start when they are complete.
+    """Common part of the mirrors, which start its ``_thread`` when they are complete.
 
     Args:
-        what: Text for what the thread does for the peers; a problem appends "fails".
+        what: Says what the thread does for the peers; a problem appends "fails".
         clients: The peers, by their place.
 
     Attributes:
-        problems: The present problems, a line by subject; "" is the peers themselves. Each change
-            replaces the mapping, so that any thread may read it.
+    problems: The present problems, one line by subject; "" is the peers themselves. Each change
+    replaces the mapping, so that any thread may read it.
     """
 
     def __init__(self, what: str, clients: Mapping[int, WireClient], niceness: int = 0) -> None:

@@ -1,12 +1,12 @@
-"""Serves byte ranges of buffers to other nodes over TCP: the keepers' data plane.
+"""Serve byte ranges of buffers to other nodes over TCP: the keepers' data plane.
 
 A client proves that it knows the keeper's secret, then sends one request after the other. Every
 chunk carries its crc32, and the server checks the buffer before each chunk. It refuses a version
-that was overwritten meanwhile and never sends it. A client that verifies all bytes against the
-version's own record may ask for unchecked chunks, which carry no crc32. The kernel sends these as
-the arena's pages and copies nothing: over loopback a load gets 3.5 GB/s instead of 2.6. Bytes just
-read for a crc32 are copied out of the cache. Sent as pages, mirrors would get 1.5 GB/s instead of
-1.9, because the receiver would read them from memory.
+that was overwritten in the meantime and never sends it. A client that verifies all bytes against
+the version's own record may request unchecked chunks, which carry no crc32. The kernel sends these
+as the arena's pages and copies nothing: over loopback a load gets 3.5 GB/s instead of 2.6. Bytes
+just read for a crc32 are copied out of the cache. If they were sent as pages, mirrors would get 1.5
+GB/s instead of 1.9, because the receiver would read them from memory.
 
     server  32 random bytes
     client  HMAC-SHA256 of them under the secret, 32 bytes
@@ -27,8 +27,9 @@ read for a crc32 are copied out of the cache. Sent as pages, mirrors would get 1
                                        "kept": [attempt, step] or null}}}
 
 A listing holds versions of the node's own ranks, no copies. A peer that lists is a follower. While
-it keeps listing, the ranks of the listed arenas take their next snapshot only when it has copied
-the last one, except for arenas in ``without`` and arenas whose newest version is in ``copied``.
+it continues to list, the ranks of the listed arenas take their next snapshot only when it has
+copied the last one, except for arenas in ``without`` and arenas whose newest version is in
+``copied``.
 """
 
 from __future__ import annotations
@@ -68,33 +69,33 @@ from workers.keeper.peers.frames import (
 from workers.memory import NUM_BUFFERS, Arena, is_copy
 from workers.protocol import Held
 
-#: A chunk of 1 MiB would still be cached for its checksum, but wakes both ends more often: a tenth
-#: more processor time, a third more for unchecked bytes.
+#: A chunk of 1 MiB would still be cached for its checksum, but wakes both ends more often: it costs
+#: a tenth more processor time, a third more for unchecked bytes.
 CHUNK_BYTES: Final = 4 << 20
 #: Under a rate limit all connections together send one chunk in this time, of at least the size
-#: below: ranks stop waiting for a peer after 2 s, a receiver gives up after 5 s.
+#: below: ranks stop waiting for a peer after 2 s, and a receiver gives up after 5 s.
 _CHUNK_S: Final = 0.05
 _CHUNK_BYTES_MIN: Final = 4 << 10
 _REQUEST_BYTES_MAX: Final = 64 << 10
-#: Three versions of some thousands of arenas.
+#: Room for three versions of some thousands of arenas.
 LISTING_BYTES_MAX: Final = 1 << 20
 _DROP_BYTES: Final = 256 << 10
 #: A peer that neither sends nor receives for this long is dropped.
 STALL_S: Final = 5.0
-#: While a peer receives some bytes within this time, it counts as present for the ranks.
+#: A peer that receives some bytes within this time counts as present for the ranks.
 _SIGN_S: Final = 1.0
 #: Pause before the next ``accept`` when the process cannot open another file.
 _ACCEPT_S: Final = 0.1
-#: A peer that lists may pause this long between two requests: ranks wait for it.
+#: A peer that lists may pause this long between two requests, because ranks wait for it.
 _FOLLOW_STALL_S: Final = 2.0
-#: Period of checking whether the peer is still there while there is no news.
+#: Period of checks whether the peer is still there while there is no news.
 _LOOK_S: Final = 0.25
 _POLL_S_MAX: Final = 2.0
 #: News of one rank waits this long for the other ranks of its node. They finish within 1 ms of each
 #: other, and a listing costs 0.3 ms of processor time.
 _TOGETHER_S: Final = 0.003
 
-#: The least period of telling ranks that peers are still there.
+#: Shortest period of reports to ranks that peers are still there.
 _RENEW_S: Final = 0.2
 
 
@@ -103,7 +104,7 @@ class WireServer:
 
     Args:
         host: Address on the data network, not 0.0.0.0.
-        bytes_per_s: Limit over all connections; 0 is none.
+        bytes_per_s: Limit over all connections; 0 for none.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class WireServer:
                     target=self._serve, args=(connection,), name="wire-peer", daemon=True
                 ).start()
             except RuntimeError:
-                # Out of threads: the peer tries again, or elsewhere.
+                # Out of threads: the peer tries again, or reads from another node.
                 self._open.discard(connection)
                 connection.close()
 
@@ -276,7 +277,7 @@ class WireServer:
         high: int,
         file: int | None,
     ) -> None:
-        """Send bytes of a buffer's body: out of ``file`` unchecked, else from the cache."""
+        """Send bytes of a buffer's body: unchecked from ``file``, otherwise from the cache."""
         self._limit.wait(high - low)
         data = arena.body(held.buffer)[low:high]
         value = crc32(data) if file is None else 0
@@ -296,9 +297,9 @@ class WireServer:
 
 
 class PeerLiveness:
-    """Tells ranks which arenas peers follow, and the versions that all followers have.
+    """Reports to ranks which arenas peers follow, and the versions that all followers have.
 
-    Thread-safe. A rank waits with its next snapshot for its followers.
+    Thread-safe. A rank waits for its followers before its next snapshot.
     """
 
     def __init__(self, table: ArenaTable) -> None:
@@ -325,7 +326,7 @@ class PeerLiveness:
                 self._tell(name)
 
     def renew(self) -> None:
-        """Note that the followers are still there. Called at every sign of one."""
+        """Note that the followers are still there; called at every sign of one."""
         now_s = time.monotonic()
         if not self._got or now_s - self._renewed_s < _RENEW_S:
             return
@@ -348,7 +349,7 @@ class PeerLiveness:
         if arena is None:
             return
         got = [names[name] for names in self._got.values() if name in names]
-        # The arena may be freed meanwhile.
+        # The arena may be freed in the meantime.
         with contextlib.suppress(ValueError):
             arena.set_followed(bool(got))
             newest = arena.newest()

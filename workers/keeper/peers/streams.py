@@ -1,4 +1,4 @@
-"""Reads a large range from a peer over several connections, each on another path.
+"""Read a large range from a peer over several connections, each on another path.
 
 A long copy is cut into pieces, which streams take in turn, so each stream reads as much as its path
 carries. ``workers.keeper.peers.paths`` decides their number. The kernel proposes source ports, and
@@ -25,17 +25,18 @@ from workers.keeper.peers.paths import LOOK_S, Action, Paths
 from workers.protocol import Held
 
 NUM_STREAMS: Final = 4
-#: A copy that takes less goes over one connection as a whole.
+#: A copy that takes less time uses one connection.
 _SHORT_S: Final = 0.2
 #: Duration of a piece, and its limits in bytes.
 _PIECE_S: Final = 0.2
 _PIECE_BYTES_MIN: Final = 256 << 10
 _PIECE_BYTES_MAX: Final = 16 << 20
 _FIRST_BYTES: Final = 4 << 20
-#: Number of source ports to try at once. With two paths each way, one in four is idle both ways.
+#: Number of source ports to try at once. With two paths in each direction, one port in four is idle
+#: in both.
 _NUM_PORTS: Final = 8
 _DIAL_S: Final = 0.5
-#: Number of connections that may break in a row.
+#: How many connections may break in a row.
 _BREAKS_MAX: Final = 3
 #: Period of showing the peer, over the first connection, that it is followed.
 _KEEP_S: Final = 0.5
@@ -44,7 +45,7 @@ _KEEP_S: Final = 0.5
 def dial(address: tuple[str, int], num_ports: int, within_s: float) -> list[socket.socket]:
     """Return connections to ``address`` from this many source ports, the fastest first.
 
-    Leave out connections that are refused or not made in time. The kernel's own time counts.
+    Skip connections that are refused or not made in time. The kernel's own time counts.
     """
     pending: dict[int, socket.socket] = {}
     poll = select.poll()
@@ -71,8 +72,7 @@ def dial(address: tuple[str, int], num_ports: int, within_s: float) -> list[sock
 class Streams:
     """Reads from one peer for one thread; other threads may ``abort``.
 
-    Args:
-        client: Reads short ranges, and is the peer's follower.
+    ``client`` reads short ranges, and is the peer's follower.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Streams:
         return not self._num_open or self._refused is not None or self._is_aborted
 
     def _look(self, now_s: float) -> None:
-        """Follow the decision of ``paths``; without a stream, take the path that answers first."""
+        """Act on the decision of ``paths``; without a stream, use the path that answers first."""
         self._end_broken()
         received = {number: each.received() for number, each in self._streams.items()}
         action, number = self._paths.observe(now_s, received)
@@ -214,7 +214,7 @@ class Streams:
         stream.join()
 
     def serve(self, stream: _Stream) -> bool:
-        """Read the next piece in the thread of a stream; return False once the stream must end."""
+        """Read the next piece in the thread of a stream; return False if the stream must end."""
         with self._work:
             self._work.wait_for(lambda: self._left or stream.is_broken or self._is_aborted)
             if stream.is_broken or self._is_aborted or self._read is None:

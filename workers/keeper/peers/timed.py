@@ -1,7 +1,7 @@
-"""Measures how fast bytes reach another node, by sending some and timing its kernel's answers.
+"""Measure how fast bytes reach another node: send some and time its kernel's answers.
 
-The fastest stretch counts: a connection starts slowly, especially with a long round trip, and a
-full way back says nothing about the way there.
+The fastest period counts: a connection starts slowly, especially with a long round trip, and
+traffic in the other direction says nothing about the way there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.protocol import Peer
 SIZE_BYTES: Final = 4 << 20
 #: Time limit for the bytes to arrive.
 WITHIN_S: Final = 0.2
-#: Length of the stretch: longer than a busy machine keeps a process from running.
+#: Length of the period: longer than a busy machine keeps a process from running.
 _STRETCH_S: Final = 0.05
 #: Time limit for the connection, and for the proof.
 _GREET_S: Final = 0.25
