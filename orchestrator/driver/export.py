@@ -64,8 +64,7 @@ def export_run(
     the export begins, the next newest is used.
 
     Args:
-        run_url: The run directory. The run may still train, be over, or be of a script that ran
-            alone.
+        run_url: The directory of a run, or of a script that ran alone. It may still train.
         destination: Directory or URL that holds no checkpoint.
         format: One of ``ucp_core.formats.FORMATS``.
         memory_bytes: Limit for the buffers.
