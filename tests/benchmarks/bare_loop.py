@@ -46,17 +46,12 @@ RUN_S_MAX: Final = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A model to train.
+    """A model to train."""
 
-    Attributes:
-        build: Makes it.
-        loss_of: Returns its loss on inputs and targets, ``(samples, sequence)`` each.
-        vocab_size: Its number of tokens.
-    """
-
-    build: Callable[[], nn.Module]
+    build: Callable[[], nn.Module]  #: Makes it.
+    #: Returns its loss on inputs and targets, ``(samples, sequence)`` each.
     loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor]
-    vocab_size: int
+    vocab_size: int  #: Its number of tokens.
 
 
 def kind_of(model: str, *, compiled: bool = False, untied: bool = False) -> Kind:

@@ -51,21 +51,13 @@ Row: TypeAlias = Callable[["Scene"], dict[str, Any]]
 
 @dataclass(kw_only=True)
 class Scene:
-    """Where rows are played. Those that leave a run whole leave it to the next one.
+    """Where rows are played. Those that leave a run whole leave it to the next one."""
 
-    Attributes:
-        folder: For run directories.
-        repeat: How many faults of a kind.
-        hold_s: How long a fault of the network lasts.
-        flap_s: How long a link flaps.
-        pace_s: How long a step takes with all workers.
-    """
-
-    folder: Path
-    repeat: int
-    hold_s: float
-    flap_s: float
-    pace_s: float = 0.2
+    folder: Path  #: For run directories.
+    repeat: int  #: How many faults of a kind.
+    hold_s: float  #: How long a fault of the network lasts.
+    flap_s: float  #: How long a link flaps.
+    pace_s: float = 0.2  #: How long a step takes with all workers.
     _held: ExitStack = field(default_factory=ExitStack)
     _run: NetworkRun | None = None
 

@@ -12,19 +12,12 @@ TOGETHER, RECOVERING = 0.12, 0.12
 
 
 class Kind(NamedTuple):
-    """The target of a kind of fault, and its longest duration.
+    """The target of a kind of fault, and its longest duration."""
 
-    Attributes:
-        strikes: Two faults that belong together strike different machines, or different things.
-        hold_s: It ends then, or once the run trains in a later attempt.
-        network: Whether it needs machines of namespaces.
-        steady: Whether it lasts for all of ``hold_s``.
-    """
-
-    strikes: str
-    hold_s: float
-    network: bool = False
-    steady: bool = False
+    strikes: str  #: Two faults that belong together strike different machines, or different things.
+    hold_s: float  #: It ends then, or once the run trains in a later attempt.
+    network: bool = False  #: Whether it needs machines of namespaces.
+    steady: bool = False  #: Whether it lasts for all of ``hold_s``.
 
 
 _PROCESSES: Final = ("worker", "keeper", "controller", "raylet", "head")
@@ -66,19 +59,12 @@ KINDS: Final[dict[str, Kind]] = {
 
 
 class Order(NamedTuple):
-    """One fault of a soak, or two that belong together.
+    """One fault of a soak, or two that belong together."""
 
-    Attributes:
-        number: Counts the faults of a seed, from 0.
-        kinds: One or two.
-        when: "alone", "together" or "recovering".
-        places: Draws the machines.
-    """
-
-    number: int
-    kinds: tuple[str, ...]
-    when: str
-    places: int
+    number: int  #: Counts the faults of a seed, from 0.
+    kinds: tuple[str, ...]  #: One or two.
+    when: str  #: "alone", "together" or "recovering".
+    places: int  #: Draws the machines.
 
 
 def draw(seed: int, index: int, kinds: Sequence[str] = tuple(KINDS)) -> Order:

@@ -44,35 +44,21 @@ def shape_of(megabytes: int, num_workers: int) -> ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The training, and the blocks of its state.
+    """The training, and the blocks of its state."""
 
-    Attributes:
-        shape: Shape of the decoder.
-        workers: How many.
-        global_batch: Samples per step.
-        rounds: Each has a block of every way.
-        block: Steps in a block.
-        ways: To save; the first is none.
-        micro_batch: Samples in a pass.
-        sequence_length: Tokens in a sample.
-        precision: Precision of the passes, as in ``TrainSettings``.
-        compiled: Whether every block is compiled.
-        probes: Whether small copies are timed meanwhile, and counts are kept.
-        layout: Layout of the workers; None to shard over them.
-    """
-
-    shape: ModelShape
-    workers: int
-    global_batch: int
-    rounds: int
-    block: int
-    ways: tuple[str, ...]
-    micro_batch: int = 2
-    sequence_length: int = SEQUENCE_LENGTH
+    shape: ModelShape  #: Shape of the decoder.
+    workers: int  #: How many.
+    global_batch: int  #: Samples per step.
+    rounds: int  #: Each has a block of every way.
+    block: int  #: Steps in a block.
+    ways: tuple[str, ...]  #: To save; the first is none.
+    micro_batch: int = 2  #: Samples in a pass.
+    sequence_length: int = SEQUENCE_LENGTH  #: Tokens in a sample.
+    #: Precision of the passes, as in ``TrainSettings``.
     precision: Literal["fp32", "bf16"] = "fp32"
-    compiled: bool = False
-    probes: bool = False
-    layout: ParallelLayout | None = None
+    compiled: bool = False  #: Whether every block is compiled.
+    probes: bool = False  #: Whether small copies are timed meanwhile, and counts are kept.
+    layout: ParallelLayout | None = None  #: Layout of the workers; None to shard over them.
 
     @classmethod
     def of_size(

@@ -17,17 +17,11 @@ from tests.gpu.rows import tell
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """The means of a part.
+    """The means of a part."""
 
-    Attributes:
-        on_cpu: Whether stand-ins run, on a machine without a GPU.
-        full: Whether the whole settings are asked for; by default the smallest ones.
-        logs: Where run directories stay for reading; None to drop them.
-    """
-
-    on_cpu: bool
-    full: bool
-    logs: Path | None
+    on_cpu: bool  #: Whether stand-ins run, on a machine without a GPU.
+    full: bool  #: Whether the whole settings are asked for; by default the smallest ones.
+    logs: Path | None  #: Where run directories stay for reading; None to drop them.
 
     @property
     def device(self) -> str:

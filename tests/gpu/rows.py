@@ -13,21 +13,13 @@ MARK: Final = "ROW "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the table.
+    """A line of the table."""
 
-    Attributes:
-        part: The part that it belongs to.
-        what: The measured quantity.
-        seen: The measured value.
-        bar: The required value; "" without a requirement.
-        ok: Whether it is so; None if nothing is asked, or it was skipped.
-    """
-
-    part: str
-    what: str
-    seen: str
-    bar: str = ""
-    ok: bool | None = None
+    part: str  #: The part that it belongs to.
+    what: str  #: The measured quantity.
+    seen: str  #: The measured value.
+    bar: str = ""  #: The required value; "" without a requirement.
+    ok: bool | None = None  #: Whether it is so; None if nothing is asked, or it was skipped.
 
     def tell(self) -> None:
         """Print the row for the process that collects the table."""

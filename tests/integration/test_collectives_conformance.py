@@ -34,19 +34,13 @@ OTHER_METHODS = {"_end_coalescing", "_start_coalescing", "abort", "getBackendNam
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """The way in which the cases run.
+    """The way in which the cases run."""
 
-    Attributes:
-        name: As ``collectives.form`` and torch know it.
-        device: Where the tensors are. All ranks share it.
-        is_exact: Whether two groups sum in the same order.
-        lacks: Cases that torch's own group refuses when other ranks wait already, or that break its
-            later calls; each with the method that no other case calls.
-    """
-
-    name: str
-    device: str
-    is_exact: bool
+    name: str  #: As ``collectives.form`` and torch know it.
+    device: str  #: Where the tensors are. All ranks share it.
+    is_exact: bool  #: Whether two groups sum in the same order.
+    #: Cases that torch's own group refuses when other ranks wait already, or that break its later
+    #: calls; each with the method that no other case calls.
     lacks: dict[str, str]
 
 
@@ -65,17 +59,11 @@ BACKENDS = [
 
 
 class Seen(NamedTuple):
-    """The results of one rank in a case, called one way.
+    """The results of one rank in a case, called one way."""
 
-    Attributes:
-        refused: Why torch's own group does not do this, as the recorded one says, too.
-        wrong: Other errors.
-        recorded: The operations, in order of their names.
-    """
-
-    refused: str
-    wrong: str
-    recorded: list[str]
+    refused: str  #: Why torch's own group does not do this, as the recorded one says, too.
+    wrong: str  #: Other errors.
+    recorded: list[str]  #: The operations, in order of their names.
 
 
 def call_everything(backend: Backend, place: Place) -> tuple[dict[str, list[Seen]], set[str]]:

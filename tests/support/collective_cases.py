@@ -21,16 +21,12 @@ from workers.collectives.group import RecordedGroup
 
 
 class Caller:
-    """One rank in one group, for a case.
-
-    Attributes:
-        group: The recorded group of all ranks, or torch's own.
-        is_async: Whether collectives return work, for which the case waits afterwards.
-    """
+    """One rank in one group, for a case."""
 
     def __init__(self, group: Any, device: torch.device, *, is_async: bool) -> None:
-        self.group = group
+        self.group = group  #: The recorded group of all ranks, or torch's own.
         self.device = device
+        #: Whether collectives return work, for which the case waits afterwards.
         self.is_async = is_async
         self.rank, self.size = group.rank(), group.size()
 
@@ -59,19 +55,12 @@ _Run = Callable[[Caller], list[Tensor]]
 
 
 class Case(NamedTuple):
-    """A way to call collectives.
+    """A way to call collectives."""
 
-    Attributes:
-        run: Calls them; returns what they leave.
-        records: The records that each rank must make, in any order.
-        records_on_device: The same where the tensors are on a device.
-        ways: Values of ``async_op`` that it is called with.
-    """
-
-    run: _Run
-    records: tuple[str, ...]
-    records_on_device: tuple[str, ...]
-    ways: tuple[bool, ...]
+    run: _Run  #: Calls them; returns what they leave.
+    records: tuple[str, ...]  #: The records that each rank must make, in any order.
+    records_on_device: tuple[str, ...]  #: The same where the tensors are on a device.
+    ways: tuple[bool, ...]  #: Values of ``async_op`` that it is called with.
 
 
 CASES: Final[dict[str, Case]] = {}

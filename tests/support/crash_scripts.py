@@ -24,15 +24,10 @@ _OLD, _NEW, _OTHER = small_state(1), small_state(2), small_state(3)
 
 
 class Script(ABC):
-    """An operation of a process, and the facts that must hold whatever became of it.
+    """An operation of a process, and the facts that must hold whatever became of it."""
 
-    Attributes:
-        num_changes_min: Fewer would mean that not every change was counted.
-        lineage: Lineage of the run.
-    """
-
-    num_changes_min: int
-    lineage: Sequence[tuple[int, int]] = ((1, 0),)
+    num_changes_min: int  #: Fewer would mean that not every change was counted.
+    lineage: Sequence[tuple[int, int]] = ((1, 0),)  #: Lineage of the run.
 
     def prepare(self, world: World) -> None:
         """Make the version before."""

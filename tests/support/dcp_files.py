@@ -34,17 +34,13 @@ class Chunk:
 
 @dataclass(kw_only=True)
 class Save:
-    """The content of one save.
+    """The content of one save."""
 
-    Attributes:
-        tensors: Shape and chunks by key.
-        objects: Values that are no tensors, by key; rank 0 writes them.
-        paths: Where keys were in the nested state.
-    """
-
+    #: Shape and chunks by key.
     tensors: dict[str, tuple[tuple[int, ...], list[Chunk]]] = field(default_factory=dict)
+    #: Values that are no tensors, by key; rank 0 writes them.
     objects: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, tuple[Any, ...]] | None = None
+    paths: dict[str, tuple[Any, ...]] | None = None  #: Where keys were in the nested state.
 
     def whole(self, key: str, tensor: torch.Tensor, rank: int = 0) -> None:
         """Add a tensor in one chunk."""

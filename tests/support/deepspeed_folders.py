@@ -44,24 +44,16 @@ def tensor(array: Array) -> TensorData:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of the model.
+    """A parameter of the model."""
 
-    Attributes:
-        name: Its name.
-        shape: Shape of the whole.
-        cut: Dim along which tensor parallel ranks hold it; None: each holds all of it; or a
-            function from the whole and the number of ranks to the shards.
-        group: Group of the optimizer.
-        role: ``trained``, ``frozen`` or ``buffer``.
-        stages: Pipeline stages that hold it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  #: Its name.
+    shape: tuple[int, ...]  #: Shape of the whole.
+    #: Dim along which tensor parallel ranks hold it; None: each holds all of it; or a function from
+    #: the whole and the number of ranks to the shards.
     cut: int | Callable[[Array, int], list[Array]] | None = None
-    group: int = 0
-    role: str = "trained"
-    stages: tuple[int, ...] = (0,)
+    group: int = 0  #: Group of the optimizer.
+    role: str = "trained"  #: ``trained``, ``frozen`` or ``buffer``.
+    stages: tuple[int, ...] = (0,)  #: Pipeline stages that hold it.
 
     def shards(self, whole: Array, tp: int) -> list[Array]:
         """Return the shards of the tensor parallel ranks."""
@@ -80,16 +72,11 @@ class Param:
 
 @dataclass(slots=True)
 class Folder:
-    """A checkpoint before it is written.
+    """A checkpoint before it is written."""
 
-    Attributes:
-        trees: By file name.
-        texts: Files that are no torch files.
-        expected: Whole tensors by fqn and slot.
-    """
-
-    trees: dict[str, Any] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
+    trees: dict[str, Any] = field(default_factory=dict)  #: By file name.
+    texts: dict[str, str] = field(default_factory=dict)  #: Files that are no torch files.
+    #: Whole tensors by fqn and slot.
     expected: dict[tuple[str, str], Array] = field(default_factory=dict)
 
     def write(self, path: Path) -> Path:

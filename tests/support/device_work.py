@@ -11,20 +11,15 @@ import torch.distributed as dist
 
 @dataclass
 class DeviceWork:
-    """A collective of a simulated device: where the device is, and torch's work.
-
-    Attributes:
-        broken: The device's own failure, with which every question about it fails from then on.
-        num_waited: How often streams were made to wait for it.
-        outputs: The tensors that it keeps alive.
-    """
+    """A collective of a simulated device: where the device is, and torch's work."""
 
     has_begun: bool = False
     has_ended: bool = False
     error: Exception | None = None
+    #: The device's own failure, with which every question about it fails from then on.
     broken: RuntimeError | None = None
-    num_waited: int = 0
-    outputs: Any = None
+    num_waited: int = 0  #: How often streams were made to wait for it.
+    outputs: Any = None  #: The tensors that it keeps alive.
 
     def is_reached(self) -> bool:
         if self.broken is not None:
@@ -63,17 +58,11 @@ class DeviceWork:
 
 @dataclass
 class DeviceClock:
-    """The time of a simulated device, and the marks in its stream.
+    """The time of a simulated device, and the marks in its stream."""
 
-    Attributes:
-        now_s: When it came to the newest mark.
-        num_asked: How many marks were made.
-        is_there: Whether it has come to them.
-    """
-
-    now_s: float = 0.0
-    num_asked: int = 0
-    is_there: bool = True
+    now_s: float = 0.0  #: When it came to the newest mark.
+    num_asked: int = 0  #: How many marks were made.
+    is_there: bool = True  #: Whether it has come to them.
 
     def mark(self) -> Any:
         self.num_asked += 1

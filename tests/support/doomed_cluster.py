@@ -34,32 +34,20 @@ _SETTLE_S_MAX = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protect:
-    """How the nodes protect each other.
+    """How the nodes protect each other."""
 
-    Attributes:
-        copies: On so many others; 0 for parities.
-        parities: In each group.
-        group_size: Nodes of a group; 0 makes one group of all.
-    """
-
-    copies: int = 0
-    parities: int = 0
-    group_size: int = 0
+    copies: int = 0  #: On so many others; 0 for parities.
+    parities: int = 0  #: In each group.
+    group_size: int = 0  #: Nodes of a group; 0 makes one group of all.
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The version that a run continues from, and the damage found on the way.
+    """The version that a run continues from, and the damage found on the way."""
 
-    Attributes:
-        step: Step of the version.
-        source: "memory" or "storage".
-        bad: Sources that were damaged or could not be read.
-    """
-
-    step: int
-    source: str
-    bad: tuple[Source, ...] = ()
+    step: int  #: Step of the version.
+    source: str  #: "memory" or "storage".
+    bad: tuple[Source, ...] = ()  #: Sources that were damaged or could not be read.
 
 
 class Cluster:

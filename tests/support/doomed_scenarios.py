@@ -13,29 +13,17 @@ MEMORY, STORAGE = "memory", "storage"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Step 1 is protected and stored; then something goes on, in which a node dies.
+    """Step 1 is protected and stored; then something goes on, in which a node dies."""
 
-    Attributes:
-        name: Name of the test.
-        num_nodes: How many there are.
-        protect: How they protect each other.
-        moment: The events of node 0 that are counted.
-        act: The operation, until it is done or the node has died.
-        lost_before: A node that was lost before that; -1 for none.
-        also_lost: Nodes that are lost together with it.
-        sources: Where the run may go on from.
-        num_moments_min: Fewer would mean that not every moment was counted.
-    """
-
-    name: str
-    num_nodes: int
-    protect: Protect
-    moment: Moment
-    act: Callable[[Cluster], None]
-    lost_before: int = -1
-    also_lost: tuple[int, ...] = ()
-    sources: tuple[str, ...] = (MEMORY,)
-    num_moments_min: int = 5
+    name: str  #: Name of the test.
+    num_nodes: int  #: How many there are.
+    protect: Protect  #: How they protect each other.
+    moment: Moment  #: The events of node 0 that are counted.
+    act: Callable[[Cluster], None]  #: The operation, until it is done or the node has died.
+    lost_before: int = -1  #: A node that was lost before that; -1 for none.
+    also_lost: tuple[int, ...] = ()  #: Nodes that are lost together with it.
+    sources: tuple[str, ...] = (MEMORY,)  #: Where the run may go on from.
+    num_moments_min: int = 5  #: Fewer would mean that not every moment was counted.
 
     def begin(self, cluster: Cluster, after: int) -> None:
         """Bring the run to where it goes on, with node 0 doomed."""

@@ -70,17 +70,11 @@ class Fate:
 
 
 class World(Protocol):
-    """A storage and the process that uses it.
+    """A storage and the process that uses it."""
 
-    Attributes:
-        store: The store of the process; after a death, the store of the next one.
-        root: Where in it.
-        fate: When the process dies.
-    """
-
-    store: Store
-    root: str
-    fate: Fate
+    store: Store  #: The store of the process; after a death, the store of the next one.
+    root: str  #: Where in it.
+    fate: Fate  #: When the process dies.
 
     def run(self, act: Callable[[], object]) -> bool:
         """Let a process do ``act``; return whether it came to the end alive."""

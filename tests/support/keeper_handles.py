@@ -55,14 +55,10 @@ class Handle:
 
 @dataclass
 class ClusterTable:
-    """The nodes known to Ray's head, handed to the watcher in its place.
+    """The nodes known to Ray's head, handed to the watcher in its place."""
 
-    Attributes:
-        rows: Ray's row of each node.
-        notices: Drain notices: the deadline in ms since the epoch by node; 0 without one.
-    """
-
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)  #: Ray's row of each node.
+    #: Drain notices: the deadline in ms since the epoch by node; 0 without one.
     notices: dict[str, int] = field(default_factory=dict)
 
     def add(self, node: str, address: tuple[str, int] = ("10.0.0.7", 4711)) -> None:
@@ -142,15 +138,11 @@ def held(step: int, rank: int) -> Held:
 
 
 class Handles(dict[str, Handle]):
-    """The keepers by node.
-
-    Attributes:
-        nodes: The shell's facts about the nodes.
-    """
+    """The keepers by node."""
 
     def __init__(self, nodes: Nodes) -> None:
         super().__init__(aa=Handle("aa", (6, 7), 0), bb=Handle("bb", (6, 7), 1))
-        self.nodes = nodes
+        self.nodes = nodes  #: The shell's facts about the nodes.
 
 
 def with_keepers(

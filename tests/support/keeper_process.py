@@ -32,17 +32,11 @@ _BUDGET_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class KeeperProcess:
-    """One that runs.
+    """One that runs."""
 
-    Attributes:
-        process: It.
-        door: Where trainers of its node come in.
-        peer: How other keepers reach it.
-    """
-
-    process: subprocess.Popen[str]
-    door: Path
-    peer: Peer
+    process: subprocess.Popen[str]  #: It.
+    door: Path  #: Where trainers of its node come in.
+    peer: Peer  #: How other keepers reach it.
 
     def follow(self, peers: Sequence[Peer]) -> None:
         """Make it copy the versions of these nodes' ranks only."""

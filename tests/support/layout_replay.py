@@ -47,17 +47,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """A policy's costs of changes, in seconds.
+    """A policy's costs of changes, in seconds."""
 
-    Attributes:
-        loss: From the loss of a node until the rest have made a step again.
-        growth: How long all stand still when newcomers enter.
-        join: From a node's arrival until its worker may enter.
-    """
-
-    loss: float
-    growth: float
-    join: float = 0.0
+    loss: float  #: From the loss of a node until the rest have made a step again.
+    growth: float  #: How long all stand still when newcomers enter.
+    join: float = 0.0  #: From a node's arrival until its worker may enter.
 
 
 def spot_trace() -> list[Change]:
@@ -91,17 +85,12 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with a GPU each, and what trains on them.
-
-    Attributes:
-        wish: The layout that the user asks for.
-        costs: In seconds.
-    """
+    """Nodes with a GPU each, and what trains on them."""
 
     job: Job
     gpu: Gpu
-    wish: ParallelLayout
-    costs: Costs
+    wish: ParallelLayout  #: The layout that the user asks for.
+    costs: Costs  #: In seconds.
 
     @property
     def rules(self) -> LayoutRules:

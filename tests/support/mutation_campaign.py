@@ -126,22 +126,15 @@ FORMATS: dict[str, Callable[[Path], object]] = {
 
 
 class Outcome(NamedTuple):
-    """The result of a mutation.
+    """The result of a mutation."""
 
-    Attributes:
-        number: The seed within its format.
-        kind: Kind of the mutation.
-        told: The change that it made.
-        result: ``refused``, ``equal``, ``different``, or a violation: ``hang``, ``crash``, ``ran``,
-            ``touched``, ``read``, ``memory``.
-        what: The error, or what differs.
-    """
-
-    number: int
-    kind: str
-    told: str
+    number: int  #: The seed within its format.
+    kind: str  #: Kind of the mutation.
+    told: str  #: The change that it made.
+    #: ``refused``, ``equal``, ``different``, or a violation: ``hang``, ``crash``, ``ran``,
+    #: ``touched``, ``read``, ``memory``.
     result: str
-    what: str
+    what: str  #: The error, or what differs.
 
 
 #: Seldom told outside of everstep's own formats: files of other frameworks do not name their rank.

@@ -27,15 +27,10 @@ _ZIP_SUFFIXES = (".pt", ".bin", ".pth")
 
 
 class Mutated(NamedTuple):
-    """A mutation that was done.
+    """A mutation that was done."""
 
-    Attributes:
-        kind: One of ``KINDS``.
-        told: To whom, for a person.
-    """
-
-    kind: str
-    told: str
+    kind: str  #: One of ``KINDS``.
+    told: str  #: To whom, for a person.
 
 
 def mutate(folder: Path, rng: random.Random, outside: Path, kind: str = "") -> Mutated:

@@ -35,25 +35,15 @@ def digest_alone(folder: Path, steps: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The effects of a fault on a run, in seconds since the fault.
+    """The effects of a fault on a run, in seconds since the fault."""
 
-    Attributes:
-        detected_s: Until the attempt was fenced; None for a change that was planned.
-        resumed_s: Until the beginning of the first step of a later attempt.
-        step_s: Until the end of the first step of a later attempt.
-        lost_steps: Completed steps that were redone.
-        named: The machines that were held responsible.
-        kinds: Kinds of the incidents.
-        evidence: Evidence of the last of them.
-    """
-
-    detected_s: float | None
-    resumed_s: float
-    step_s: float
-    lost_steps: int
-    named: tuple[int, ...]
-    kinds: tuple[str, ...]
-    evidence: str
+    detected_s: float | None  #: Until the attempt was fenced; None for a change that was planned.
+    resumed_s: float  #: Until the beginning of the first step of a later attempt.
+    step_s: float  #: Until the end of the first step of a later attempt.
+    lost_steps: int  #: Completed steps that were redone.
+    named: tuple[int, ...]  #: The machines that were held responsible.
+    kinds: tuple[str, ...]  #: Kinds of the incidents.
+    evidence: str  #: Evidence of the last of them.
 
 
 @dataclass

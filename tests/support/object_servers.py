@@ -99,48 +99,31 @@ def _answers(url: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """The proxy's action on requests that match, ``times`` times.
+    """The proxy's action on requests that match, ``times`` times."""
 
-    Attributes:
-        method: HTTP method.
-        within: Is part of the path and query.
-        times: How often; the following ones pass.
-        share: Share of the matching requests; the same in every run if they come in one order.
-        status: Answered instead of the server; 0: the connection breaks.
-        code: S3's name of the error.
-        after: The server gets the request first, so that only its answer is lost.
-        doubles: The server gets the request twice, and its second answer comes.
-        delay_s: The request is passed on after so long, and nothing else happens to it.
-    """
-
-    method: str
-    within: str = ""
-    times: int = 1
+    method: str  #: HTTP method.
+    within: str = ""  #: Is part of the path and query.
+    times: int = 1  #: How often; the following ones pass.
+    #: Share of the matching requests; the same in every run if they come in one order.
     share: float = 1.0
-    status: int = 0
-    code: str = "SlowDown"
-    after: bool = False
-    doubles: bool = False
-    delay_s: float = 0.0
+    status: int = 0  #: Answered instead of the server; 0: the connection breaks.
+    code: str = "SlowDown"  #: S3's name of the error.
+    after: bool = False  #: The server gets the request first, so that only its answer is lost.
+    doubles: bool = False  #: The server gets the request twice, and its second answer comes.
+    delay_s: float = 0.0  #: The request is passed on after so long, and nothing else happens to it.
 
 
 @dataclass
 class Proxy:
-    """The requests that a proxy saw, and its orders.
+    """The requests that a proxy saw, and its orders."""
 
-    Attributes:
-        url: URL of the proxy.
-        faults: The first one that matches and is not used up is applied.
-        seen: ``METHOD path?query`` of every request.
-        meeting: Where requests to read wait for one another, if at all.
-        fate: When the one behind it dies, if at all: then it stops answering.
-    """
-
-    url: str
+    url: str  #: URL of the proxy.
+    #: The first one that matches and is not used up is applied.
     faults: list[Fault] = field(default_factory=list)
-    seen: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)  #: ``METHOD path?query`` of every request.
+    #: Where requests to read wait for one another, if at all.
     meeting: threading.Barrier | None = None
-    fate: Fate | None = None
+    fate: Fate | None = None  #: When the one behind it dies, if at all: then it stops answering.
     _used: dict[Fault, int] = field(default_factory=dict)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
     _lock: threading.Lock = field(default_factory=threading.Lock)

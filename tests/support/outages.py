@@ -94,22 +94,15 @@ class _Server:
 
 
 class Outages:
-    """Replays faults through the machine.
-
-    Attributes:
-        state: State of the machine.
-        outcome: How the run ended; None while it goes on.
-        kinds: Attempts that ended, by incident.
-        charged_max: Most faults that counted at once in the budget's window.
-        quarantines: (server, from, until) of each time a server was kept out.
-    """
+    """Replays faults through the machine."""
 
     def __init__(self, rules: RunRules, servers: Sequence[str], faults: Sequence[Fault]) -> None:
         self.rules = rules
-        self.state = RunState()
-        self.outcome: act.FinishRun | None = None
-        self.kinds: Counter[str] = Counter()
-        self.charged_max = 0
+        self.state = RunState()  #: State of the machine.
+        self.outcome: act.FinishRun | None = None  #: How the run ended; None while it goes on.
+        self.kinds: Counter[str] = Counter()  #: Attempts that ended, by incident.
+        self.charged_max = 0  #: Most faults that counted at once in the budget's window.
+        #: (server, from, until) of each time a server was kept out.
         self.quarantines: list[tuple[str, float, float]] = []
         self.num_events = 0
         self.now_s = 0.0

@@ -28,16 +28,11 @@ class Mark(NamedTuple):
 
 @dataclass
 class Stage:
-    """One step of one stage.
+    """One step of one stage."""
 
-    Attributes:
-        busy: When it computes.
-        waits: When it does not, until its last pass.
-        marks: The marks of its blocks; the first is the beginning of the step.
-    """
-
-    busy: list[Span] = field(default_factory=list)
-    waits: list[Span] = field(default_factory=list)
+    busy: list[Span] = field(default_factory=list)  #: When it computes.
+    waits: list[Span] = field(default_factory=list)  #: When it does not, until its last pass.
+    #: The marks of its blocks; the first is the beginning of the step.
     marks: list[Mark] = field(default_factory=lambda: [Mark(0.0, ends=True)])
 
 

@@ -14,16 +14,12 @@ _Identity = tuple[int, int]
 
 
 class PowerLog:
-    """Follows the system calls of this process below a directory.
-
-    Attributes:
-        lost: The writes that could be lost at the instant when a manifest got its name.
-        num_commits: How many manifests got theirs.
-    """
+    """Follows the system calls of this process below a directory."""
 
     def __init__(self, top: Path) -> None:
+        #: The writes that could be lost at the instant when a manifest got its name.
         self.lost: list[str] = []
-        self.num_commits = 0
+        self.num_commits = 0  #: How many manifests got theirs.
         self._top = top
         self._unsynced_bytes: set[_Identity] = set()
         self._unsynced_names: set[Path] = set()

@@ -21,17 +21,11 @@ JOIN_S_MAX = 240.0
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The instructions of a process: its rank and the address of the others.
+    """The instructions of a process: its rank and the address of the others."""
 
-    Attributes:
-        rank: Its number among the processes.
-        port: Port of the store on this machine.
-        directory: Where pages and rings are kept.
-    """
-
-    rank: int
-    port: int
-    directory: Path
+    rank: int  #: Its number among the processes.
+    port: int  #: Port of the store on this machine.
+    directory: Path  #: Where pages and rings are kept.
 
     @property
     def ring_path(self) -> Path:

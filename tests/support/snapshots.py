@@ -85,17 +85,12 @@ def snapshot(
 
 
 class StallingStore(MemoryStore):
-    """Lets nothing be written behind the first chunk of a file until it is let go on.
-
-    Attributes:
-        is_stalled: Set while somebody waits in a write.
-        may_go_on: Clear it and writes stall.
-    """
+    """Lets nothing be written behind the first chunk of a file until it is let go on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_stalled = threading.Event()
-        self.may_go_on = threading.Event()
+        self.is_stalled = threading.Event()  #: Set while somebody waits in a write.
+        self.may_go_on = threading.Event()  #: Clear it and writes stall.
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
         """Write when it is allowed."""

@@ -39,35 +39,22 @@ _ARENA = "memfd:everstep"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The resources of a process.
+    """The resources of a process."""
 
-    Attributes:
-        memory_kib: Resident, shared memory included.
-        files: Open file descriptors.
-        threads: Threads of the operating system.
-        arenas: Mappings of snapshot memory.
-    """
-
-    memory_kib: int
-    files: int
-    threads: int
-    arenas: int
+    memory_kib: int  #: Resident, shared memory included.
+    files: int  #: Open file descriptors.
+    threads: int  #: Threads of the operating system.
+    arenas: int  #: Mappings of snapshot memory.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Load, and take snapshots of the steps that follow.
+    """Load, and take snapshots of the steps that follow."""
 
-    Attributes:
-        lineage: Up to this one.
-        memory: Where the version to load is held; nothing in the first attempt.
-        num_snapshots: How many.
-        workers: Ids of the two ranks' processes; a new id gets new memory, as a new process does.
-    """
-
-    lineage: tuple[tuple[int, int], ...]
-    memory: tuple[PartRef, ...]
-    num_snapshots: int
+    lineage: tuple[tuple[int, int], ...]  #: Up to this one.
+    memory: tuple[PartRef, ...]  #: Where the version to load is held; nothing in the first attempt.
+    num_snapshots: int  #: How many.
+    #: Ids of the two ranks' processes; a new id gets new memory, as a new process does.
     workers: tuple[str, str]
 
 

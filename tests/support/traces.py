@@ -35,18 +35,13 @@ CLEAN: Final = ("jitter", "stages", "tokens", "tokens_unsaid", "recompiles", "pa
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Rows of a trace, and what was planted in it.
-
-    Attributes:
-        kind: A kind of verdict, or "" if no rank is to blame.
-        links: Each (sender, receiver).
-        now_s: When a healthy run was looked at; None for a whole trace or a hang.
-    """
+    """Rows of a trace, and what was planted in it."""
 
     rows: list[dict[str, Any]]
-    kind: str
+    kind: str  #: A kind of verdict, or "" if no rank is to blame.
     ranks: tuple[int, ...] = ()
-    links: tuple[tuple[int, int], ...] = ()
+    links: tuple[tuple[int, int], ...] = ()  #: Each (sender, receiver).
+    #: When a healthy run was looked at; None for a whole trace or a hang.
     now_s: float | None = None
     what: str = ""
 

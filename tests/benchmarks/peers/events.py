@@ -31,13 +31,10 @@ Event: TypeAlias = dict[str, Any]
 
 
 class Log:
-    """The file of this process, in the folder that the injector names.
-
-    Attributes:
-        directory: Where the job may store checkpoints.
-    """
+    """The file of this process, in the folder that the injector names."""
 
     def __init__(self) -> None:
+        #: Where the job may store checkpoints.
         self.directory = Path(os.environ["PEERS_DIRECTORY"])
         self._node, self._pid = os.environ["PEERS_NODE"], os.getpid()
         path = self.directory / "events" / f"{self._node}-{self._pid}.jsonl"

@@ -43,38 +43,23 @@ _PLAIN: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A peer as its ``arm.toml`` sets it up.
+    """A peer as its ``arm.toml`` sets it up."""
 
-    Attributes:
-        name: Name of the folder, with "-" and the variant if there is one.
-        folder: Has ``arm.toml`` and ``train.py``.
-        about: The settings, in a few words.
-        package: The package whose version belongs to each figure.
-        environment: Its name below ``ENVIRONMENTS``; "" for the one that runs the benchmark.
-        faults: Those that it is made for; () for all.
-        head: Commands of services that no fault touches.
-        node: Commands on each node, also when a node comes back.
-        job: The command that trains; "" if those of the nodes do.
-        ready: The text that a head and a node print once they are up; "" for a head that is up when
-            it listens on its port. Nodes start one after the other then.
-        stop: The command that ends it in order; "" for SIGTERM.
-        variables: For all of its commands.
-        skipped: Why it is not run; "" if it is.
-    """
-
-    name: str
-    folder: Path
-    about: str
-    package: str
-    environment: str
-    faults: tuple[str, ...] = ()
-    head: tuple[str, ...] = ()
-    node: tuple[str, ...] = ()
-    job: str = ""
+    name: str  #: Name of the folder, with "-" and the variant if there is one.
+    folder: Path  #: Has ``arm.toml`` and ``train.py``.
+    about: str  #: The settings, in a few words.
+    package: str  #: The package whose version belongs to each figure.
+    environment: str  #: Its name below ``ENVIRONMENTS``; "" for the one that runs the benchmark.
+    faults: tuple[str, ...] = ()  #: Those that it is made for; () for all.
+    head: tuple[str, ...] = ()  #: Commands of services that no fault touches.
+    node: tuple[str, ...] = ()  #: Commands on each node, also when a node comes back.
+    job: str = ""  #: The command that trains; "" if those of the nodes do.
+    #: The text that a head and a node print once they are up; "" for a head that is up when it
+    #: listens on its port. Nodes start one after the other then.
     ready: str = ""
-    stop: str = ""
-    variables: dict[str, str] = field(default_factory=dict)
-    skipped: str = ""
+    stop: str = ""  #: The command that ends it in order; "" for SIGTERM.
+    variables: dict[str, str] = field(default_factory=dict)  #: For all of its commands.
+    skipped: str = ""  #: Why it is not run; "" if it is.
 
     @property
     def binaries(self) -> Path:
@@ -128,15 +113,11 @@ def _with(arm: Arm, changes: dict[str, Any]) -> Arm:
 
 
 class Job:
-    """One job of an arm on two simulated nodes, with a directory of its own.
-
-    Attributes:
-        events: The folder of its processes' lines.
-    """
+    """One job of an arm on two simulated nodes, with a directory of its own."""
 
     def __init__(self, arm: Arm, directory: Path) -> None:
         self.arm = arm
-        self.events = directory / "events"
+        self.events = directory / "events"  #: The folder of its processes' lines.
         self._directory = directory
         shutil.rmtree(directory, ignore_errors=True)
         self._mark = f"PEERS_RUN={directory}-{time.time_ns()}"

@@ -11,19 +11,14 @@ from tests.benchmarks.peers.events import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """A step that all of its group committed.
-
-    Attributes:
-        first_s: When the first process had committed it; ``last_s`` when the last one had.
-        pids: The processes that took part, with their nodes.
-    """
+    """A step that all of its group committed."""
 
     step: int
     group: str
     world: int
-    first_s: float
+    first_s: float  #: When the first process had committed it; ``last_s`` when the last one had.
     last_s: float
-    pids: tuple[tuple[int, str], ...]
+    pids: tuple[tuple[int, str], ...]  #: The processes that took part, with their nodes.
 
 
 def whole_steps(events: Iterable[Event]) -> list[Done]:

@@ -26,42 +26,29 @@ _QUIET: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """The costs of one fault.
+    """The costs of one fault."""
 
-    Attributes:
-        seconds: From the fault to the end of the first whole step behind it; None if there was
-            none until somebody helped, or the job ended.
-        lost_steps: Steps that were done before it and again behind it.
-        workers: That did the first step behind it.
-    """
-
+    #: From the fault to the end of the first whole step behind it; None if there was none until
+    #: somebody helped, or the job ended.
     seconds: float | None
-    lost_steps: int
-    workers: int
+    lost_steps: int  #: Steps that were done before it and again behind it.
+    workers: int  #: That did the first step behind it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """The results in the lines of one job.
-
-    Attributes:
-        costs: Costs of each fault.
-        samples: That are in the weights, by step.
-        steps_s: How long steps took, from the end of one to the end of the next, after the warm-up.
-        begin_s: From the launch to the first step.
-        weights: On record by step, of the group that did it last.
-        ended: Whether it came to its last step and exited with 0 without help.
-    """
+    """The results in the lines of one job."""
 
     arm: str
     version: str
     fault: str
-    costs: tuple[Cost, ...]
-    samples: dict[int, Counter[int]]
+    costs: tuple[Cost, ...]  #: Costs of each fault.
+    samples: dict[int, Counter[int]]  #: That are in the weights, by step.
+    #: How long steps took, from the end of one to the end of the next, after the warm-up.
     steps_s: tuple[float, ...]
-    begin_s: float | None
-    weights: dict[int, dict[str, Any]]
-    ended: bool
+    begin_s: float | None  #: From the launch to the first step.
+    weights: dict[int, dict[str, Any]]  #: On record by step, of the group that did it last.
+    ended: bool  #: Whether it came to its last step and exited with 0 without help.
 
 
 def seen(lines: Iterable[Event]) -> Seen:

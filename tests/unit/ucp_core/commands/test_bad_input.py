@@ -29,15 +29,10 @@ TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 class Bad(NamedTuple):
-    """A bad source.
+    """A bad source."""
 
-    Attributes:
-        make: Writes it into a folder; returns options of the command.
-        named: The text that the error must contain.
-    """
-
-    make: Callable[[Path], list[str]]
-    named: tuple[str, ...]
+    make: Callable[[Path], list[str]]  #: Writes it into a folder; returns options of the command.
+    named: tuple[str, ...]  #: The text that the error must contain.
 
 
 def _deepspeed(spoil: Callable[[Folder], None], params: list[Param], **layout: Any) -> Any:

@@ -39,11 +39,7 @@ INPUTS = torch.linspace(-1, 1, 32).reshape(16, 2)
 
 
 class Attempts:
-    """Attempts of one worker that is alone, as the orchestrator would begin them.
-
-    Attributes:
-        costs: The cost of steps and saves that each returns.
-    """
+    """Attempts of one worker that is alone, as the orchestrator would begin them."""
 
     def __init__(self, directory: Path, numbered_after: int, *, save_every: int = 1) -> None:
         self._directory = directory
@@ -51,6 +47,7 @@ class Attempts:
         self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._page = ProgressRecord.create(directory / "page", worker="w0001")
         self._number = numbered_after
+        #: The cost of steps and saves that each returns.
         self.costs: list[Callable[[], SaveCosts]] = []
 
     def train(
