@@ -19,15 +19,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 
 from orchestrator.shell.local.cluster import HEAD_ENVIRONMENT, SYSTEM_CONFIG
 from tests.support.network_cluster import HEAD
-
-__all__ = ["AutoscaledCluster", "NodeProvider", "NodeType"]
 
 #: Resources and labels of a type of node.
 NodeType = Mapping[str, Any]
@@ -166,12 +163,7 @@ class AutoscaledCluster:
         """Return the cluster."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End all of it."""
         self.close()
 

@@ -17,8 +17,6 @@ from workers.snapshot import device
 from workers.snapshot.buffer_layout import HostTensors
 from workers.snapshot.writing import BLOCK_BYTES
 
-__all__ = ["Done", "install", "releases"]
-
 BUSY_S_MAX = 1.0
 
 

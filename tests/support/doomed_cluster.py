@@ -25,8 +25,6 @@ from workers.memory import Arena, SnapshotMemory
 from workers.protocol import CHECKPOINTS, GroupPlace, KeeperOrder, ParityGroup, Peer, Source
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
-__all__ = ["Cluster", "Loaded", "Protect", "state_of"]
-
 _BODY_BYTES = 1 << 17
 #: Time that it takes to notice a dead keeper.
 _SETTLE_S_MAX = 120.0

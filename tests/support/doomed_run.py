@@ -19,8 +19,6 @@ from workers.memory import is_copy
 from workers.protocol import KeeperOrder, PartRef
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
-__all__ = ["CALM_STEPS", "DOOMED_STEPS", "DoomedRun"]
-
 #: Steps of the undisturbed first attempt, and of the second. One of the latter's steps is to be
 #: stored.
 CALM_STEPS = STORED_EVERY - 2

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import which
-from types import TracebackType
 from typing import Self
 
 #: Time of a full queue at the full rate: a shallow switch's buffer would be less.
@@ -113,12 +112,7 @@ class Fabric:
         """Return the fabric."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End all processes that were started here, and the namespaces."""
         for process in self._processes:
             close(process)

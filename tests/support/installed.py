@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Installed", "build_wheel"]
-
 ROOT = Path(__file__).parents[2]
 
 

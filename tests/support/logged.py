@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tests.support.snapshots import eventually
 
-__all__ = ["in_tensorboard", "in_wandb"]
-
 
 def in_tensorboard(directory: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -17,9 +17,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-__all__ = ["AWS_ACTION", "AWS_REBALANCE", "AZURE_EVENTS", "AZURE_NAME", "GCP_MAINTENANCE",
-           "GCP_PREEMPTED", "Metadata", "serve"]  # fmt: skip
-
 AWS_ACTION = "/latest/meta-data/spot/instance-action"
 AWS_REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 GCP_PREEMPTED = "/computeMetadata/v1/instance/preempted"

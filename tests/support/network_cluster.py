@@ -24,19 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
-
-__all__ = [
-    "HEAD",
-    "OUTSIDE",
-    "REDIS",
-    "NetworkCluster",
-    "Switch",
-    "host_of",
-    "why_no_redis",
-    "why_not",
-]
 
 #: The machine with the controller and without workers; nodes count from 1.
 HEAD = 0
@@ -324,12 +312,7 @@ class NetworkCluster:
         """Return the cluster."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End all of it."""
         self.close()
 

@@ -17,8 +17,6 @@ from tests.support.forking import run_script
 from tests.support.metadata_server import AWS_ACTION, say
 from tests.support.network_cluster import HEAD, NetworkCluster
 
-__all__ = ["NetworkRun", "Outcome", "digest_alone"]
-
 T = TypeVar("T")
 
 _LOOK_S = 0.1

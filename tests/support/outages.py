@@ -23,8 +23,6 @@ from orchestrator.core import TERMINAL, Phase, RunRules, RunState, next_deadline
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 
-__all__ = ["Fault", "Outages", "node_faults"]
-
 _TRACE = Path(__file__).parents[1] / "fixtures/node_faults/fault_trace.json.gz"
 _DAY_S = 86400.0
 _STEP_S = 10.0

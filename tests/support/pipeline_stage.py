@@ -25,8 +25,6 @@ from workers.snapshot import device as device_module
 from workers.snapshot import on_passes
 from workers.snapshot.device import DeviceCopy
 
-__all__ = ["NUM_BUCKETS", "NUM_STEPS", "main"]
-
 NUM_STEPS = 6
 NUM_BUCKETS = 12
 BUCKET_BYTES = 4096

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["Mark", "Span", "Stage", "one_forward_one_backward"]
-
 
 class Span(NamedTuple):
     """From when to when, in seconds of a step."""

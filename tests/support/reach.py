@@ -10,8 +10,6 @@ from orchestrator.driver.faults import wait_for
 from orchestrator.driver.launch import Launched
 from tests.support import train_paced, train_slowly
 
-__all__ = ["ACT_S_MAX", "PACED", "SLOW", "kill_keeper_of", "num_training", "reach"]
-
 #: Generous: the machine of a test run is shared. Tight bounds are the benchmark's business.
 ACT_S_MAX = 240.0
 #: Settings of a run whose steps take time and hardly any processor: what is started beside it, and

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ucp_core.geometry import Fragment
-from ucp_core.language import Average, Cut, Grid, Pattern, Replicated, Unique
+from ucp_core.language import Cut, Grid, Pattern, Replicated, Unique
 
 Array = npt.NDArray[np.int32]
 
@@ -182,15 +182,3 @@ def assembled(shape: tuple[int, ...], fragments: list[Fragment], files: dict[str
         )
         whole[tuple(map(slice, *fragment.box))] = held
     return whole
-
-
-__all__ = [
-    "Average",
-    "Spread",
-    "ZeroPartitions",
-    "assembled",
-    "random_array",
-    "random_average",
-    "random_spread",
-    "zero_partitions",
-]

@@ -27,8 +27,6 @@ from workers.protocol import Assignment, PartRef
 from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
 from workers.state import StateEntry
 
-__all__ = ["Attempt", "SoakRank", "SoakTrainer", "Usage", "run_attempt", "usage_of", "weights"]
-
 ROWS, COLUMNS = 4096, 64
 WORLD = 2
 #: One of this many snapshots is stored.
