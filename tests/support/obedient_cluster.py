@@ -18,6 +18,15 @@ def nothing(_: ParallelLayout) -> None:
     """Refuse no layout."""
 
 
+def fold(state: RunState, *events: ev.Event, rules: RunRules) -> tuple[RunState, list[act.Action]]:
+    """Return the state after all events, and the actions of all of them."""
+    ordered: list[act.Action] = []
+    for event in events:
+        state, actions = step(state, event, rules=rules)
+        ordered += actions
+    return state, ordered
+
+
 @dataclass
 class Cluster:
     """Workers that do what they are told, but refuse some layouts."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from orchestrator.core import RunRules, RunState, describe, step
+from functools import partial
+
+from orchestrator.core import RunRules, RunState, describe
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
 from orchestrator.policies import CapacityRules, LayoutRules
+from tests.support.obedient_cluster import fold
 
 RULES = RunRules(
     run="r",
@@ -18,14 +21,7 @@ RULES = RunRules(
 )
 
 
-def _fold(
-    state: RunState, *events: ev.Event, rules: RunRules = RULES
-) -> tuple[RunState, list[Action]]:
-    ordered: list[Action] = []
-    for event in events:
-        state, actions = step(state, event, rules=rules)
-        ordered += actions
-    return state, ordered
+_fold = partial(fold, rules=RULES)
 
 
 def _requests(actions: list[Action], alternative: int) -> list[int]:

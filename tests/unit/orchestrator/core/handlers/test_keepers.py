@@ -1,11 +1,13 @@
 """Keepers: one on each node with a reservation, restarted when silent, missed for a while."""
 
 from dataclasses import replace
+from functools import partial
 from math import inf
 
-from orchestrator.core import Action, AvoidRules, NodeLost, Phase, RunRules, RunState, step
+from orchestrator.core import AvoidRules, NodeLost, Phase, RunRules, RunState, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
+from tests.support.obedient_cluster import fold
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
 STARTED: tuple[ev.Event, ...] = (
@@ -17,12 +19,7 @@ STARTED: tuple[ev.Event, ...] = (
 )
 
 
-def _fold(state: RunState, *events: ev.Event) -> tuple[RunState, list[Action]]:
-    ordered: list[Action] = []
-    for event in events:
-        state, actions = step(state, event, rules=RULES)
-        ordered += actions
-    return state, ordered
+_fold = partial(fold, rules=RULES)
 
 
 def test_a_node_gets_a_keeper_with_its_first_reservation_and_whenever_a_controller_meets_it() -> (

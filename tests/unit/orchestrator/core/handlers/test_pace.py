@@ -1,11 +1,13 @@
 """The intervals of saves: decided from what saves cost, and told to rank 0."""
 
 from dataclasses import replace
+from functools import partial
 
-from orchestrator.core import Action, RunRules, RunState, resume_event, step
+from orchestrator.core import RunRules, RunState, resume_event
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import CadenceRules, FaultsSeen
+from tests.support.obedient_cluster import fold
 from workers.protocol import Pace, SaveCosts
 
 RULES = RunRules(
@@ -31,14 +33,7 @@ START: tuple[ev.Event, ...] = (
 )
 
 
-def _fold(
-    state: RunState, *events: ev.Event, rules: RunRules = RULES
-) -> tuple[RunState, list[Action]]:
-    ordered: list[Action] = []
-    for event in events:
-        state, actions = step(state, event, rules=rules)
-        ordered += actions
-    return state, ordered
+_fold = partial(fold, rules=RULES)
 
 
 def _measured(costs: SaveCosts = COSTS, attempt: int = 1) -> ev.SavesMeasured:

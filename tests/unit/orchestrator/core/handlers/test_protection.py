@@ -1,15 +1,17 @@
 """The plan of protection: made when an attempt starts, revised once snapshots have a size."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from orchestrator.core import Action, RunRules, RunState, describe, step
+from orchestrator.core import RunRules, RunState, describe
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import LayoutRules, Mechanism, Preference, RedundancyRules
 from orchestrator.traffic import Topology
 from tests.support.keeper_handles import held
+from tests.support.obedient_cluster import fold
 from workers.protocol import PartRef
 
 RULES = RunRules(
@@ -23,14 +25,7 @@ REPLICAS = replace(RULES, layout=LayoutRules(dp_replicate=3))
 NODES = ("a", "b", "c")
 
 
-def _fold(
-    state: RunState, *events: ev.Event, rules: RunRules = RULES
-) -> tuple[RunState, list[Action]]:
-    ordered: list[Action] = []
-    for event in events:
-        state, actions = step(state, event, rules=rules)
-        ordered += actions
-    return state, ordered
+_fold = partial(fold, rules=RULES)
 
 
 def _started(
