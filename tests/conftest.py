@@ -5,8 +5,6 @@ No fixture lives here. The fixtures of the shared Ray cluster are in
 ``tests/support``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Generator

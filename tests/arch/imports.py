@@ -1,7 +1,5 @@
 """The imports of the three packages as a graph of files, read from the source."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from pathlib import Path

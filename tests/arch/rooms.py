@@ -3,8 +3,6 @@
 The order of the rooms is that of the contracts in ``pyproject.toml``.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Every command explains itself the same way."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

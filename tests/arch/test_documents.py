@@ -1,7 +1,5 @@
 """The documents lead where they say, and the site has all of them; this needs no mkdocs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A room is entered by its door, and offers what its ``__init__`` imports."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Texts that no file may have, and files and names that each package must have."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

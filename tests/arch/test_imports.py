@@ -1,7 +1,5 @@
 """Imports lead one way: between rooms, and between the files of one room."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Iterator

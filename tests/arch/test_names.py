@@ -1,7 +1,5 @@
 """Where files lie and what they are called."""
 
-from __future__ import annotations
-
 import re
 
 from tests.arch.tree import PACKAGES, ROOT, python_files, relative

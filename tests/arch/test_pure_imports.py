@@ -1,7 +1,5 @@
 """The import contracts read code; these start an interpreter and look at what it really loaded."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

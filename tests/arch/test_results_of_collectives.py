@@ -1,7 +1,5 @@
 """Results of collectives are used only after a check: an abort leaves garbage in them."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Docstrings, comments, messages and pages are written in plain sentences."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Limits that make a reader suspicious; ruff counts statements, these tests count lines."""
 
-from __future__ import annotations
-
 import ast
 
 from tests.arch.tree import PACKAGES, python_files, relative

@@ -1,7 +1,5 @@
 """Where the arch tests look: the project's own files, as git would list them."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

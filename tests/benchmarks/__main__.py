@@ -8,8 +8,6 @@ python -m tests.benchmarks fleet --nodes 1000       # one of them, with options 
 Above what each prints stand commit, date, machine and command. ``RESULTS.md`` has the figures.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

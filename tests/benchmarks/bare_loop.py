@@ -1,7 +1,5 @@
 """The peer of a session's step: the same model in a plain loop of torch, in the same processes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import statistics

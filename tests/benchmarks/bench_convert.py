@@ -15,8 +15,6 @@ rounds, because other work on the machine only adds. The checkpoints hold random
 Adam's two slots in DeepSpeed's own format.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

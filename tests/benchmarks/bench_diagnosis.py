@@ -13,8 +13,6 @@ often a healthy one. A fault not named within 20 s is neither.
 ``seconds`` is processor time of a trace, reading included.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -14,8 +14,6 @@ under systemd or Kubernetes. Every time is read from what the run wrote and coun
 Needs root, and ``ip`` and ``tc`` of iproute2.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

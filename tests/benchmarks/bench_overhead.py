@@ -23,8 +23,6 @@ progress record) is counted per step and multiplied by its price, which is measu
 are off; they have ``bench_snapshot_steps``.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

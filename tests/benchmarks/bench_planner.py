@@ -20,8 +20,6 @@ after ``--join`` seconds. Samples are those of the oracle, which knows all that 
 the wish's. The last line is what a choice costs among 1,024 GPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -11,8 +11,6 @@ checks of a run without faults. ``step_ratio`` is the median step with a check o
 where each worker has ``micro_batches`` of them, in blocks that take turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

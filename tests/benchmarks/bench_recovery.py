@@ -6,8 +6,6 @@ to the end of the first step of the next attempt (``wall_time`` of rank 0's metr
     python -m tests.benchmarks.bench_recovery --kills 20 --json
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -9,8 +9,6 @@ buffer of a keeper's memory that is registered with the driver; ``of_pinned`` co
 snapshots. Without a CUDA device the benchmark says so and measures nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

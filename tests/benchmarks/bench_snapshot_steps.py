@@ -26,8 +26,6 @@ waits. It lacks what snapshots slow down indirectly, but it also holds on a busy
 On 2 idle cores a run of 3 MB takes about 3 minutes, one of 200 MB about 5, of ``stored`` 10.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -19,8 +19,6 @@ command goes on behind the last one.
 ``ip`` and ``tc`` of iproute2.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Shared by all benchmarks: arithmetic, and the origin of a figure."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess

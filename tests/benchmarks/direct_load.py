@@ -10,8 +10,6 @@ before; what counts is opening the checkpoint and loading every element, up to t
 slowest rank. Rank 0 prints one line of JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

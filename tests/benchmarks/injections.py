@@ -5,8 +5,6 @@ record afterwards is compared with it. ``suspected`` and ``named`` are seconds f
 first suspicion of that worker and to the verdict.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -4,8 +4,6 @@ torchft's live transfer has no row: it sends state only to a rank that is behind
 failure-free run nothing and protects nothing.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from pathlib import Path

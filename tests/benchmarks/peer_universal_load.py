@@ -9,8 +9,6 @@ builds its engine first, with parameters of other values; of all that only the c
 ``load_checkpoint`` counts, up to the end of the slowest rank. Rank 0 prints one line of JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

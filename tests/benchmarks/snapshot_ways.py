@@ -4,8 +4,6 @@
 calls at most so many collectives before the device has come to the first.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import defaultdict

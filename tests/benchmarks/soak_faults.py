@@ -1,7 +1,5 @@
 """The faults of a soak: which there are, and which one has which index of a seed. Pure."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """Keeps a soak's facts about each fault and each sitting, and summarises them in the end. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final

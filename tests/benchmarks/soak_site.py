@@ -4,8 +4,6 @@ Network: a head and nodes, each a machine made of namespaces. Local: simulated n
 S3 server behind a proxy that fails as it is told; this process passes it by.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

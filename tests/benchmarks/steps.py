@@ -1,7 +1,5 @@
 """A small training whose steps are measured, block by block, for the benchmarks of saving."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence

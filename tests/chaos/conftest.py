@@ -1,7 +1,5 @@
 """A cluster of two simulated nodes, for the tests of a module that need no other one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The same as in ``tests/integration/test_collectives_hang.py``, often and at random moments."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A link that dies while steps take long: its packets tell, not the length of a step."""
 
-from __future__ import annotations
-
 import logging
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Keepers' copies over a fabric of two spines: both are used, and a slow one holds up no other."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

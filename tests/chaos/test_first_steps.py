@@ -1,7 +1,5 @@
 """The first minutes of a newcomer: an empty folder, two commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The head loses its state and is started again at the same address, as by systemd."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

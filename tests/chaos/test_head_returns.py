@@ -3,8 +3,6 @@
 Machines are namespaces. The command that began the run is on a node that stays.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

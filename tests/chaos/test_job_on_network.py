@@ -4,8 +4,6 @@ Machines are namespaces. The test does the work of an operator's tools: a machin
 lost is booted again.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The disk of the run directory is full: a controller that cannot write its journal gives way."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ Each scenario is played once for every moment that it has: another change of mem
 on the wire, another call of storage. Then the rest of the nodes is asked what a run goes on from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kills in a layout of several axes: nothing is lost but a step, and the curve goes on."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Faults of every kind in one unattended run on a real network: the same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """500 mutations of a checkpoint of every format: refused, or converted to the same tensors."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.mutation_campaign import FORMATS, assert_sound, campaign

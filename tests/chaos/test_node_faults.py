@@ -1,7 +1,5 @@
 """All 349 days of the outages of a cluster, through the real machine."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Each port of the guide through ten random deaths, without a controller that is slow to start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Judged from what the run wrote (metrics and the data order), not from internals.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Random faults on eight workers in three axes: nothing is lost but a step, the curve goes on."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -1,7 +1,5 @@
 """A GAN with an average and a frozen teacher, while workers leave, die and join."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

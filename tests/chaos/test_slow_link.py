@@ -1,7 +1,5 @@
 """A link that gets slow under a run: who says so, and what becomes of it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

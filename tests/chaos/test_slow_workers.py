@@ -1,7 +1,5 @@
 """A worker that gets slow on a real cluster: it is suspected, and left where that pays."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The object store behind a run stops answering: snapshots go on, it is said, and it is made up."""
 
-from __future__ import annotations
-
 import os
 import signal
 import urllib.request

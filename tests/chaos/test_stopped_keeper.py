@@ -1,7 +1,5 @@
 """A keeper is stopped by a signal: Ray and the trainers go on as if nothing were missing."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

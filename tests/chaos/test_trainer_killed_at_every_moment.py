@@ -4,8 +4,6 @@ Between two blocks of a tensor, two ranks, the record and the header, the header
 the keepers of both nodes, or of one of them.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Checkpoints that released formats wrote, which must load for ever."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

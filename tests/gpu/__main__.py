@@ -1,7 +1,5 @@
 """Run the parts, one after the other, and print one table; see ``tests.gpu``."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Measures snapshots and the session on a device for one worker, and delays of pinning memory."""
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import threading

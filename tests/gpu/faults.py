@@ -1,7 +1,5 @@
 """Faults of the device itself, each made by a script of its own rank: see ``SCRIPT``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Final

@@ -3,8 +3,6 @@
 Whether their collectives are right, the tests with the marker gpu show.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import threading

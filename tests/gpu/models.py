@@ -3,8 +3,6 @@
 ``measured.json`` beside this file keeps the points of every card that was at hand.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """The parts by name, and how one is performed in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Real runs of four workers on one device: killed, stopped, compared with undisturbed ones."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """A script whose ranks break their device as its plan says, each fault once."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Shared by tests that train for real; each has a run of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

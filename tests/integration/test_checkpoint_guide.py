@@ -1,7 +1,5 @@
 """The guide's page of ``everstep.checkpoint``: each of its changes is made, and the result runs."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``everstep.checkpoint`` in scripts under torchrun, as a reader of the guide runs them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ One group of processes goes through one attempt after another, as workers do; ea
 at what one attempt left behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

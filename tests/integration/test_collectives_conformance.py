@@ -4,8 +4,6 @@ Four processes call every collective in every way that scripts, DTensor and FSDP
 is one row of ``BACKENDS``. A new way to call a collective is one case in ``collective_cases``.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Four real ranks in FSDP traffic, one of which stops: only it is named, from outside."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The parts of a controller on one loop, where names are not resolved and storage stands still."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ Each script is run once for every operation that it has; for each, the process d
 of it or after it. Then a new process looks, and runs the script again to its end.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Exports, comparisons and extracts go from bucket to bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The emulator knows no preconditions: of two writers of one instant both win ther
 itself refuses the second (``ifGenerationMatch=0``), which gcsfs asks for.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real workers: gradients that are reduced after every pass take no more memory than one pass."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every block of the guide is run, as a reader would paste it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

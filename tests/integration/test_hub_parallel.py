@@ -1,7 +1,5 @@
 """Models of ``transformers`` bring their own plans: of tensors, experts, sequences and stages."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 from typing import Any

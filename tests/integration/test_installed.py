@@ -1,7 +1,5 @@
 """everstep installed without the extra ``ray``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Some of the moments of ``tests/chaos/test_killed_at_every_moment.py``, which tries them all."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Real training processes whose attempt ends between two snapshots: what they still have counts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

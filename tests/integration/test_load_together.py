@@ -1,7 +1,5 @@
 """Four real ranks over gloo read a checkpoint once between them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

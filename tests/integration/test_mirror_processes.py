@@ -1,7 +1,5 @@
 """Keepers as processes that copy each other's snapshots; one of them is killed at any moment."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Updates that are not finite, on real workers: one rank has the number, and all decide alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters without a dim or an element train as others, for any layout."""
 
-from __future__ import annotations
-
 import runpy
 from dataclasses import replace
 from pathlib import Path

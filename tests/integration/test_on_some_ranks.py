@@ -1,7 +1,5 @@
 """Scripts that do something only on some workers, on real ones."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The pages in a browser, of runs that no cluster runs."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Axes that cut a model or sequences: training as one process does, state any layout loads."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import shutil

@@ -1,7 +1,5 @@
 """Keepers as processes that keep parities of their group; two of them are killed at any moment."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing

@@ -1,7 +1,5 @@
 """Parts of a model that only some micro-batches use train as in one process, for any layout."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

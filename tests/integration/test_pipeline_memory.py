@@ -1,7 +1,5 @@
 """Real pipelines: what a worker holds does not grow with the micro-batches of a step."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

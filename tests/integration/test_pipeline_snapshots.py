@@ -1,7 +1,5 @@
 """Snapshots of a pipeline: each stage's leave where that stage waits for another."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

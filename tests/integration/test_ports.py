@@ -1,7 +1,5 @@
 """Scripts in the manner of known ones: how few lines change, and what is kept when workers die."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """With ``fsync``, a manifest that survives a loss of power promises nothing that does not."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The example of the README is code, so it is run: both sides of the diff, and its settings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

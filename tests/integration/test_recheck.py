@@ -1,7 +1,5 @@
 """Silent data corruption, on real workers: one flips a bit, and all know which."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replicas in real processes on several nodes, of which one is lost: no data is sent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

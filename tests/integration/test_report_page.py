@@ -1,7 +1,5 @@
 """A report as a browser shows it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """No collector deletes what a reader of another process is in the middle of."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks train in real processes with a fault in some of them; their rings say what it was."""
 
-from __future__ import annotations
-
 import functools
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The run directory is in a bucket: what a run asks of it, and what it does while it fails."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import uuid

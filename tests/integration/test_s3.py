@@ -1,7 +1,5 @@
 """S3 as it is used: a server process that speaks the protocol, and a proxy that spoils it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Losses that draw noise or masks, and rates by shape, are those of one worker in each layout."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support import train_numbers

@@ -1,7 +1,5 @@
 """Workers that read other samples than others, or than before, are refused before they train."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Slow links between machines made of namespaces, as keepers' transfers show them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A container gets 64 MB of /dev/shm unless somebody asks for more: snapshots need none of it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Snapshots for days: neither trainers nor keepers may hold more and more of anything."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Workers start from a checkpoint of each format, as plain torch would from what it held."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

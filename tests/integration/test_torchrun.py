@@ -1,7 +1,5 @@
 """A session under torchrun, as a reader of README runs it: what it keeps without Ray."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

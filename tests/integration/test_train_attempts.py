@@ -1,7 +1,5 @@
 """Real training processes over gloo, attempt by attempt, as the orchestrator drives them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import replace

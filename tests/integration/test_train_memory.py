@@ -1,7 +1,5 @@
 """Real training processes whose states go into the memory of a keeper in another process."""
 
-from __future__ import annotations
-
 import functools
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The script interface: alone, in workers, unchanged, and close to plain torch."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Answers of a worker's actor about an attempt, at any time and to any caller, without Ray."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

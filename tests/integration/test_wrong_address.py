@@ -1,7 +1,5 @@
 """Commands with the address of something else than a head: one line, within seconds."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A run of another framework trains on in a plain torch script, by ``everstep.checkpoint``."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """``everstep.checkpoint`` in Accelerate and Lightning, as the guide says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

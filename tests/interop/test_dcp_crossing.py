@@ -1,7 +1,5 @@
 """A run of another framework trains on under torch, from what we wrote for its loader."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """FSDP2 and tensor parallel train on from what we read and wrote, with torch's own loader."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple

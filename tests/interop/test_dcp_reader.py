@@ -1,7 +1,5 @@
 """Checkpoints that torch saved on several processes are read bit for bit, with any sharding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

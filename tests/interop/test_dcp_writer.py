@@ -1,7 +1,5 @@
 """torch's own distributed checkpoint loads what we write, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

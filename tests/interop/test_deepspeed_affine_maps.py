@@ -1,7 +1,5 @@
 """DeepSpeed's own affine maps, read as patterns, give back the tensors that DeepSpeed cut."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

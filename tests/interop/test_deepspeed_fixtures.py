@@ -4,8 +4,6 @@
 itself made of the checkpoint.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

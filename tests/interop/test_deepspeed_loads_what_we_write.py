@@ -4,8 +4,6 @@ The truth is what the training processes themselves held and how they went on: e
 parameter and every slot must be equal bit for bit, and the next steps' losses too.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ The truth is told by the training processes: every fp32 parameter, slot, frozen 
 buffer, gathered by DeepSpeed's own functions, must be equal bit for bit.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of the frameworks go out in every format and come back the same."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.foreign_reading import checkpoint_fixture

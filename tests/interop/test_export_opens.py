@@ -1,7 +1,5 @@
 """Transformers opens an export, and generates with it as with the model in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers loads what we write and computes what the model computed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

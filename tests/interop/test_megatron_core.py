@@ -4,8 +4,6 @@ It saves the state again as soon as it is loaded, so every element that it holds
 losses of the next steps are those of the run that went on.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs of other frameworks go on under everstep, from the checkpoint as it lies."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

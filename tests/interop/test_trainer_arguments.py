@@ -5,8 +5,6 @@ before the first step, or it changes nothing here, as the guide says. A new rele
 with another argument fails the first test.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer and ours, on the same script."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

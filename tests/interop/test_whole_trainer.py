@@ -3,8 +3,6 @@
 ``tests/integration/cluster/test_whole_trainer.py`` runs it on workers that are killed.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

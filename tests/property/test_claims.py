@@ -5,8 +5,6 @@ waits at every call of the store until the drawn schedule lets it go on. The ver
 resumes from is never lost, whatever the older ones do meanwhile.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """One bit flips anywhere in a source, a hundred times: it is noticed, and nothing bad is loaded."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import closing

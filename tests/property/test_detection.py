@@ -1,7 +1,5 @@
 """Random attempts with a planted guilty rank: it is named, or none is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given

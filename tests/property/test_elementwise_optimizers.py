@@ -1,7 +1,5 @@
 """Elementwise optimizers have the same bits for any cut of a tensor into rows."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final

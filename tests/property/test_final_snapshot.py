@@ -1,7 +1,5 @@
 """Ranks that leave early, and ranks that die, must not take along what all of them have."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """A few mutated checkpoints of every format; ``tests/chaos`` tries 500 of each."""
 
-from __future__ import annotations
-
 from tests.support.mutation_campaign import FORMATS, assert_sound, campaign
 from tests.support.mutations import BOMBS
 

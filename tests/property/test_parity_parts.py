@@ -1,7 +1,5 @@
 """Parts that no memory has, against the parts as they were: every byte, or an error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Boxes follow from placements: those of all ranks tile the tensor, whatever the mesh."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

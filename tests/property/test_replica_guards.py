@@ -1,7 +1,5 @@
 """Assignment of shares to guards: any nodes that may be lost leave every share somewhere."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Replicas save disjoint shares: every element once, whatever the shapes and the layout."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import prod
 

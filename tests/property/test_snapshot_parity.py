@@ -1,7 +1,5 @@
 """Parity against a plain model of GF(16), and every loss that it promises to survive."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations, pairwise
 

@@ -1,7 +1,5 @@
 """Groups and claims of tolerance against brute force over partitions and losses."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator

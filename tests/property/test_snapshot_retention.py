@@ -4,8 +4,6 @@ The machine is a model of the run around the real decisions: ranks in lockstep, 
 and copy, attempts that resume from the newest version that is complete.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups of every size lose every set of nodes that they are said to survive."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

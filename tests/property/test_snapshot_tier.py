@@ -1,7 +1,5 @@
 """Versions in memory against plain numpy: any layout in, any layout out, and no bad byte ever."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Where the time of a run went, for any journal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Rates are max-min fair for any paths: no flow could have more unless a slower one had less."""
 
-from __future__ import annotations
-
 from math import inf
 
 import pytest

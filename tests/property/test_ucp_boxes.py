@@ -1,7 +1,5 @@
 """Boxes against numpy, which knows where elements are."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import prod
 

@@ -1,7 +1,5 @@
 """Any sharding to any other, bit for bit; any damage found; any crash survived."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """Conversion of any foreign checkpoint: the values that numpy computes, and no damage passes."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Whatever nonsense the files of a checkpoint hold, reading it ends in an error of ours or not."""
 
-from __future__ import annotations
-
 import tempfile
 from contextlib import suppress
 from pathlib import Path

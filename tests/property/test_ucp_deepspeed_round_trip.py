@@ -1,7 +1,5 @@
 """Checkpoints written for DeepSpeed, read again: the same state for any layout of the target."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whatever lies how in foreign files: any box of it loads as numpy would cut it."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import defaultdict, deque

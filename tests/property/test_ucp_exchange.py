@@ -1,7 +1,5 @@
 """State that goes out to another format and comes back is the same, and a single bit is noticed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """A writer that is killed at any operation leaves the whole checkpoint, or what no reader takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Foreign files that damage or malice made: our errors come out, nothing else, nothing runs."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable

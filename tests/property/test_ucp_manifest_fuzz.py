@@ -1,7 +1,5 @@
 """Manifests that damage or malice made: our errors, and nothing else, come out."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Whatever spread a tensor, what patterns and operators say of its shards gives it back."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

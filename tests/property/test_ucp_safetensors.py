@@ -1,7 +1,5 @@
 """Headers from anybody: refused by our own errors or read exactly, and nothing else happens."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

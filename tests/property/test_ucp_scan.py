@@ -1,7 +1,5 @@
 """Documents read as columns against the same read value by value: never a different answer."""
 
-from __future__ import annotations
-
 import random
 import re
 import tracemalloc

@@ -1,7 +1,5 @@
 """ZeRO's ranges over random shapes and ranks: every element once, in the order of the ranks."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 from hypothesis import given

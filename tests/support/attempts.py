@@ -1,7 +1,5 @@
 """Small runs for ``tests.support.trainers``: their settings, and what they leave behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

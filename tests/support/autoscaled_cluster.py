@@ -4,8 +4,6 @@ The head is an ordinary ``ray start --head``; its autoscaler calls ``NodeProvide
 would call that of a cloud. A test can take nodes away without a word, and have a type sold out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

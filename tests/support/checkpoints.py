@@ -1,7 +1,5 @@
 """Builders of states, shardings and checkpoints."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A case runs on a recorded group and on torch's own group of the same transport; 
 same tensors. Each case lists the operations that it must record, the same ones on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 

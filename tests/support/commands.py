@@ -1,7 +1,5 @@
 """Runs ``ucp`` up to its exit, in this process where that makes no difference."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import subprocess

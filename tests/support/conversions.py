@@ -1,7 +1,5 @@
 """Checkpoints large enough to be converted in pieces, and what looks at the result."""
 
-from __future__ import annotations
-
 import random
 from math import prod
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies by a thread beside the training, as a device makes them, in a process that trains."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """A store in memory that notes what is read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ucp_core.storage import MemoryStore, ReadRange

@@ -1,7 +1,5 @@
 """Operations of processes on checkpoints, and facts that must hold wherever they die."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 

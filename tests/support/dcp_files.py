@@ -1,7 +1,5 @@
 """Writes containers of torch DCP chunk by chunk: any layout, any rank, any damage, no processes."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A folder is held as trees by file name until it is written, so a test can change
 The form is that of DeepSpeed 0.19.8; ``tests/interop`` has what DeepSpeed itself writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shared by scripts that run real DeepSpeed: models, their cuts, the parts of a rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ each of its threads, and sends itself a signal at the chosen one. A test that tr
 the process die everywhere, also in unexpected places.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -5,8 +5,6 @@ that who has finished what is known; what a run would resume from after a loss i
 orchestrator's own rules, from what the keepers that are left say they hold.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Two ranks that train on two nodes, and die or stop at a chosen moment of their snapshots."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from contextlib import closing

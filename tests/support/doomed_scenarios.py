@@ -1,7 +1,5 @@
 """Operations during which a node dies, and facts that must hold wherever that catches them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A script that runs alone and never ends, beside a process that it forked."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

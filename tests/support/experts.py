@@ -1,7 +1,5 @@
 """A tiny model with experts, for runs of ``model.preset: hf:FOLDER``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ addresses and ports to one of them, as switches do. Each direction of each link 
 it ends with the process that made it. Needs root, and ``ip`` and ``tc`` of iproute2.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -3,8 +3,6 @@
 A real keeper's server runs on one node and its mirror on another, each as a process of this module.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 import tempfile

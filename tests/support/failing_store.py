@@ -5,8 +5,6 @@ dead, nothing that the process still does, as clearing up in an exception handle
 a killed process runs no handlers.
 """
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The state of any rank of any layout in one process: torch's fake group stands for the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

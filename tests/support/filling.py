@@ -1,7 +1,5 @@
 """A buffer of an arena that is filled as it is saved: trainers capture their data there before."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from ucp_core.storage import Buffer

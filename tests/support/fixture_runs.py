@@ -1,7 +1,5 @@
 """The model and the data of the runs that wrote the checkpoints in ``tests/fixtures``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Checkpoints as a foreign framework may leave them: strided, padded, replicated, averaged."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """Loads tensors of foreign checkpoints, and finds the checkpoints of ``tests/fixtures``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -5,8 +5,6 @@ work in a fraction of one. Every rank is a process of its own all the same: what
 in globals ends with it. The environment of a rank is that which torchrun gives.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

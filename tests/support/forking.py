@@ -3,8 +3,6 @@
 Each would need seconds of a processor for these imports, and there are hundreds of them.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Hand-written reports for the detector: what a keeper would have seen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Judge a run from what it wrote: one line of history, every sample once."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Pickles that would run a program where a pickle is trusted, and ones that would fill memory."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

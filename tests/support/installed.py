@@ -1,7 +1,5 @@
 """Installs everstep as somebody does who has no checkout: its wheel, in a fresh environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

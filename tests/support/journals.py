@@ -1,7 +1,5 @@
 """A run directory with a journal as long as wanted, written by the parts that write real ones."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Keepers' handles that are answered in this process, and the controller's side of them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field

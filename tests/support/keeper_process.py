@@ -7,8 +7,6 @@ The first line of output is where it serves peers. A line of input is whom to pr
 it is answered once that is done.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

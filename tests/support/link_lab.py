@@ -5,8 +5,6 @@ and times transfers by the keeper's own code. No Ray runs here, so a fault takes
 played. Cables, the switch and limits on them are the kernel's. Needs root, and ``ip`` and ``tc``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

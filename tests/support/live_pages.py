@@ -1,7 +1,5 @@
 """The live page of a run that no Ray runs: its parts, made by hand."""
 
-from __future__ import annotations
-
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Read back what loggers wrote to files."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Two layers, tensor parallel over ``tp`` ranks and pipeline parallel over ``pp`` 
 each; ``dp`` data-parallel ranks share the optimizer's flat buffers.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from itertools import pairwise, product

@@ -1,7 +1,5 @@
 """Makes Megatron's older checkpoints, a folder per rank, without Megatron, and spoils them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

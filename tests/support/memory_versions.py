@@ -1,7 +1,5 @@
 """Small states in arenas: what each rank of a run would have written there, and how it loads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 

@@ -6,8 +6,6 @@ Each machine is told what lies in ``FOLDER/ADDRESS``, by its own address. A file
 its name is the path, with ``+`` for ``/``.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -4,8 +4,6 @@ A mutation changes a copy of the folder. Where a format has checksums that an ed
 (the directory of a zip, the seal of a manifest), so do the mutations that edit pickles and JSON.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -8,8 +8,6 @@ Nothing outlives the process that made it, however that ends: the kernel ends th
 and their network goes with its last process. Needs root, and ``ip`` and ``tc`` of iproute2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Runs on a cluster of machines, begun by ``everstep run`` and judged by what they write."""
 
-from __future__ import annotations
-
 import json
 import operator
 import sys

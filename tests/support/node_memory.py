@@ -1,7 +1,5 @@
 """The snapshot memory of a node in a process of its own, without Ray: to be asked, and killed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A cluster without processes: workers do what they are told, on nodes of two. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ takes ten seconds and is reported once an attempt, messages take no time, and a 
 broken in one of few ways.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter, defaultdict

@@ -3,8 +3,6 @@
 Write it there with ``python -m tests.support.phase_table``.
 """
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

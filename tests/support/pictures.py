@@ -1,7 +1,5 @@
 """Take the pictures of README, of a real demo: ``python -m tests.support.pictures``."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

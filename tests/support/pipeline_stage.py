@@ -4,8 +4,6 @@ Its passes take time and no processor, as those of a device; its copies too. It 
 each step, when it computed and when each bucket left.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

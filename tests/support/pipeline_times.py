@@ -3,8 +3,6 @@
 Source: 1F1B, the non-interleaved schedule of PipeDream-Flush (arXiv 2006.09503).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple

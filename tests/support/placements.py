@@ -1,7 +1,5 @@
 """Computes the losses that a plan of redundancy over the network survives, from the plan alone."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from orchestrator.policies import RedundancyPlan

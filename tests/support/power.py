@@ -1,7 +1,5 @@
 """Which bytes and names of local files would survive a loss of power, by what was synced."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

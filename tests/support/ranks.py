@@ -1,7 +1,5 @@
 """Runs a function as several real processes with a store between them."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 import traceback

@@ -1,7 +1,5 @@
 """Waits of tests until a run trains, or has a keeper to kill."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -4,8 +4,6 @@
 first piece and goes on when a line comes in; it ends with 0 if every byte was right.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

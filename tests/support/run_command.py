@@ -1,7 +1,5 @@
 """``everstep`` as a process of its own, and what is seen of its run from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

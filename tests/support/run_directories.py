@@ -1,7 +1,5 @@
 """Write run directories as a run leaves them, without running anything."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

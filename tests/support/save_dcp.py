@@ -4,8 +4,6 @@
 gathered in the processes and not from files, to ``DIRECTORY/../expected.safetensors``.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A device with a queue for computation and one for copies, worked off as chance has it."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import deque

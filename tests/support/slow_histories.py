@@ -4,8 +4,6 @@
 tells who was convicted.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """One rank that takes snapshots, and the memory of its node, both in this process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field

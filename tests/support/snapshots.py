@@ -1,7 +1,5 @@
 """Versions in memory as trainers leave them, and a store that one can hold up."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence

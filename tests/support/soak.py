@@ -4,8 +4,6 @@ It is two ranks at once, each with memory at the keeper of a node of its own, so
 takes one part from near and one over the wire. Its resources are measured from outside.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing

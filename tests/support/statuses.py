@@ -1,7 +1,5 @@
 """A document of ``everstep status``, for the tests of what people read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 NODE = "f6a909039539fb880232d2aefe062783cc607b650ff1be024369a081"

@@ -1,7 +1,5 @@
 """Lost shares of a group from the shares and parities that are left, all in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reads torch files where the classes of DeepSpeed are not installed."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from typing import Any

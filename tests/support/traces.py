@@ -6,8 +6,6 @@ each with each in the tensor-parallel group, buckets over dp, and a norm over al
 little after its last member came; a rank waits for it. So a fault spreads as it does in a cluster.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ The first saves under several layouts. While it saves for the last time one rank
 second loads under others, and says whether every bit is equal.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -7,8 +7,6 @@ of a micro-batch. The process that errs creates ``mark=FILE``, and while the fil
 process errs.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -4,8 +4,6 @@
 JOB is a JSON list of cases, OUT a folder that gets ``<name>.json`` and ``<name>.safetensors``.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A pipeline for ``train_deepspeed``: one stage or two, the embedding tied to the head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import deepspeed

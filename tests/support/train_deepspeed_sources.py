@@ -5,8 +5,6 @@ OUT``: JOB is a JSON list of cases, OUT a folder that gets ``<name>.ds``, the ch
 ``<name>.safetensors``, what the training processes held, by ``<fqn>/<slot>``.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

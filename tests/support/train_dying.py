@@ -5,8 +5,6 @@
 others open, and "update". The run is over soon after the last death, or after 40 steps without any.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

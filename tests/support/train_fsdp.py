@@ -1,7 +1,5 @@
 """A small model under FSDP2 and tensor parallel that saves and loads with torch's own DCP."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

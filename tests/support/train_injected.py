@@ -4,8 +4,6 @@ It is told by a file ``ORDERS/KIND-PHASE-RANK`` in the folder that is its argume
 it away and does it, within the step that it is in. Phases are data, forward, backward and update.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -4,8 +4,6 @@
 cases, OUT a folder that gets ``<name>``, a checkpoint, and ``<name>.json``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Args: where to write what was read, and how: ``generator``, ``cursor``, ``buffer
 ``fine`` for one that is the same whoever reads it.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

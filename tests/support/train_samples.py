@@ -5,8 +5,6 @@ there, ``chance``, ``later`` on one worker or ``curriculum`` on all, from step 3
 ``nothing``), and the file.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

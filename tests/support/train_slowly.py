@@ -4,8 +4,6 @@ Its argument is the length of the pause with four workers, in seconds; fewer hav
 processors are left to processes that the test starts.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -14,8 +14,6 @@ The argument ``scaler`` scales the loss by a ``GradScaler``, ``width=N`` sets th
 model, and ``evaluate`` runs the model over all samples after each step.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -4,8 +4,6 @@ A process is a worker: it keeps its caches and buffers from attempt to attempt, 
 it answers while the training thread is stuck, so an attempt can be fenced or asked to yield.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Sequence

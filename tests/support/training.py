@@ -1,7 +1,5 @@
 """A small FSDP training loop in real processes, watched from outside as a keeper does."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

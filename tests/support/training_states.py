@@ -1,7 +1,5 @@
 """Training states as an optimizer has them, saved as a checkpoint that writers are given."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

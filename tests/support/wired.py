@@ -1,7 +1,5 @@
 """Arenas whose snapshots go over a connection: what is in them, and what is asked for it."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from workers.memory import Arena

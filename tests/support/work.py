@@ -1,7 +1,5 @@
 """Counts work instead of time: the count is the same on every machine, however busy."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

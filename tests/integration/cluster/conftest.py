@@ -1,7 +1,5 @@
 """One cluster of simulated nodes, for all tests that need Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Runs that a test leaves on the cluster that the next tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

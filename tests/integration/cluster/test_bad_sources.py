@@ -1,7 +1,5 @@
 """A real run whose newest snapshot is damaged in every memory: no worker fails, it goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Placement groups of a run on a real cluster."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

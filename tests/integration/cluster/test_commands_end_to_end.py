@@ -1,7 +1,5 @@
 """The commands as a person uses them: in processes of their own, judged by what they print."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Conversion over the nodes of a cluster: the same bytes, also when a node dies meanwhile."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """A real Prometheus scrapes a real run with faults in it; every panel must show something."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

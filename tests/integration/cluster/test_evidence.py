@@ -1,7 +1,5 @@
 """A rank that hangs in a line of its script: what is kept of it says which rank, and which line."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Callable

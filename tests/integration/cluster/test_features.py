@@ -3,8 +3,6 @@
 The table in ``tests/README.md`` says which test has which feature; one run carries many of them.
 """
 
-from __future__ import annotations
-
 import json
 import runpy
 import shutil

@@ -1,7 +1,5 @@
 """Scripts as people write them, as ``everstep run`` runs them, with a kill."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The parts of ``tests.gpu`` with stand-ins for the GPU: that they work when a GPU is at hand."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

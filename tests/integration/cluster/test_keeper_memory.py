@@ -1,7 +1,5 @@
 """A real keeper actor and real trainer processes, killed: what was finished is still there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The layout follows the workers: every axis shrinks and grows, on simulated nodes, with kills."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A test that fails leaves nothing to those that follow on the same cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

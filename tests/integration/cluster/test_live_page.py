@@ -1,7 +1,5 @@
 """The live page in a browser, of a real run on simulated nodes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

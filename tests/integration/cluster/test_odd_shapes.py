@@ -1,7 +1,5 @@
 """A script with parameters and an optimizer of odd kinds, as a reader would run it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

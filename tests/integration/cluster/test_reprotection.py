@@ -1,7 +1,5 @@
 """A second loss right after the run has recovered from the first: protection is new, too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

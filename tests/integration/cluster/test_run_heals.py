@@ -1,7 +1,5 @@
 """Real training on simulated nodes, real signals; judged by what the run wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

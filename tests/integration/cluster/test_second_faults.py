@@ -1,7 +1,5 @@
 """A second fault while the run recovers from the first, in each phase; and exceptions."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

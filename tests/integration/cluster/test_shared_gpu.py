@@ -1,7 +1,5 @@
 """Workers that share a GPU, on a cluster whose nodes have one in Ray's books."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two runs on one real cluster: the urgent one gets its workers, and gives them back."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Streams under ``everstep run``, with a kill: exact, or the run ends and says why."""
 
-from __future__ import annotations
-
 import ast
 import json
 import signal

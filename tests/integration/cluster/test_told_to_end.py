@@ -1,7 +1,5 @@
 """Workers and commands that somebody else tells to end."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

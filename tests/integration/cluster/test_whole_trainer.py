@@ -1,7 +1,5 @@
 """A Trainer's script as people write it, on four workers, through two kills."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs on a cluster whose nodes Ray's own autoscaler buys and gives back."""
 
-from __future__ import annotations
-
 import logging
 import time
 from pathlib import Path

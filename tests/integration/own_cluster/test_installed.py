@@ -1,7 +1,5 @@
 """A user installs everstep and has no checkout, but files and variables of other programs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Simulated nodes are processes of this machine: none may stay when they are not wanted."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Real faults of a network, between machines made of namespaces; judged by what the run wrote."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

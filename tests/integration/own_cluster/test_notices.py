@@ -1,7 +1,5 @@
 """A machine that says itself when it goes, by a command of the user's own, on a real cluster."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

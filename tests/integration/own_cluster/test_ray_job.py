@@ -1,7 +1,5 @@
 """``ray job submit`` on a cluster that ``ray start`` has made."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """How long a run on simulated nodes lives: as long as its command, unless it is detached."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A run whose head is lost goes on on a second cluster: begun at once by hand, or by a watch."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

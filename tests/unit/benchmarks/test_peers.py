@@ -1,7 +1,5 @@
 """The comparison with peers: its figures from lines, and the targets of its faults."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """The planner on the spot market, beside an oracle that knows what comes and pays, too."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.benchmarks.bench_planner import HOURS, MEASURED, MODELS, cluster_of, hour, measure

@@ -1,7 +1,5 @@
 """The faults that a soak draws, and what it makes of what it saw."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The files for clusters, as those who read them judge them: Ray, KubeRay, bash."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The batch script, under commands that stand in for Slurm's, Ray's and everstep's."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every board has the same frame, and each metric and alert is written down for people."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

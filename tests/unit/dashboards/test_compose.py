@@ -1,7 +1,5 @@
 """The stack that shows the boards: what it mounts is there, and fits together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

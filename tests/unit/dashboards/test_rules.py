@@ -1,7 +1,5 @@
 """The rules and the scrape configuration, as Prometheus's own tool judges them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

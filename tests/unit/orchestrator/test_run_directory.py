@@ -1,7 +1,5 @@
 """Reading what a run left behind."""
 
-from __future__ import annotations
-
 import json
 from math import isnan
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``ucp`` as a person and as a program use it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Errors cross process borders: Ray pickles them."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """A door loads what is asked for, and nothing else."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

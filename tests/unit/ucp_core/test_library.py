@@ -1,7 +1,5 @@
 """``import ucp_core``: its page is its documentation, so the page is run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from textwrap import dedent

@@ -1,7 +1,5 @@
 """A node with a keeper's memory, and a rank that takes its snapshots there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

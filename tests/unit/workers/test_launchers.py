@@ -1,7 +1,5 @@
 """Signals and variables of other launchers and schedulers in a process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """A process that is to end with its parent."""
 
-from __future__ import annotations
-
 import select
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A repeated failure is reported once, and counted."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from workers.models import PRESETS
 from workers.settings import (
     CheckpointSettings,

@@ -1,7 +1,5 @@
 """The explanation of the configuration follows from it, so that nothing is told twice."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

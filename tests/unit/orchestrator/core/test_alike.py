@@ -1,7 +1,5 @@
 """Events of several members that are folded as one."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 

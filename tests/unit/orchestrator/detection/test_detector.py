@@ -1,7 +1,5 @@
 """The detector's facts about nodes, and how long it keeps them."""
 
-from __future__ import annotations
-
 from time import process_time
 
 from orchestrator.detection import Detector, observe, without_silent

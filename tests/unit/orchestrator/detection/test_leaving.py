@@ -1,7 +1,5 @@
 """A worker that leaves a fenced attempt late is distinguished from a stuck one, by its process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The bounds and the step time that they come from."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Verdicts, and above all their absence, in small hand-written histories of four workers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 from typing import Any

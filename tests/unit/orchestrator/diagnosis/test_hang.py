@@ -1,7 +1,5 @@
 """The ranks that hold the others up, from hand-written calls."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from orchestrator.diagnosis import Operation, Records, Verdict, diagnose

@@ -1,7 +1,5 @@
 """Dead and slow links from what keepers say of connections."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Suspicions of a run while it trains, from reports as keepers send them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from random import Random

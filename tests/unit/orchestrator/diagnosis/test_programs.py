@@ -1,7 +1,5 @@
 """Calls that differ, whether or not anything hangs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Slow ranks, ranks that only have more to do, and slow transfers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

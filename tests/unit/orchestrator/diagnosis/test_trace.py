@@ -1,7 +1,5 @@
 """A trace draws our records, and torch's own analyzer reads them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path

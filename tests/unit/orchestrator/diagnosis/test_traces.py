@@ -1,7 +1,5 @@
 """Generated traces: only the planted rank or link is named; unevenness is no fault."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.traces import CLEAN, PLANTED, answer, clean, planted

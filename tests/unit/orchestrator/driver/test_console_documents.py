@@ -1,7 +1,5 @@
 """People read about a run in a terminal that may be narrow."""
 
-from __future__ import annotations
-
 import io
 import re
 from typing import Any

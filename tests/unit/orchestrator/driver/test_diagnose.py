@@ -1,7 +1,5 @@
 """Which files are records, and what is refused; what real hangs are told as."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections import OrderedDict

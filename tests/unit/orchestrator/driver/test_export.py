@@ -1,7 +1,5 @@
 """The newest step of a run in another format, while the run deletes older ones."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

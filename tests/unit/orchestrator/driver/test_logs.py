@@ -1,7 +1,5 @@
 """The output of a training script, read while it grows and afterwards."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where pages are, and the index of all runs."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Two runs beside each other, from directories as runs leave them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

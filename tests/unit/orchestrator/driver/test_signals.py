@@ -1,7 +1,5 @@
 """Which signals end a command, and with which exit code."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """``everstep watch`` with commands that are scripts: what it does is decided by how they end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

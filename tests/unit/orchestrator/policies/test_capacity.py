@@ -1,7 +1,5 @@
 """How long a run waits for capacity before it requests the next alternative."""
 
-from __future__ import annotations
-
 from orchestrator.policies import CapacityRules
 from orchestrator.policies.capacity import grant_bound_s, took_s
 

@@ -1,7 +1,5 @@
 """Expectations of missing GPUs, beside published figures and arithmetic."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The order of nodes: around slow links, rack by rack, and no farther than need be."""
 
-from __future__ import annotations
-
 import time
 from itertools import pairwise, permutations
 from random import Random

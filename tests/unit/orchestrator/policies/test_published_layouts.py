@@ -19,8 +19,6 @@ Sources:
   each layer, so they lie between the two forecasts. Tables 4 to 6 cut sequences over tp.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When a run does without a slow worker."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 

@@ -1,7 +1,5 @@
 """A report tells its reader what to do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A run has one document, and everything that people and tools read are views of it."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report of a run directory: what its document says, and that the page is one file."""
 
-from __future__ import annotations
-
 import json
 import re
 from math import isnan, nan

@@ -1,7 +1,5 @@
 """One sentence on what a run does or waits for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

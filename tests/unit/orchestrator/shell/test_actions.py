@@ -1,7 +1,5 @@
 """An action becomes an event, or is refused with its reason."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

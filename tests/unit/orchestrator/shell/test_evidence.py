@@ -1,7 +1,5 @@
 """When evidence is awaited, for how long, and where it ends; keepers are stood in for at Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

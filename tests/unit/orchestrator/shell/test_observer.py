@@ -1,7 +1,5 @@
 """The observer knows what reports say now, and no more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise

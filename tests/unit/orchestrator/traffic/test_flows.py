@@ -1,7 +1,5 @@
 """The bytes that a step sends, from records at two times."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from orchestrator.traffic import Flow, Sent, measured, step_flows

@@ -1,7 +1,5 @@
 """Plans of traffic: rings, orders, keepers and paths on topologies that are checked by hand."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from statistics import fmean

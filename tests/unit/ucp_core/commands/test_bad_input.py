@@ -4,8 +4,6 @@ One row for each kind of bad input; what else can be wrong with each format is t
 reader.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

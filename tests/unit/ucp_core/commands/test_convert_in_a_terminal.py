@@ -1,7 +1,5 @@
 """``ucp convert`` in a terminal shows a bar, and still works in processes."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

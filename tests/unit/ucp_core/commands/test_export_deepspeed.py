@@ -1,7 +1,5 @@
 """``ucp export --format deepspeed``: the target's layout from the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An export that fails leaves the destination as it was, whatever the format and the moment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

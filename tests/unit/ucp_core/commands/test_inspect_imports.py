@@ -1,7 +1,5 @@
 """Imports of ``ucp inspect``, which take most of its time."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """``ucp diff``, ``export`` and ``extract`` as a person and as a program use them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages of the commands about mistakes, in the user's words."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from dataclasses import replace

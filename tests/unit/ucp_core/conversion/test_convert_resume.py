@@ -1,7 +1,5 @@
 """Conversion goes on after a kill -9 at any moment, and takes in nothing that is not its own."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

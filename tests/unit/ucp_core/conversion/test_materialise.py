@@ -1,7 +1,5 @@
 """The universal checkpoint is what other tools read, and is committed last."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A universal checkpoint says how the shards of several ranks made up each tensor."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

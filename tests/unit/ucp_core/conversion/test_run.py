@@ -1,7 +1,5 @@
 """Conversion: same bytes from every source in every way of working, or nothing at all."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pickle

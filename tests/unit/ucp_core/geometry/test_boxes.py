@@ -1,7 +1,5 @@
 """Boxes by example; tests/property/test_ucp_boxes.py has them at random."""
 
-from __future__ import annotations
-
 import pytest
 
 from ucp_core.geometry import Box, flat_range, is_contiguous, span

@@ -1,7 +1,5 @@
 """The proof that every element is held exactly once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Differences are found, counted and placed; equal values are not, whatever their layout."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

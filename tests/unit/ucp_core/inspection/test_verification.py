@@ -1,7 +1,5 @@
 """``verify`` finds every flipped, missing and added byte, and says in which file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Documents that are wrong: every problem at once, each with its place."""
 
-from __future__ import annotations
-
 import copy
 import json
 import struct

@@ -1,7 +1,5 @@
 """Keeping checkpoints: by locks where the storage has them, by a time of grace elsewhere."""
 
-from __future__ import annotations
-
 import uuid
 from pathlib import Path
 

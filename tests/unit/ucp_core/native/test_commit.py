@@ -1,7 +1,5 @@
 """Commit, validity under fencing, search and collection."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading

@@ -1,7 +1,5 @@
 """Ranks that need the same read it once between them; no rank waits for one that failed."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Sequence

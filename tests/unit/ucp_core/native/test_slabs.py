@@ -1,7 +1,5 @@
 """A stream of slabs has every byte once, in order, in memory that does not grow."""
 
-from __future__ import annotations
-
 import random
 import threading
 import tracemalloc

@@ -1,7 +1,5 @@
 """A load into a wider dtype changes no value, and happens only where it is asked for."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Every cast rounds once, to nearest, and loses no NaN."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checksums of blocks, and of what they make together."""
 
-from __future__ import annotations
-
 import random
 import zlib
 

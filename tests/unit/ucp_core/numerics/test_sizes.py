@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from ucp_core.numerics import format_bytes, parse_bytes

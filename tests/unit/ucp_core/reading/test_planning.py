@@ -1,7 +1,5 @@
 """Plans of reads: arithmetic that can be checked by hand."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

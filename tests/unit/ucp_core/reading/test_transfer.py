@@ -1,7 +1,5 @@
 """Reads, memory and checks of the plan's execution."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from collections.abc import Iterable, Sequence

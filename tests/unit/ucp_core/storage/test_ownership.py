@@ -1,7 +1,5 @@
 """One claim on a run's directory counts, and every other claimant learns it from storage alone."""
 
-from __future__ import annotations
-
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor

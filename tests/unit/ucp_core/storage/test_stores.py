@@ -1,7 +1,5 @@
 """Every store passes the one conformance suite; what only local files do comes after."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -3,8 +3,6 @@
 The device is simulated: a test says where it is.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

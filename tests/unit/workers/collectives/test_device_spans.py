@@ -1,7 +1,5 @@
 """Times of a rank's own work on its device, as a reader outside gets them; it is simulated."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recorded group over torch's own fake group, with tensors of a device that is not there."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

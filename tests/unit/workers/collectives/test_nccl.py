@@ -1,7 +1,5 @@
 """Settings for torch and NCCL; only a GPU can show that they take effect."""
 
-from __future__ import annotations
-
 import os
 import threading
 from datetime import timedelta

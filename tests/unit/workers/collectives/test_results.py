@@ -3,8 +3,6 @@
 The device is simulated: tensors say that they are on one, and collectives leave anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

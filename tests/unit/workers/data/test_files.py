@@ -1,7 +1,5 @@
 """JSON lines and Parquet rows: any sample by its number, wherever the files are."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Fingerprints: equal for equal samples, in any process; different for different ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

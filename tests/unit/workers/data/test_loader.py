@@ -1,7 +1,5 @@
 """Batches in the run's order, the same for any number of workers and readers."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Packed rows: all tokens in an order, cut into rows, with the documents told apart."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

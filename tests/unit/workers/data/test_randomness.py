@@ -1,7 +1,5 @@
 """Functions that leave the generators of the host as they were."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Streams: every sample once, in the stream's order, for any number of workers and resumes."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import random

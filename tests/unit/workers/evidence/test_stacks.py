@@ -1,7 +1,5 @@
 """Stacks of processes that are stuck in ten ways, each in one line that must be shown."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The keeper's actor; Ray is not started for it."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Facts about how a process ended, found by another process than its parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

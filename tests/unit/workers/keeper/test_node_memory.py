@@ -1,7 +1,5 @@
 """A node's memory put together: written by its workers, copied by a peer, stored, and let go of."""
 
-from __future__ import annotations
-
 import operator
 import subprocess
 import sys

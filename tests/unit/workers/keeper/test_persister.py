@@ -1,7 +1,5 @@
 """From memory to storage in the background: everything but bad versions, and no rank waits."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator

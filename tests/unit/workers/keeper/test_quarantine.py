@@ -1,7 +1,5 @@
 """Versions that could not be loaded, and only those, are never offered again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

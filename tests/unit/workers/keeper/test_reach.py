@@ -1,7 +1,5 @@
 """Which machines answer, by real kernels: what is stopped does, what is cut off does not."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

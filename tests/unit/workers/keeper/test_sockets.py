@@ -1,7 +1,5 @@
 """A keeper's view of its trainers' connections, by real kernels."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Where parts are taken from: near before far, whole before damaged, and nothing twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path

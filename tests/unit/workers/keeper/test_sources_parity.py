@@ -1,7 +1,5 @@
 """Parts that are nowhere, computed for a loader from what is left of a group; and whose fault."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A keeper's view of a worker's process from outside, and its actions on it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

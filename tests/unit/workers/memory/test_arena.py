@@ -1,7 +1,5 @@
 """Snapshot memory: what is in it survives whoever wrote it, and half a version is none."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

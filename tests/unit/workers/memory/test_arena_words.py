@@ -1,7 +1,5 @@
 """The words between a trainer and its keeper: one writer each, and both may die at any time."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

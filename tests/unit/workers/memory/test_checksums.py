@@ -1,7 +1,5 @@
 """Checksums by a process that maps the memory: the values are zlib's, whatever becomes of it."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

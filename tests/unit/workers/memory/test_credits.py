@@ -1,7 +1,5 @@
 """Credits: as many as there are, back from whoever dies, and never a reason to stop."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Calls of the CUDA driver, against one that keeps books; copies need a device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """MoEs have a matrix for each expert in files of the hub, and one tensor in transformers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

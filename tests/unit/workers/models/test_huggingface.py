@@ -1,7 +1,5 @@
 """Causal language models of ``transformers`` train built in, from a folder with their config."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank's part of sequences; torch's fake group stands for the other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dropout between matrices that are cut: another mask on each tensor-parallel rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which modules are gathered as one, and what their parameters are called."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A model of ``transformers`` names its own parts; torch's fake group is the other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 A process builds each of the ranks in turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache

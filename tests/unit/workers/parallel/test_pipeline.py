@@ -1,7 +1,5 @@
 """A model is cut into stages, and a script calls one of them as if it were whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Matrices cut by tensor parallelism compute on plain tensors what torch's styles compute."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

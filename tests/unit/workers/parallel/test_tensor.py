@@ -1,7 +1,5 @@
 """Tensor parallelism follows a plan; torch's fake group stands for the other ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

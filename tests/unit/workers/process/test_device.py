@@ -1,7 +1,5 @@
 """A process whose GPU failed; the script of the run stands in for the driver."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

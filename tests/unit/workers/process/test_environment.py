@@ -1,7 +1,5 @@
 """Copies past the caches: what is added to an environment, and that the C library takes it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

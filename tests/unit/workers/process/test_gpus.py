@@ -1,7 +1,5 @@
 """How simulated nodes and their workers divide the GPUs of a machine."""
 
-from __future__ import annotations
-
 import math
 import os
 

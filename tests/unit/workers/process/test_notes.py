@@ -1,7 +1,5 @@
 """Notes of the training thread, heard by a coroutine."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import Future

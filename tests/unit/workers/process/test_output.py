@@ -1,7 +1,5 @@
 """The log of what a script prints, on stores that append, that do not, and that refuse."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

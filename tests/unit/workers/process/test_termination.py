@@ -1,7 +1,5 @@
 """The message to a script that sets a signal handler in a worker."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

@@ -1,7 +1,5 @@
 """The work of a worker before it reports that it is ready."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from dataclasses import replace

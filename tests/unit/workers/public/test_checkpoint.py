@@ -1,7 +1,5 @@
 """Checkpoints of a plain script in one process; those of several are in ``tests/integration``."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

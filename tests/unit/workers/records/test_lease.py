@@ -1,7 +1,5 @@
 """How long trainers go on without word from the controller."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

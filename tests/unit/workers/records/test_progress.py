@@ -1,7 +1,5 @@
 """The progress page and what an observer makes of it."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

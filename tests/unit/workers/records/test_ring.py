@@ -1,7 +1,5 @@
 """The record ring as a reader in another process sees it."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct

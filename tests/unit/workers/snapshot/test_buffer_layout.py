@@ -1,7 +1,5 @@
 """Copies of what is in this machine's memory."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, Final
 

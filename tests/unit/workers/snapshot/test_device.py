@@ -1,7 +1,5 @@
 """Copies off a device: what they hold, how many are under way, and what waits for them."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -1,7 +1,5 @@
 """The last snapshot of a rank that leaves early: complete, or nothing that counted is gone."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A rank that saves the share of a replica on another node beside its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

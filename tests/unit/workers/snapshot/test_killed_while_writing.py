@@ -5,8 +5,6 @@ line, in whichever thread, it looks whether that memory has changed, and kills i
 behind the first change, behind the second, and so on, until it comes to its end.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

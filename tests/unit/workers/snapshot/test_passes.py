@@ -1,7 +1,5 @@
 """Buckets that leave with the passes of a step: what tells of these, and what then may leave."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

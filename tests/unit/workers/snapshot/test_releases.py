@@ -1,7 +1,5 @@
 """Which share of a snapshot leaves where in a step, over simulated pipelines."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

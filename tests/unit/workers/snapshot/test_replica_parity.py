@@ -1,7 +1,5 @@
 """Replicas that keep a parity of each other's shares, made from their own memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace

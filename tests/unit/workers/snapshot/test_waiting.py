@@ -1,7 +1,5 @@
 """Waiting for memory and for copies: as long as it may help, and no longer."""
 
-from __future__ import annotations
-
 import time
 
 from tests.support.snapshot_rank import Node, Rank, captured, state

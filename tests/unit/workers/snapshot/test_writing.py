@@ -1,7 +1,5 @@
 """Snapshots of one rank: what is captured is what is held, and problem is never a failure."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """State in buffers is saved, if it does not depend on the workers; else it is refused."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Sequence

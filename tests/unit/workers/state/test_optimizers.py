@@ -1,7 +1,5 @@
 """Optimizers that go wrong on parts are refused before the first step; others are let be."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Optimizers' values outside the state of parameters come back, or are refused before step 1."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict, deque
 from pathlib import Path

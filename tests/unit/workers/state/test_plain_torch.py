@@ -1,7 +1,5 @@
 """The state of a plain torch script: which rank saves which elements, under any placement."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A LoRA fine-tune with ``peft``: a frozen base from a checkpoint, and adapters that train."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

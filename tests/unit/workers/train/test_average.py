@@ -1,7 +1,5 @@
 """``session.average``: an average of the weights that is saved, resumed, evaluated and exported."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

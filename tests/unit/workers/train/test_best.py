@@ -1,7 +1,5 @@
 """Checkpoints that are kept because a value was best, alone; ``tests/chaos`` kills workers."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A compiled model through the session: the names, the state and the curve of the plain one."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence

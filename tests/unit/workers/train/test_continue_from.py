@@ -1,7 +1,5 @@
 """A new run that begins behind a step of another training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The data that ``session.steps`` accepts, and its messages about other objects."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A script that ends its run before the last step, alone: complete, and for good."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Updates whose loss or gradient is not finite: left out on all workers, counted, and told."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

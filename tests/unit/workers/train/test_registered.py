@@ -1,7 +1,5 @@
 """State of a script beside the model: saved with every version, and loaded with it."""
 
-from __future__ import annotations
-
 import enum
 import math
 import random

@@ -1,7 +1,5 @@
 """torch's ``GradScaler`` with a session: the gradients of float16 are scaled, and may overflow."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

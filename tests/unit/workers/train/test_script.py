@@ -1,7 +1,5 @@
 """Finding the training function of a script."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import cast

@@ -1,7 +1,5 @@
 """State that a script keeps beside the session in local variables, and would lose in a fault."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

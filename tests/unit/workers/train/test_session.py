@@ -1,7 +1,5 @@
 """Freedoms of a script between the calls of its session, and the reports of an attempt."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Several models and optimizers in one script: a GAN, a frozen teacher, an average of weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A script that runs alone: which checkpoint it resumes from, when it refuses, what it is told."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which parameters train: saved with each version, restored, and exported."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``session.save`` alone: the file is what ``torch.save(model.state_dict())`` would have held."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

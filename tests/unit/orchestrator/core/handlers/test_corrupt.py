@@ -1,7 +1,5 @@
 """A machine that computes something wrong: the run leaves it and goes back behind it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from orchestrator.core import Action, Phase, RunRules, RunState, resume_event, step

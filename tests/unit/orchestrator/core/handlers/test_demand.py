@@ -1,7 +1,5 @@
 """Requests for capacity: alternatives in order, and the fate of the requests."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from orchestrator.core import RunRules, RunState, describe

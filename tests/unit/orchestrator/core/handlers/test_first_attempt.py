@@ -1,7 +1,5 @@
 """Whom the first attempt waits for, if something is lost before it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

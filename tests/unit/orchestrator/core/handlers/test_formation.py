@@ -1,7 +1,5 @@
 """The workers that train next: a layout needs more of the nodes than numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The run learns how long steps take in each layout, and moves to a faster one where that pays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

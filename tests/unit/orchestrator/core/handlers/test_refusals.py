@@ -1,7 +1,5 @@
 """A layout that cannot train is an outcome: another one is taken, or the run says why it ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A run gives workers back to others or to its user, and takes them again or stops."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from orchestrator.core import Leaving, RunRules, RunState, describe, own_share, step

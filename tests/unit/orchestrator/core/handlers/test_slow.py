@@ -1,7 +1,5 @@
 """The run leaves the node of a slow worker at a step boundary, if that pays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Many suspicions are told in few lines."""
 
-from __future__ import annotations
-
 from orchestrator.core.log.suspected import busy, in_few_lines
 from orchestrator.diagnosis import Guilty, Suspicion
 from orchestrator.fault_kinds import FaultKind

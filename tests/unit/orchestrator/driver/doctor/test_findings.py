@@ -1,7 +1,5 @@
 """The doctor finds what is wrong with a cluster, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import socket
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Intervals against published numbers and against the budget."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

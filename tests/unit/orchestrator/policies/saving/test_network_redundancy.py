@@ -1,7 +1,5 @@
 """Which mechanism is chosen when, what it costs, and what the line says about it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 

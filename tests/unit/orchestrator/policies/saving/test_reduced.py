@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from orchestrator.policies import ReducedTime, alert, noted
 from orchestrator.policies.saving.reduced import ALERT_S
 

@@ -1,7 +1,5 @@
 """When keepers time transfers, and what is posted of that."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from itertools import permutations

@@ -1,7 +1,5 @@
 """Where room is asked for when workers belong together."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """The costs of a run's capacity without requests, and its release."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable

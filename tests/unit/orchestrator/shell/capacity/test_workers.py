@@ -1,7 +1,5 @@
 """The controller's side of worker processes; these are stood in for at Ray's handles."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Which clusters of simulated nodes the registry knows."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

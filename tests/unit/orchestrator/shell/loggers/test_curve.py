@@ -1,7 +1,5 @@
 """One curve of many attempts, and what is given out when."""
 
-from __future__ import annotations
-
 import json
 from math import isnan
 from typing import Any

@@ -1,7 +1,5 @@
 """Real services, on files: a run that is cut and resumed has one curve in each."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Keepers are asked what they hold: those that are silent, late, or lost meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from typing import Any

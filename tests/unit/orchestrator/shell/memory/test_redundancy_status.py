@@ -1,7 +1,5 @@
 """For how long fewer node losses are survived than asked for, as the controller counts it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The costs of saves in the status."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.core import RunState

@@ -1,7 +1,5 @@
 """The controller's questions to keepers; these are stood in for at Ray's handles."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """Prometheus's series of a run, from its status document and the numbers of its journal."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The controller's answers to a browser."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The journal on a disk that fills up."""
 
-from __future__ import annotations
-
 import errno
 import json
 import threading

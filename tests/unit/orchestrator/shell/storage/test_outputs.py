@@ -1,7 +1,5 @@
 """The files that a finished run leaves beside its journal."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Answers of providers, as their documents show them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Real questions to a server of this process that answers as the documents say."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

@@ -1,7 +1,5 @@
 """A keeper that serves one arena with one snapshot in it, and a peer that asks for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A keeper's listing for nodes that copy from it, and its ranks' view of them."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """Copies of another node's snapshots: the newest, whole, and without delaying training."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

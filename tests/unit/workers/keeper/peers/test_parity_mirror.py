@@ -1,7 +1,5 @@
 """A group of nodes that keep each other's parities while their ranks write."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator, Sequence

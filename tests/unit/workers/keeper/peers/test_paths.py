@@ -1,7 +1,5 @@
 """Streams find idle paths, leave what others fill, and keep what is only slow."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable

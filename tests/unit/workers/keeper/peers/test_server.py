@@ -1,7 +1,5 @@
 """Snapshots over the network: the bytes that were asked for, or an error that says why not."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -1,7 +1,5 @@
 """Large ranges over several connections: the same bytes, the same refusals, and an end at once."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

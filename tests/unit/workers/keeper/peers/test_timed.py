@@ -1,7 +1,5 @@
 """How fast bytes get to a peer's kernel."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

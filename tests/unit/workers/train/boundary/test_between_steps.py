@@ -1,7 +1,5 @@
 """A rank's work between two steps, beside a device that runs collectives later."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

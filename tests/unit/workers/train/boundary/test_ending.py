@@ -1,7 +1,5 @@
 """Whether a run that is resumed has ended, when storage does not say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

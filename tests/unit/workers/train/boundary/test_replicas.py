@@ -1,7 +1,5 @@
 """Which of several copies of a state is the odd one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

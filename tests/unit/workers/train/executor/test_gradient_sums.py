@@ -1,7 +1,5 @@
 """When gradients are reduced after every pass, and when once a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How often a step makes the host wait for the device, beside a bare loop of FSDP2."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checksums of kernels: equal where machines compute alike, other ones where they do not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Gradients are scaled on their device, to the bits of the same arithmetic on the host."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

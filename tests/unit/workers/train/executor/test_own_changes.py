@@ -1,7 +1,5 @@
 """Changes that a script makes by itself, and a step would drop or mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

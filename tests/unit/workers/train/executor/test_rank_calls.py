@@ -1,7 +1,5 @@
 """A model whose forward pass depends on the number of workers is refused before step 1."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which worker has computed something wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

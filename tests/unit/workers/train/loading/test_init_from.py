@@ -1,7 +1,5 @@
 """A new run starts from a checkpoint that exists."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Buffers are the same in every attempt, and seldom need the whole model."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
