@@ -96,14 +96,7 @@ class Loop(Protocol):
 
 
 def plain_loop(kind: Kind, mesh: DeviceMesh, job: Job, *, alike: bool) -> Loop:
-    """Return a plain loop of FSDP2 that reads the loss of all ranks after every step.
-
-    Args:
-        kind: The model.
-        mesh: The ranks to shard over.
-        job: The kind of step.
-        alike: Whether it has the units and the reduction of a session, instead of a unit a layer.
-    """
+    """Return a plain loop of FSDP2 that reads the loss of all ranks after every step."""
     num_micro_batches = job.global_batch // job.micro_batch // mesh.size()
     device = torch.device(mesh.device_type)
     model: Any = kind.build().to(device)
@@ -159,11 +152,6 @@ def layout_loop(kind: Kind, mesh: DeviceMesh, job: Job) -> Loop:
 
     All ranks have the same samples, and no gradient is sharded. One all-reduce of two numbers gives
     norm and loss.
-
-    Args:
-        kind: The model, a decoder.
-        mesh: The ranks, all on the one axis of the layout that is above 1.
-        job: The kind of step.
     """
     assert job.layout is not None, "the job has a layout"
     num_micro_batches, has_stages = job.global_batch // job.micro_batch, job.layout.pp > 1

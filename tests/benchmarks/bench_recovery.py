@@ -65,11 +65,7 @@ class Bench:
     def settle(
         self, *, workers: int = NUM_WORKERS, standbys: int = 0, calm: bool = False, steps: int = 5
     ) -> dict[str, Any]:
-        """Wait until ``workers`` train, ``standbys`` wait, and ``steps`` passed in between.
-
-        Args:
-            calm: Also wait until no rank is suspected.
-        """
+        """Wait until ``workers`` train, ``standbys`` wait, and ``steps`` passed in between."""
         status = self._until(
             lambda s: (
                 s["phase"] == "training"

@@ -251,13 +251,7 @@ def run_peer(job: Job, folder: Path) -> dict[str, Any]:
 def costs(
     job: Job, seen: Sequence[dict[str, Any]], *, of_block: Callable[[list[float]], float]
 ) -> dict[str, Any]:
-    """Return what each way costs over the way "none".
-
-    Args:
-        job: The training that was done.
-        seen: The readings of all ranks' meters.
-        of_block: Makes one time of the step times of a block.
-    """
+    """Return what each way costs over the way "none"."""
     wall_s: dict[str, list[float]] = {way: [] for way in job.ways}
     sums_s: dict[str, dict[str, list[float]]] = {
         name: {way: [] for way in job.ways} for name in ("used_s", "others_s", "beside_s")

@@ -77,13 +77,7 @@ def _look(pid: int) -> dict[str, float]:
 
 
 class Sitting:
-    """One run, and the faults made to it.
-
-    Args:
-        operator: Operator of the run, which trains.
-        seed: Seed of the faults.
-        kept: Where the journals of faults that were not survived go.
-    """
+    """One run, and the faults made to it."""
 
     def __init__(self, operator: Operator, seed: int, kept: Path) -> None:
         self._operator, self._seed, self._kept = operator, seed, kept

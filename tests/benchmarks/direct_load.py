@@ -26,12 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Engine:
-    """Parameters and optimizer of one rank under ZeRO.
-
-    Args:
-        checkpoint: Tells the shapes.
-        stage: Stage of ZeRO; parameters are cut at stage 3 only.
-    """
+    """Parameters and optimizer of one rank under ZeRO."""
 
     def __init__(self, checkpoint: Checkpoint, stage: int) -> None:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()

@@ -86,13 +86,7 @@ class SmallCopies:
 def by_way(
     job: Job, seen: Mapping[str, Any], small_ms: Mapping[str, Sequence[float]]
 ) -> dict[str, dict[str, float]]:
-    """Return, for each way, what steps took and what copies did.
-
-    Args:
-        job: The training that was done.
-        seen: The readings of a rank's meter, with counts.
-        small_ms: How long small copies took.
-    """
+    """Return, for each way, what steps took and what copies did."""
     steps_s: dict[str, list[float]] = {way: [] for way in job.ways}
     done: dict[str, dict[str, float]] = {way: defaultdict(float) for way in job.ways}
     for way, first, last in job.blocks():

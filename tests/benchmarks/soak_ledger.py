@@ -33,13 +33,7 @@ def blamed(
 
 
 def time_parts(history: History, calm_s: float, wall_s: float) -> dict[str, float]:
-    """Return goodput, and where the rest of the time went, as shares of ``wall_s``.
-
-    Args:
-        history: History of the run.
-        calm_s: How long a step takes with all workers and without a fault.
-        wall_s: How long the run was watched.
-    """
+    """Return goodput, and where the rest of the time went, as shares of ``wall_s``."""
     committed = history.committed()
     steps_s = sum(line["step_s"] for line in committed)
     useful_s = sum(min(calm_s, line["step_s"]) for line in committed)

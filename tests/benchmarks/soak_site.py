@@ -258,12 +258,7 @@ class Operator:
         condition: Callable[[dict[str, Any]], Any],
         timeout_s: float = ACT_S_MAX,
     ) -> dict[str, Any]:
-        """Return the first status that meets ``condition``.
-
-        Raises:
-            TimeoutError: It did not come to that.
-            Ended: The run has ended.
-        """
+        """Return the first status that meets ``condition``."""
         deadline_s = time.monotonic() + timeout_s
         status: dict[str, Any] | None = None
         while time.monotonic() < deadline_s:

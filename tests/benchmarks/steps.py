@@ -116,12 +116,7 @@ class Job:
 
 
 class Meter:
-    """Notes times at the begin of every step.
-
-    Args:
-        job: The training.
-        pids: Other processes whose processor time counts.
-    """
+    """Notes times at the begin of every step."""
 
     def __init__(self, job: Job, pids: Sequence[int]) -> None:
         self._pids = pids

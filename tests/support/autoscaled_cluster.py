@@ -83,11 +83,7 @@ class NodeProvider(FakeMultiNodeProvider):
 
 
 class AutoscaledCluster:
-    """A head without workers, and nodes as they are asked for.
-
-    Args:
-        types: Types of nodes, by name: ``{"resources": ..., "labels": ..., "max_workers": ...}``.
-    """
+    """A head without workers, and nodes as they are asked for."""
 
     def __init__(self, types: Mapping[str, NodeType]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="everstep-auto-"))
@@ -255,11 +251,7 @@ class AutoscaledCluster:
                 os.kill(pid, signal.SIGKILL)
 
     def wait(self, what: str, found: Callable[[], bool], timeout_s: float = _START_S_MAX) -> float:
-        """Return after how many seconds ``found`` returned true.
-
-        Raises:
-            TimeoutError: Not within ``timeout_s``.
-        """
+        """Return after how many seconds ``found`` returned true."""
         began_s = time.monotonic()
         while not found():
             if time.monotonic() - began_s > timeout_s:

@@ -47,13 +47,7 @@ class Loaded:
 
 
 class Cluster:
-    """Nodes with one rank each. ``close`` ends them.
-
-    Args:
-        directory: Directory of all files.
-        num_nodes: How many.
-        protect: How.
-    """
+    """Nodes with one rank each. ``close`` ends them."""
 
     def __init__(self, directory: Path, num_nodes: int, protect: Protect) -> None:
         settings = Settings(

@@ -24,11 +24,7 @@ DOOMED_STEPS = 2
 
 
 class DoomedRun:
-    """The nodes, and the trainers of one attempt after the other. ``close`` ends them.
-
-    Args:
-        directory: Directory of all files.
-    """
+    """The nodes, and the trainers of one attempt after the other. ``close`` ends them."""
 
     def __init__(self, directory: Path) -> None:
         settings = Settings(

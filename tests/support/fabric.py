@@ -73,11 +73,7 @@ class _Space:
 
 
 class Fabric:
-    """Nodes that reach each other by every spine.
-
-    Args:
-        mbit_s: Mbit per second of each direction of each link.
-    """
+    """Nodes that reach each other by every spine."""
 
     def __init__(self, num_nodes: int = 4, num_spines: int = 2, *, mbit_s: float = 200.0) -> None:
         self._processes: list[subprocess.Popen[str]] = []

@@ -37,14 +37,7 @@ def run_script(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Be ``python SCRIPT ARGUMENTS`` in ``directory``; return what it printed, without an error.
-
-    Args:
-        script: The script to run.
-        directory: Where, an absolute path.
-        arguments: Arguments of the script.
-        environment: Additions to the environment.
-    """
+    """Be ``python SCRIPT ARGUMENTS`` in ``directory``; return what it printed, without an error."""
     words = [str(script), *arguments]
     process = forking().Process(target=_run, args=(words, str(directory), environment or {}))
     process.start()

@@ -24,13 +24,7 @@ def build_wheel(directory: Path) -> Path:
 
 
 class Installed:
-    """An environment with the wheel and the packages of this interpreter, and no checkout.
-
-    Args:
-        wheel: The result of ``build_wheel``.
-        directory: Where the environment is made, and commands run.
-        without: Packages that it lacks.
-    """
+    """An environment with the wheel and the packages of this interpreter, and no checkout."""
 
     def __init__(self, wheel: Path, directory: Path, *, without: tuple[str, ...] = ()) -> None:
         self.directory = directory
@@ -56,12 +50,7 @@ class Installed:
         environment: Mapping[str, str] | None = None,
         **streams: Any,
     ) -> subprocess.Popen[str]:
-        """Start one of the environment's commands, with the environment activated.
-
-        Args:
-            cwd: Where, if not in the environment's folder.
-            environment: Further environment variables.
-        """
+        """Start one of the environment's commands, with the environment activated."""
         hidden = ("PYTHONPATH", "RAY_ADDRESS", "RAY_TMPDIR")
         inherited = {name: value for name, value in os.environ.items() if name not in hidden}
         path = f"{self._python.parent}{os.pathsep}{os.environ['PATH']}"

@@ -77,11 +77,7 @@ def write_version(
 
 
 def complete_versions(parts: Sequence[Part]) -> dict[tuple[int, int], dict[int, Part]]:
-    """Return the versions of which every rank's part is held, by (attempt, step), then by rank.
-
-    Args:
-        parts: All that was found; of two holders of the same part the first is taken.
-    """
+    """Return the versions of which every rank's part is held, by (attempt, step), then by rank."""
     found: dict[tuple[int, int], dict[int, Part]] = {}
     for part in parts:
         held = part.held

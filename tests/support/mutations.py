@@ -32,14 +32,7 @@ class Mutated(NamedTuple):
 
 
 def mutate(folder: Path, rng: random.Random, outside: Path, kind: str = "") -> Mutated:
-    """Change one thing in ``folder``.
-
-    Args:
-        folder: The copy of a checkpoint.
-        rng: Chooses.
-        outside: A folder with the file ``secret``, which links lead to; a payload makes ``ran``.
-        kind: Kind of the change; empty: any.
-    """
+    """Change one thing in ``folder``."""
     for _ in range(_TRIES):
         chosen = kind or rng.choice(sorted(KINDS))
         told = KINDS[chosen](folder, rng, outside)

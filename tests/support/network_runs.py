@@ -137,11 +137,7 @@ class NetworkRun:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def wait(self, what: str, found: Callable[[], T | None], timeout_s: float = _ACT_S_MAX) -> T:
-        """Return what ``found`` returns once that is not None.
-
-        Raises:
-            TimeoutError: Not within ``timeout_s``, or the run has ended; says what happened last.
-        """
+        """Return what ``found`` returns once that is not None."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             # Ids of nodes that live briefly are noted too.

@@ -23,12 +23,6 @@ _ANSWER_S_MAX = 240.0
 class NodeProcess:
     """A node's memory: everything that its keeper has beside the watch.
 
-    Args:
-        node: Its name.
-        directory: Where its trainers find it.
-        run: The run directory.
-        settings: Settings of the training.
-
     Attributes:
         secret: The secret that it requires of peers and loaders; a new one after each start.
     """

@@ -25,14 +25,7 @@ def num_training(status: dict[str, Any]) -> int:
 def reach(
     run: Launched, step: int, *, workers: int | None = None, attempt: int = 0
 ) -> dict[str, Any]:
-    """Return the status once the run trains at ``step`` or behind it.
-
-    Args:
-        run: The run to wait for.
-        step: At least this one.
-        workers: Exactly so many train; any number if None.
-        attempt: At least this one.
-    """
+    """Return the status once the run trains at ``step`` or behind it."""
     status = wait_for(
         run,
         lambda s: (

@@ -55,11 +55,7 @@ class Attempt:
 
 
 class SoakTrainer:
-    """The parent's handle of the process.
-
-    Args:
-        nodes: Name and keeper's directory, of both nodes.
-    """
+    """The parent's handle of the process."""
 
     def __init__(self, nodes: Sequence[tuple[str, Path]]) -> None:
         context: Any = forking()

@@ -17,17 +17,7 @@ def rebuild_shares(
     parities: Mapping[int, Sequence[Bytes]],
     targets: Mapping[int, Bytes],
 ) -> None:
-    """Bring back the shares of lost nodes.
-
-    Args:
-        stripes: Stripes of the group.
-        shares: Those that are left, by node.
-        parities: The remaining parities, by node.
-        targets: Writable, for every lost node, as long as its share.
-
-    Raises:
-        ParityError: Too many nodes are lost.
-    """
+    """Bring back the shares of lost nodes."""
     table = {
         (piece.stripe, piece.index): share[piece.start : piece.stop]
         for node, share in (*shares.items(), *targets.items())

@@ -207,11 +207,7 @@ def _worst(values: Iterable[Any]) -> Any:
 
 
 def step_rows(jobs: Sequence[Seen], lines: dict[str, int]) -> list[dict[str, Any]]:
-    """Return a row for each arm that ran without a fault.
-
-    Args:
-        lines: Lines of each arm's script.
-    """
+    """Return a row for each arm that ran without a fault."""
     cells: dict[str, list[Seen]] = defaultdict(list)
     for job in jobs:
         if job.fault == "none" and job.steps_s:
