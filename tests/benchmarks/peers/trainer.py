@@ -92,7 +92,7 @@ def summed_loss(model: nn.Module, samples: Sequence[int]) -> Tensor:
 
 
 def probe(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a digest of the whole weights and some of them; all ranks of a sharded model call it."""
+    """Return a digest of the whole weights and some of them; all ranks of a sharded model call."""
     digest, whole = hashlib.sha256(), []
     for _, parameter in sorted(named, key=lambda pair: pair[0]):
         value = parameter.detach()

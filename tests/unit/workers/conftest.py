@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.snapshot_rank import Node, Rank
@@ -31,3 +32,11 @@ def rank(node: Node, simulated: SimulatedDevice | None) -> Iterator[Rank]:
     made = Rank(SnapshotMemory(node.directory, "w0001"), stream=simulated)
     yield made
     assert made.writer.close()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """End a process group that a test makes."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

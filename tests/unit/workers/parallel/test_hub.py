@@ -1,6 +1,5 @@
 """A model of ``transformers`` names its own parts; torch's fake group is the other ranks."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +19,8 @@ from workers.parallel import (
     shard_model,
 )
 
+pytestmark = pytest.mark.usefixtures("group")
+
 peft = pytest.importorskip("peft", reason="the extra hf is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
 
@@ -31,13 +32,6 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def on_meta(kind: str, adapters: dict[str, Any] | None = None, **more: Any) -> Any:

@@ -3,14 +3,13 @@
 A process builds each of the ranks in turn.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import ucp_core
@@ -21,6 +20,8 @@ from ucp_core.storage import LocalStore
 from workers.models import Decoder, resolve, tensor_plan
 from workers.parallel import ModelPlan
 from workers.state import HostBuffer, StateEntry, TrainingState
+
+pytestmark = pytest.mark.usefixtures("group")
 
 SHAPE = replace(resolve("tiny", {}), num_layers=4, num_kv_heads=4, tied=False)
 LAYOUTS = [
@@ -56,13 +57,6 @@ EXPERT_LAYOUTS = [
     ParallelLayout(pp=2, dp_shard=2, ep=2),
     ParallelLayout(dp_shard=2, cp=2, ep=2),
 ]
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _value(entry: StateEntry) -> Tensor:

@@ -1,7 +1,6 @@
 """Tensor parallelism follows a plan; torch's fake group stands for the other ranks."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,15 +24,10 @@ from workers.parallel import (
     shard_model,
 )
 
+pytestmark = pytest.mark.usefixtures("group")
+
 LAYOUT = ParallelLayout(dp_replicate=2, dp_shard=2, tp=2)
 SHAPE = resolve("tiny", {})
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def cut(rank: int, plan: ModelPlan, shape: Any = SHAPE) -> tuple[Decoder, Any]:

@@ -1,6 +1,6 @@
 """A rank that saves the share of a replica on another node beside its own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,13 +19,6 @@ from workers.state.replica_shares import cut
 
 LAYOUT = ParallelLayout(dp_replicate=3)
 GUARD = guard_name(0, "w0000") + ".1"
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
-    yield made
-    made.close()
 
 
 def _replica(rank: int) -> list[list[StateEntry]]:

@@ -10,8 +10,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 from zlib import crc32
@@ -37,13 +36,6 @@ _FILES = {
 _DONE = 3
 #: Tensors of the state below that have elements.
 NUM_TENSORS = 6
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
-    yield made
-    made.close()
 
 
 def _state(step: int) -> list[StateEntry]:

@@ -1,13 +1,11 @@
 """The state of a plain torch script: which rank saves which elements, under any placement."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import ucp_core
@@ -24,6 +22,8 @@ from workers.models import Decoder, resolve, tensor_plan
 from workers.parallel import ModelPlan
 from workers.state import HostBuffer, PlainState
 
+pytestmark = pytest.mark.usefixtures("group")
+
 SHAPE = replace(resolve("tiny", {}), num_layers=2, num_kv_heads=4, tied=False)
 LAYOUTS = [
     ParallelLayout(dp_shard=3),
@@ -31,13 +31,6 @@ LAYOUTS = [
     ParallelLayout(dp_shard=2, tp=2),
     ParallelLayout(pp=2, dp_shard=2),
 ]
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def whole(fqn: str, slot: str, shape: tuple[int, ...]) -> Tensor:
