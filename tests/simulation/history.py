@@ -88,6 +88,8 @@ _SHARED = 0.25
 _SLOW = 0.15
 #: They are longer, as it takes steps to see that.
 _SLOW_STEPS = 4
+#: Share of those in which workers compare what they compute, and one errs.
+_CORRUPT = 0.15
 #: Share of those with snapshots whose interval of checkpoints is chosen.
 _CHOSEN = 0.25
 
@@ -123,6 +125,7 @@ _BUDGETS = BudgetRules(user_max=100)
 _TELLING = (
     ev.WorkerLeft,
     ev.WorkerFormed,
+    ev.WorkerRaised,
     ev.CommittedRead,
     ev.StepCompleted,
     ev.MembersAtWork,
@@ -238,6 +241,10 @@ class History:
         if slow.random() < _SLOW and is_swarm:
             for _ in range(slow.choice((1, 1, 2, 4))):
                 cluster.at(1.0 + safety_s * slow.random() / 4, self._slow_down, slow)
+        wrong = Random(f"corrupt {self.seed}")
+        if is_swarm and wrong.random() < _CORRUPT:
+            cluster.recheck_every = wrong.randint(1, 3)
+            cluster.at(1.0 + safety_s * wrong.random(), self._corrupt, wrong)
         resets = Random(f"resets {self.seed}")
         if is_swarm and resets.random() < _RESETS:
             cluster.at(1.0 + safety_s * resets.random(), self._reset_connections, resets)
@@ -488,6 +495,11 @@ class History:
         if self._may_inject() and self.state.phase not in TERMINAL:
             self._count_fault()
             slowing.slow_down(self.cluster, rng)
+
+    def _corrupt(self, rng: Random) -> None:
+        if self._may_inject() and self.state.phase not in TERMINAL:
+            self._count_fault()
+            drawing.corrupt(self.cluster, rng)
 
     def _count_fault(self) -> None:
         self.num_faults += 1

@@ -320,6 +320,10 @@ BUGS = {
     "refuses a layout that lacked memory once": Bug(
         on_members, "_is_short_first", _never_look, ("L1",)
     ),
+    "goes on from what a worker that errs has computed": Bug(
+        on_members, "_go_back", _never_look, ("S6", "S3")
+    ),
+    "keeps a worker that errs": Bug(on_members, "_leave_node", _never_look, ("S5",)),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
 

@@ -183,7 +183,9 @@ def _start(transition: Transition) -> None:
     number = run.attempt.number + 1
     unreached = reach.unreached(transition)
     placed, nodes = _bind(transition, members)
-    run.lineage = (*run.lineage, (number, resume_step))
+    # The run may have gone back as if this attempt had resumed earlier.
+    before = (one for one in run.lineage if one[0] < number)
+    run.lineage = (*before, (number, resume_step))
     # A resume may leave out attempts that trained nothing, and then what they hid counts again.
     trained = [one for one in run.lineage if one[0] <= run.trained]
     run.bad = bad_sources.still_bad(run.bad, trained)

@@ -21,7 +21,7 @@ from orchestrator.core.events import (
 )
 from orchestrator.core.handlers import fleet, planned, recovery, slow
 from orchestrator.core.network import search
-from orchestrator.core.state import MutableRunState, Phase, Worker, worker_number
+from orchestrator.core.state import MutableRunState, Phase, Worker, worker_name, worker_number
 from orchestrator.core.transition import Transition
 from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import STORAGE, Refused, UserError
@@ -333,7 +333,8 @@ def _leave_node(transition: Transition, guilty: int, why: str) -> None:
 
 def _is_news(run: MutableRunState, kind: FaultKind) -> bool:
     """Return whether no other rank reported it yet: all of them raise the same error."""
-    return run.phase is not Phase.FENCING or run.cause is None or run.cause.kind is not kind
+    known = (run.cause, *run.also) if run.phase is Phase.FENCING else ()
+    return all(one is None or one.kind is not kind for one in known)
 
 
 def _go_back(run: MutableRunState, step: int) -> None:
@@ -350,10 +351,13 @@ def _of_ranks(
     transition: Transition, kind: FaultKind, text: str, ranks: tuple[int, ...]
 ) -> AttemptFailed:
     """Return a fault that names the workers and nodes of the ranks that it comes from."""
-    run = transition.run
-    members = run.attempt.members
-    workers = [(rank, run.fleet.workers[members[rank]]) for rank in ranks if rank < len(members)]
-    places = tuple((rank, one.name, run.fleet.nodes[one.node].name) for rank, one in workers)
+    attempt, nodes = transition.run.attempt, transition.run.fleet.nodes
+    # A process may be gone, but not its number.
+    places = tuple(
+        (rank, worker_name(attempt.members[rank]), nodes[attempt.nodes[rank]].name)
+        for rank in ranks
+        if rank < len(attempt.members)
+    )
     named = ", ".join(f"rank {rank} is {worker} on {node}" for rank, worker, node in places[:8])
     evidence = f"{text} ({named})" if named else text
     return AttemptFailed(kind, (), evidence, places=places)

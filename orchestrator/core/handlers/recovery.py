@@ -83,9 +83,12 @@ def add_to_cause(transition: Transition, failed: AttemptFailed) -> None:
             run.cause = replace(cause, guilty=(*cause.guilty, *new))
         elif failed.says_why:
             run.cause = replace(cause, evidence=evidence)
-    elif guilty and kind.weight == cause.kind.weight:
-        new = tuple(name for name in guilty if name not in cause.guilty)
-        run.also += (replace(cause_of(failed, transition.now_s), guilty=new),)
+    elif kind.weight == cause.kind.weight and (guilty or failed.places):
+        known = {name for one in (cause, *run.also) for name in one.guilty}
+        new = tuple(name for name in guilty if name not in known)
+        # All ranks may raise the same.
+        if new or all(one.kind is not kind for one in run.also):
+            run.also += (replace(cause_of(failed, transition.now_s), guilty=new),)
     advance(transition)
 
 

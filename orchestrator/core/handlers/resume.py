@@ -83,8 +83,8 @@ def run_resumed(transition: Transition, event: RunResumed) -> None:
         phase=Phase.FENCING,
         incarnation=event.incarnation,
         attempt=Attempt(number=event.attempt),
-        # The whole lineage of the event counts, also the step that the user went back to.
-        trained=event.attempt,
+        # The whole lineage of the event counts, also a step that the run went back to.
+        trained=max([event.attempt, *(attempt for attempt, _ in event.lineage)]),
         fleet=Fleet(next_worker=event.next_worker, next_reservation=event.next_reservation),
         lineage=event.lineage,
         bad=event.bad,

@@ -324,7 +324,7 @@ class RunStats:
         last.t_fence_s = record["fenced_s"]
         last.rule, last.verdict = record.get("rule", ""), record.get("verdict", "")
         guilty = set(last.guilty)
-        last.places = tuple(record.get("places", ())) or tuple(
+        last.places = tuple(map(tuple, record.get("places", ()))) or tuple(
             (rank, worker, node)
             for worker, (rank, node) in self._members.items()
             if worker in guilty

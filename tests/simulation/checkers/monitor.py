@@ -6,7 +6,7 @@ never asks the machine what it thinks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from math import inf
 
 from orchestrator.core import (
@@ -25,10 +25,11 @@ from orchestrator.core import (
     StepCompleted,
     WorkerFormed,
     WorkerLeft,
+    WorkerRaised,
 )
 from orchestrator.policies import Preference, Share, bad_sources, complete, versions
 from tests.simulation.violation import Violation, require
-from tests.simulation.world import STEP_S, SimNode, World, answers
+from tests.simulation.world import CORRUPT, STEP_S, SimNode, SimWorker, World, answers
 from ucp_core.lineage import Lineage
 from workers.protocol import Source, stored_source
 
@@ -92,6 +93,14 @@ class Monitor:
         # Whether a run that may have some of the workers ever lacked any.
         self.is_shared = False
         self.heard_unread: dict[Source, set[int]] = {}
+        # By attempt, the workers that erred when it was checked, and those that this showed.
+        self.erred: dict[int, tuple[list[str], list[str]]] = {}
+        self.erring_nodes: set[str] = set()
+        # The same as the machine knows them, and to which step it has to go back, or may.
+        self.told_wrong: set[str] = set()
+        self.convicted: set[str] = set()
+        self.back: list[tuple[int, int]] = []
+        self.perhaps_back: list[tuple[int, int]] = []
 
     def resumed(self, lineage: Lineage, commits: Collection[tuple[int, int]]) -> None:
         """Check that a resume forgets only attempts that have committed nothing."""
@@ -110,6 +119,8 @@ class Monitor:
         number, rules = action.attempt, world.rules
         require(number > self.attempt, "S1", f"attempt {number} follows {self.attempt}")
         names = [name for name, _, _ in action.members]
+        kept = self.convicted & {*names}
+        require(not kept, "S5", f"{kept} erred, and train on")
         reservations = [reservation for _, _, reservation in action.members]
         if len({*names}) < len(names) or len({*reservations}) < len(reservations):
             raise Violation(f"S1: a worker or a reservation twice in {action.members}")
@@ -160,7 +171,7 @@ class Monitor:
         Something was committed, and all of it that counts is damaged.
         """
         left_out = self._steps_left_out()
-        known = [v for v in world.storage.commits if self.counts(*v)]
+        known = [v for v in world.storage.commits if self.counts(*v, *self.perhaps_back)]
         sound = [
             v
             for v in known
@@ -187,10 +198,11 @@ class Monitor:
         self.reads[action.number] = now_s
         self._check_unreached(action.unreached)
 
-    def told(
+    def told(  # noqa: C901  a branch for each kind
         self,
         event: WorkerLeft
         | WorkerFormed
+        | WorkerRaised
         | CommittedRead
         | StepCompleted
         | MembersAtWork
@@ -213,6 +225,9 @@ class Monitor:
             # From now on it knows how long a step takes.
             self.timed = event.attempt
             return
+        if isinstance(event, WorkerRaised):
+            self._told_wrong(event)
+            return
         if isinstance(event, CommittedRead):
             # Answers may overtake one another.
             self.heard_s = max(self.heard_s, self.reads[event.number])
@@ -232,6 +247,24 @@ class Monitor:
             damaged.update(event.damaged)
             for source in unread:
                 by.setdefault(source, set()).add(event.attempt)
+
+    def corrupted(self, attempt: int, erring: Sequence[SimWorker], *, is_known: bool) -> None:
+        """Note that a check has found that some workers err, and whether it knows which."""
+        names = [worker.name for worker in erring]
+        self.erred[attempt] = (names, names if is_known else [])
+        if is_known:
+            self.erring_nodes.update(worker.node.name for worker in erring)
+
+    def _told_wrong(self, event: WorkerRaised) -> None:
+        """Note to which step the run is to go back; the word of who is gone counts no more."""
+        if event.attempt == self.attempt and event.sound_step >= 0:
+            entry = (event.attempt + 1, event.sound_step)
+            self.perhaps_back = [entry]
+            if event.worker not in self.kill_ordered.keys() | self.faulty:
+                self.back = [entry]
+                erred, shown = self.erred[event.attempt]
+                self.told_wrong.update(erred)
+                self.convicted.update(shown)
 
     def given(self, attempt: int, sources: list[Source]) -> None:
         """Check what an attempt is to load from."""
@@ -263,7 +296,7 @@ class Monitor:
         # The last request of a superseded claimant may land when all was read.
         exists = at == (0, 0) or at in commits or at in landed_s or at in self.deleted_rightly
         require(exists, "S2", f"attempt {action.attempt} from {at}: no such")
-        is_valid = at == (0, 0) or self.counts(*at)
+        is_valid = at == (0, 0) or self.counts(*at, *self.back)
         require(is_valid, "S3", f"resumes from {at}, which does not count")
         held = self._held(world, action.unreached)
         damaged = (
@@ -281,8 +314,9 @@ class Monitor:
             if not commit.damaged and v[0] not in left_out
         }
         # Until the last member that could be reached was out, commits may have landed.
-        in_time = [v for v in intact if intact[v] <= self.last_left_s and self.counts(*v)]
+        in_time = [v for v in intact if intact[v] <= self.last_left_s]
         in_time += [v for v in held if landed_s[v] <= self.last_left_s]
+        in_time = [v for v in in_time if self.counts(*v, *self.perhaps_back)]
         newest = max(in_time, default=(0, 0))
         # All versions of a step that count have the same state.
         require(at[0] >= newest[0], "S3", f"resumes from {at}, though {newest} was committed")
@@ -291,6 +325,9 @@ class Monitor:
             heard = not self.cut_off[self.attempt]
             lost = (version in intact or version in held) and heard and at != version
             require(not lost, "L3", f"yielded at {self.yielded}, resumes {at}")
+        wrong = self.told_wrong & world.checked.get(at, (0, frozenset[str]()))[1]
+        require(not wrong, "S6", f"{at} is loaded, in which {wrong} erred")
+        self.back, self.perhaps_back = [], []
         self._check_lost(world, max(self.last_step - action.resume_step, 0))
 
     def _held(self, world: World, unreached: tuple[str, ...]) -> list[tuple[int, int]]:
@@ -312,6 +349,7 @@ class Monitor:
         self.num_lost_steps += num_lost
         # A bug of the training code is a fault too, and is not among those that were injected.
         is_single = self.num_faults == 1 and not world.damaged and not world.raises_at
+        is_single = is_single and not self.erred
         if num_lost > 1 and is_single and world.tiers.loses_one_step:
             # Nothing protects an attempt on one node from the loss of that node.
             attempt = world.attempts[self.attempt]
@@ -340,9 +378,10 @@ class Monitor:
         if is_single and is_kept and not self.is_state_gone:
             require(num_lost == 0, "L3", f"all members live, {num_lost} steps lost")
 
-    def counts(self, step: int, attempt: int) -> bool:
+    def counts(self, step: int, attempt: int, *also: tuple[int, int]) -> bool:
         """Return whether a commit is in the history: no later attempt began before its step."""
-        return all(resume >= step for number, resume in self.starts if number > attempt)
+        starts = (*self.starts, *also)
+        return all(resume >= step for number, resume in starts if number > attempt)
 
     def stepped(self, attempt: int, step: int) -> None:
         """Check a completed step."""
@@ -376,6 +415,8 @@ class Monitor:
         if not reachable or action.reason.startswith(others):
             return
         # A controller died before it performed what the journal says, as that a node is given up.
+        if worker.node.name in self.erring_nodes and CORRUPT in action.reason:
+            return
         needless = ("no reservation", "killed before", "not known")
         if worker.attempt == 0 and action.reason.startswith(needless):
             return

@@ -289,6 +289,16 @@ def raise_once(cluster: SimCluster) -> None:
         cluster.raises_once.add(newest.step + 1)
 
 
+def corrupt(cluster: SimCluster, rng: Random) -> None:
+    """A worker that trains computes something wrong from now on; the next check shows it."""
+    training = sorted((w for w in cluster.workers.values() if w.attempt), key=lambda w: w.name)
+    if training:
+        worker = rng.choice(training)
+        worker.errs = True
+        cluster.monitor.faulty.add(worker.name)
+        cluster.monitor.troubled.add(worker.node.name)
+
+
 def damage(cluster: SimCluster) -> None:
     """The newest version can no longer be loaded."""
     commits = cluster.storage.commits

@@ -1,6 +1,6 @@
 """The virtual cluster: nodes, processes, memory, storage."""
 
-from tests.simulation.world.cluster import SimCluster
+from tests.simulation.world.cluster import CORRUPT, SimCluster
 from tests.simulation.world.journaling import SimJournal
 from tests.simulation.world.memory import answers
 from tests.simulation.world.neighbour import Neighbour
@@ -19,6 +19,7 @@ from tests.simulation.world.wires import World
 
 __all__ = [
     "COPY_S",
+    "CORRUPT",
     "STEP_S",
     "Neighbour",
     "Orphans",

@@ -33,6 +33,8 @@ _RETURN_S = 0.5
 _COMMIT_S = 0.6 * STEP_S
 #: Share of requests without room of which the provider says so.
 _REFUSED = 0.3
+#: What workers say of one that computes something wrong.
+CORRUPT = "a simulated error"
 #: Period in which a restarted controller looks for unknown reservations.
 _STRAY_S = 0.2
 
@@ -393,7 +395,11 @@ class SimCluster(World):
         self.monitor.attempt_started(self, action)
         given = loading.begin(self, action)
         self.monitor.given(action.attempt, given.sources())
-        self.attempts[action.attempt] = SimAttempt(action, given, self.tiers.store_every)
+        attempt = SimAttempt(action, given, self.tiers.store_every)
+        self.attempts[action.attempt] = attempt
+        version = (action.resume_step, action.resume_attempt)
+        nothing = (action.resume_step, frozenset[str]())
+        attempt.sound_step, attempt.wrong = self.checked.get(version, nothing)
         for name, _, _ in action.members:
             self.at(self.wire_s(), self._enter, name, action.attempt)
 
@@ -470,9 +476,10 @@ class SimCluster(World):
             self.at(busy_until_s - self.now_s, self._step, attempt)
             return
         step = attempt.step + 1
-        if self._raise(attempt, members, step):
+        if self._raise(attempt, members, step) or self._recheck(attempt, members, step):
             return
         attempt.step = step
+        self.checked[step, attempt.number] = (attempt.sound_step, attempt.wrong)
         self.trained.append(attempt.layout)
         for worker in members:
             worker.completed = step
@@ -569,6 +576,32 @@ class SimCluster(World):
             if worker.attempt == attempt.number and self.chance(0.7):
                 self.at(0.02 * self.rng.random(), self._peer_lost, worker.name, attempt.number)
 
+    def _recheck(self, attempt: SimAttempt, members: list[SimWorker], step: int) -> bool:
+        """Let all raise if some err and the check of ``step`` is due; return whether they did."""
+        erring = [worker for worker in members if worker.errs]
+        attempt.wrong |= {worker.name for worker in erring}
+        if len(members) == 1 or not self.recheck_every:
+            return False
+        if step % self.recheck_every and step != self.rules.total_steps:
+            return False
+        if not erring:
+            attempt.sound_step = step - 1
+            return False
+        is_known = 2 * len(erring) < len(members)
+        ranks = [rank for rank, worker in enumerate(members) if worker.errs or not is_known]
+        for worker in erring:
+            # Whom nothing convicts would err in every attempt that follows.
+            worker.errs = is_known
+        self.monitor.corrupted(attempt.number, erring, is_known=is_known)
+        found: dict[str, Any] = {
+            "error": f"CorruptError: {CORRUPT}",
+            "ranks": tuple(ranks),
+            "sound_step": attempt.sound_step,
+        }
+        for worker in members:
+            self._leave_raising(attempt, worker, step, **found)
+        return True
+
     def raise_in(
         self, attempt: SimAttempt, worker: SimWorker, step: int, refuses: str = ""
     ) -> None:
@@ -578,6 +611,11 @@ class SimCluster(World):
             refuses = ""
         if not refuses:
             self.monitor.faulty.add(worker.name)
+        self._leave_raising(attempt, worker, step, error=f"ValueError: {what}", refuses=refuses)
+
+    def _leave_raising(
+        self, attempt: SimAttempt, worker: SimWorker, step: int, *, error: str, **found: Any
+    ) -> None:
         final_snapshot(self, attempt, worker)
         worker.attempt, worker.refuses = 0, max(worker.refuses, attempt.number)
         if worker.node.cut_off:
@@ -588,9 +626,9 @@ class SimCluster(World):
             attempt=attempt.number,
             worker=worker.name,
             step=step,
-            error=f"ValueError: {what}",
-            traceback=f"Traceback: ValueError: {what}",
-            refuses=refuses,
+            error=error,
+            traceback=f"Traceback: {error}",
+            **found,
         )
 
     def _leave_together(self, attempt: SimAttempt, how: ev.Leaving, stored: bool) -> None:  # noqa: FBT001

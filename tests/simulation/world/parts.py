@@ -75,6 +75,7 @@ class SimWorker:
         "busy_until_s",
         "compiled",
         "completed",
+        "errs",
         "formed",
         "hung",
         "hung_as",
@@ -99,6 +100,8 @@ class SimWorker:
         self.busy_as = ""
         # Its slow work, how many times as long that takes, and until when.
         self.slow: tuple[str, float, float] = ("", 1.0, 0.0)
+        # Whether it computes something wrong.
+        self.errs = False
         # The step that it compiled in last.
         self.compiled = -100
         self.attempt = 0
@@ -224,10 +227,12 @@ class SimAttempt:
         "placed",
         "plan",
         "records",
+        "sound_step",
         "stalls",
         "step",
         "store_every",
         "storing_until_s",
+        "wrong",
         "yielding",
     )
 
@@ -260,6 +265,9 @@ class SimAttempt:
         self.storing_until_s = 0.0
         # Whether it waits for a link between two of its nodes.
         self.stalls = False
+        # The newest step that a check found right, and the workers whose errors are in its state.
+        self.sound_step = self.step
+        self.wrong: frozenset[str] = frozenset()
 
     @property
     def nodes(self) -> set[str]:

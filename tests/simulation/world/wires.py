@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -63,6 +63,9 @@ class Observer(Protocol):
 
     def left(self, world: World, attempt: int, worker: str = "") -> None:
         """Note that a member left."""
+
+    def corrupted(self, attempt: int, erring: Sequence[SimWorker], *, is_known: bool) -> None:
+        """Note that a check has found that some workers err, and whether it knows which."""
 
     def all_yielded(self, attempt: int, step: int) -> None:
         """Note that all members leave together."""
@@ -141,6 +144,10 @@ class World:
         # The step that the script makes the last one, and those whose numbers are not finite.
         self.ends_at: float = inf
         self.not_finite_at: set[int] = set()
+        # Every so many steps workers compare what they compute; 0 for never.
+        self.recheck_every = 0
+        # Of each completed step of an attempt: the newest that was right, and whose errors are in.
+        self.checked: dict[tuple[int, int], tuple[int, frozenset[str]]] = {}
         #: Whether the next first step in a layout lacks memory, once.
         self.is_short = False
         self.trained: list[ParallelLayout] = []

@@ -12,6 +12,7 @@ from orchestrator.core.actions import (
     RequestReservation,
     StartAttempt,
 )
+from tests.simulation.checkers import check
 
 RULES = RunRules(run="r", min_workers=1, max_workers=3, total_steps=100)
 WORKERS = ("w0001", "w0002", "w0003")
@@ -127,3 +128,30 @@ def test_only_the_worker_that_errs_is_left_on_the_only_node() -> None:
     assert [one.worker for one in history.of(KillWorker)] == ["w0003"]
     last = history.of(StartAttempt)[-1]
     assert {worker for worker, _, _ in last.members} == {"w0001", "w0002"}
+
+
+def test_each_attempt_is_in_the_history_once_after_the_run_went_back() -> None:
+    """Seen: the step that it went back to stood there beside the attempt that began behind it."""
+    history = History(4, 8)
+    history.raised(1, sound_step=5)
+    resumed = resume_event(history.state, at_s=20.0, incarnation=2)
+    history.read(4)
+    check(history.state)
+    assert history.of(StartAttempt)[-1].lineage == ((1, 0), (2, 4))
+
+    history.send(resumed)
+    check(history.state)
+
+
+def test_a_machine_that_erred_is_left_though_its_process_is_gone() -> None:
+    """Seen: the name of the process was looked up among the living, and the controller died."""
+    history = History(4, 8)
+    history.send(ev.WorkerExited(at_s=12.0, worker="w0002", cause="crash", detail=""))
+    history.raised(1, sound_step=5)
+    history.read(4)
+
+    crash, corrupt = history.of(ReportIncident)
+    assert (crash.incident, crash.guilty) == ("crash", ("w0002",))
+    assert (corrupt.incident, corrupt.places) == ("corrupt", ((1, "w0002", "b"),))
+    assert {node for _, node, _ in history.of(StartAttempt)[-1].members} == {"a", "c"}
+    assert history.of(ReadCommitted)[-1].lineage == ((1, 0), (2, 5))

@@ -15,6 +15,7 @@ from orchestrator.core import (
     transition_records,
 )
 from orchestrator.core import events as ev
+from orchestrator.core.log.codec import decoder, encode
 from orchestrator.diagnosis import Guilty, Suspicion
 from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import CapacityRules
@@ -105,6 +106,21 @@ def test_a_hang_is_put_on_record_with_its_rule() -> None:
     assert (incident.kind, incident.rule, incident.verdict) == ("hang", "missing", "absent")
     assert incident.folder == "incidents/0001"
     assert incident.recovery_s == pytest.approx(1.6)
+
+
+def test_a_restart_that_reads_a_compaction_tells_the_same_as_one_that_folds_the_journal() -> None:
+    """Seen: one had lists where the other had tuples, for the ranks that an incident names."""
+    corrupt = ev.WorkerRaised(
+        at_s=8.4, attempt=1, worker="w0001", step=7, error="CorruptError: it errs", traceback="",
+        ranks=(0, 1), sound_step=5,
+    )  # fmt: skip
+    left = ev.WorkerLeft(
+        at_s=8.5, attempt=1, worker="w0002", how=Leaving.PEER_LOST, step=6, detail="reset"
+    )
+    stats = _stats((*START, corrupt, left, *CRASH[3:]))
+    assert stats.incidents[0].places == ((0, "w0001", "a"), (1, "w0002", "b"))
+    stored = json.loads(json.dumps(encode(stats)))
+    assert repr(decoder(RunStats)(stored)) == repr(stats)
 
 
 def test_what_was_suspected_is_counted_once_and_kept_with_the_incident() -> None:
