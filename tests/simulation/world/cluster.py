@@ -33,7 +33,7 @@ _RETURN_S = 0.5
 _COMMIT_S = 0.6 * STEP_S
 #: Share of requests without room of which the provider says so.
 _REFUSED = 0.3
-#: What workers say of one that computes something wrong.
+#: The words of workers about one that computes something wrong.
 CORRUPT = "a simulated error"
 #: Period in which a restarted controller looks for unknown reservations.
 _STRAY_S = 0.2

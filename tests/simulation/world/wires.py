@@ -146,7 +146,7 @@ class World:
         self.not_finite_at: set[int] = set()
         # Every so many steps workers compare what they compute; 0 for never.
         self.recheck_every = 0
-        # Of each completed step of an attempt: the newest that was right, and whose errors are in.
+        # By step and attempt: the newest step that was right, and the workers whose errors are in.
         self.checked: dict[tuple[int, int], tuple[int, frozenset[str]]] = {}
         #: Whether the next first step in a layout lacks memory, once.
         self.is_short = False
