@@ -9,7 +9,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.data.dataset import Split, open_texts
-    from workers.data.fingerprint import CONTENT_LENGTH, Content, are_alike, content_of
+    from workers.data.fingerprint import Content, are_alike, content_of
     from workers.data.lines import JsonLines
     from workers.data.loader import DataLoader, Dataset, as_data, micro_batches_of, num_tokens
     from workers.data.order import DataOrder

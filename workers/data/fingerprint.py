@@ -32,8 +32,6 @@ _TEXT, _LISTS = (str, bytes), (list, tuple)
 _FLOATS_MAX: Final = 4
 #: Machines of other kinds round differently. Norms and projections of other samples differ by more.
 _TOLERANCE: Final = 1e-3
-#: Numbers of a ``Content``.
-CONTENT_LENGTH: Final = 1 + 2 * _FLOATS_MAX
 
 #: A CRC-32 of all values without fractions, then a projection and the norm of each tensor with
 #: fractions.
@@ -120,7 +118,7 @@ def content_of(value: Any) -> Content:
         places = np.arange(array.size, dtype=np.uint64) * np.uint64(2654435761)
         signs = 1.0 - 2.0 * ((places >> np.uint64(16)) & np.uint64(1)).astype(np.float64)
         found += [float(signs @ array) / norm if norm else 0.0, norm]
-    return found + [0.0] * (CONTENT_LENGTH - len(found))
+    return found + [0.0] * (1 + 2 * _FLOATS_MAX - len(found))
 
 
 def are_alike(one: Content, other: Content) -> bool:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
-from workers.collectives import on_host
 from workers.data import DataLoader, DataOrder
 from workers.errors import DataDiffersError, KernelsDifferError, TaskError
 from workers.settings import TrainSettings
-from workers.train.executor import ShardedModel, checksums, described
+from workers.train.executor import (
+    ShardedModel,
+    are_everywhere,
+    checksums,
+    described,
+    exchanged,
+)
 
 log = logging.getLogger(__name__)
 
-#: Bytes in which a worker names its node and its kernels; characters of a node's name, and nodes to
-#: name.
-_TEXT_BYTES: Final = 128
+#: Characters of a node's name, and nodes to name.
 _NODE_CHARS: Final = 8
 _NUM_NODES: Final = 4
 
@@ -106,18 +106,10 @@ def _tell_kernels(
     node: str,
 ) -> None:
     """Report which machines compute differently; every worker calls it. ``odd`` kernels differ."""
-    kind = zlib.crc32(repr(kernels).encode())
-    mine = f"{kind:08x} {node[:_NODE_CHARS]} {described(sharded.device)}".encode()[:_TEXT_BYTES]
-    device, num_ranks = sharded.device, sharded.mesh.layout.world_size
-    rows = torch.zeros(num_ranks, _TEXT_BYTES, dtype=torch.int32, device=device)
-    rows[sharded.mesh.rank, : len(mine)] = torch.tensor(list(mine), device=device)
-    dist.all_reduce(rows)
-    table = torch.tensor(on_host(rows.reshape(-1))).to(torch.uint8).view(num_ranks, -1)
-    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
+    mine = [node[:_NODE_CHARS], described(sharded.device), sorted(kernels.items())]
     nodes: dict[str, dict[str, str]] = {}
-    for text in texts:
-        key, name, what = text.split(" ", 2)
-        nodes.setdefault(key, {})[name] = what
+    for name, what, kind in exchanged(mine, sharded.device):
+        nodes.setdefault(str(kind), {})[name] = what
     kinds = [
         f"node {', '.join([*each][:_NUM_NODES])}{' and more' if len(each) > _NUM_NODES else ''} "
         f"({'; '.join(dict.fromkeys(each.values()))})"
@@ -146,24 +138,9 @@ def agree_on_registered(sharded: ShardedModel, saved: Mapping[str, Any], *, step
     if unknown and sharded.mesh.rank == 0:
         told = ", ".join(unknown)
         log.warning("step %s has state of %s, which the script does not register now", step, told)
-    if values and not is_everywhere(json.dumps(values, sort_keys=True), sharded.device):
+    text = json.dumps(values, sort_keys=True)
+    if values and not all(are_everywhere([text], sharded.device)):
         raise TaskError(
             f"the registered state ({', '.join(values)}) differs between workers; register "
             "only state that is the same on all of them"
         )
-
-
-def is_everywhere(text: str, device: torch.device) -> bool:
-    """Return whether all workers have the same text; every worker calls it."""
-    return are_everywhere([text], device)[0]
-
-
-def are_everywhere(texts: Sequence[str], device: torch.device) -> list[bool]:
-    """Return for each text whether all workers have the same one; every worker calls it."""
-    keys = (hashlib.sha256(text.encode()).digest() for text in texts)
-    numbers = [int.from_bytes(key[:8], "little") >> 2 for key in keys]
-    ends = torch.tensor([*numbers, *(-number for number in numbers)], device=device)
-    dist.all_reduce(ends, op=dist.ReduceOp.MIN)
-    found = on_host(ends)
-    pairs = zip(found[: len(texts)], found[len(texts) :], strict=True)
-    return [least == -negative for least, negative in pairs]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from workers.collectives import on_host
 from workers.data import numbers_of_stage
 from workers.errors import LayoutRefusedError, TaskError
 from workers.models import documents
@@ -41,6 +40,7 @@ from workers.train.executor import (
     TensorReplicas,
     Trained,
     WholeGradients,
+    exchanged,
     refuse_hooks,
     use_all_to_all,
     use_own,
@@ -179,23 +179,20 @@ def _groups_elsewhere(
             f"{next(iter(parameters), 'this worker')} has none; write parallel.pp: 1",
             axis="pp",
         )
-    groups = optimizers.param_groups
-    at = {id(one): number for number, group in enumerate(groups) for one in group["params"]}
-    names = sorted(built.shapes)
-    mine = [at.get(id(parameters.get(name)), -1) for name in names]
-    numbers = torch.tensor([*mine, len(groups), -len(groups)], device=built.device)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-    *found, most, negative = map(int, on_host(numbers))
-    if most != -negative:
+    names = {id(one): name for name, one in parameters.items()}
+    mine = [
+        [names[id(one)] for one in group["params"] if id(one) in names]
+        for group in optimizers.param_groups
+    ]
+    every = exchanged(mine, built.device)
+    least, most = min(map(len, every)), max(map(len, every))
+    if most != least:
         raise LayoutRefusedError(
-            f"session.optimizer: stages have {-negative} to {most} parameter groups; with "
+            f"session.optimizer: stages have {least} to {most} parameter groups; with "
             "parallel.pp above 1 make as many on every worker, empty ones if need be",
             axis="pp",
         )
-    theirs = [
-        (name, number) for name, number in zip(names, found, strict=True) if name not in parameters
-    ]
-    return [[name for name, number in theirs if number == group] for group in range(most)]
+    return [sorted({*chain(*theirs)} - parameters.keys()) for theirs in zip(*every, strict=True)]
 
 
 def assemble(

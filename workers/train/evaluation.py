@@ -17,8 +17,7 @@ from workers.data import random_seed, seed_all, seeded
 from workers.errors import TaskError
 from workers.parallel import PassHooks
 from workers.state import DTYPES
-from workers.train.executor import ShardedModel, quota
-from workers.train.whole_weights import exchanged, summed
+from workers.train.executor import ShardedModel, exchanged, quota, summed
 
 
 def mean_over_samples(
@@ -87,9 +86,8 @@ def _gathered(
         number: [[DTYPES[one.dtype], list(one.shape)] for one in tensors]
         for number, tensors in held.items()
     }
-    there = {
-        int(number): rows for each in exchanged(mine, sharded) for number, rows in each.items()
-    }
+    rows = exchanged(mine, sharded.device)
+    there = {int(number): one for each in rows for number, one in each.items()}
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     found: dict[int, list[Tensor]] = {}
     for number in sorted(there):

@@ -16,12 +16,9 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from workers.collectives import on_host
 from workers.data import (
-    CONTENT_LENGTH,
     Content,
     DataLoader,
     DataOrder,
@@ -32,13 +29,13 @@ from workers.data import (
 )
 from workers.errors import DataDiffersError
 from workers.parallel import Mesh
+from workers.train.executor import all_agree, exchanged
 
 log = logging.getLogger(__name__)
 
 #: Numbers of samples that are spread over the whole dataset, and of samples of the step, at least.
 _SPREAD, _OF_STEP = 4, 4
 _NUM_SHOWN: Final = 4
-_NAME_BYTES: Final = 64
 _CAUSES: Final = (
     "Usual causes: the order in which glob or os.listdir give files (sort it), a shuffle without a "
     "seed, files that differ"
@@ -163,39 +160,27 @@ class SameSamples:
 
         Also return whether ``is_changed`` on any rank.
         """
-        num, rank = dist.get_world_size(), self._mesh.rank
-        table = torch.zeros((num, len(found) + 1, CONTENT_LENGTH), dtype=torch.float64)
-        table[rank, :-1] = torch.tensor(found, dtype=torch.float64)
-        table[rank, -1, 0], table[rank, -1, 1] = self._mesh.part, float(is_changed)
-        rows = self._summed(table)
+        mine = [self._mesh.part, is_changed, found, socket.gethostname()]
+        rows = exchanged(mine, self._device)
         told = []
         for at, name in enumerate(names):
-            kinds: list[tuple[float, Content, list[int]]] = []
-            for other in range(num):
-                part, one = float(rows[other, -1, 0]), rows[other, at].tolist()
+            kinds: list[tuple[int, Content, list[str]]] = []
+            for rank, (part, _, theirs, node) in enumerate(rows):
+                one, where = theirs[at], f"{rank} (node {node})"
                 alike = next((k for k in kinds if k[0] == part and are_alike(k[1], one)), None)
                 if alike is None:
-                    kinds.append((part, one, [other]))
+                    kinds.append((part, one, [where]))
                 else:
-                    alike[2].append(other)
+                    alike[2].append(where)
             if len(kinds) > len({part for part, _, _ in kinds}):
-                told.append((name, kinds))
-        nodes = self._nodes() if told else []
-        parts = [
-            f"{name} is "
-            + " and ".join(
-                f"{_short(one)} on rank "
-                + ", ".join(f"{other} (node {nodes[other]})" for other in ranks)
-                for _, one, ranks in kinds
-            )
-            for name, kinds in told
-        ]
-        return parts, bool(rows[:, -1, 1].any())
+                each = (f"{_short(one)} on rank {', '.join(ranks)}" for _, one, ranks in kinds)
+                told.append(f"{name} is {' and '.join(each)}")
+        return told, any(row[1] for row in rows)
 
     def _is_repeatable(self, found: Sequence[Content], again: Sequence[Content]) -> bool:
         """Return whether every rank read the same again; otherwise the data is unknown."""
         is_same = all(are_alike(*pair) for pair in zip(found, again, strict=True))
-        if not self._summed(torch.tensor([float(not is_same)]))[0]:
+        if all_agree(is_same, self._device):
             return True
         if self._mesh.rank == 0:
             log.warning(
@@ -204,19 +189,6 @@ class SameSamples:
                 "random, whose seeds are set here"
             )
         return False
-
-    def _nodes(self) -> list[str]:
-        name = socket.gethostname().encode()[:_NAME_BYTES]
-        table = torch.zeros((dist.get_world_size(), _NAME_BYTES), dtype=torch.float64)
-        table[self._mesh.rank, : len(name)] = torch.tensor(list(name), dtype=torch.float64)
-        rows = self._summed(table).astype(np.uint8)
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-    def _summed(self, numbers: torch.Tensor) -> Any:
-        """Return the sum over all ranks."""
-        there = numbers.double().to(self._device).reshape(-1)
-        dist.all_reduce(there)
-        return np.array(on_host(there)).reshape(numbers.shape)
 
 
 def contents(loader: DataLoader, groups: Sequence[Group], *, seed: int) -> list[Content]:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ucp_core.errors import StorageError, UcpError
@@ -24,7 +22,7 @@ from workers.errors import ApartError, TaskError
 from workers.parallel import drop_gathered, own_names
 from workers.protocol import SAVED
 from workers.state import DTYPES
-from workers.train.executor import ShardedModel, all_agree
+from workers.train.executor import ShardedModel, all_agree, exchanged, summed
 
 #: Names that a script may give to a file that it saves.
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -122,25 +120,12 @@ def _described(sharded: ShardedModel) -> list[_Tensor]:
         return mine
     found: dict[str, _Tensor] = {}
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
-    for rows in exchanged([[*one[:1], DTYPES[one.dtype], *one[2:]] for one in mine], sharded):
+    for rows in exchanged(
+        [[*one[:1], DTYPES[one.dtype], *one[2:]] for one in mine], sharded.device
+    ):
         for name, dtype, shape, source, holder in rows:
             found.setdefault(name, _Tensor(name, dtypes[dtype], tuple(shape), source, holder))
     return list(found.values())
-
-
-def exchanged(value: Any, sharded: ShardedModel) -> list[Any]:
-    """Return the JSON values of all ranks, by rank."""
-    text = json.dumps(value).encode()
-    size, rank, device = sharded.mesh.layout.world_size, sharded.mesh.rank, sharded.device
-    lengths = torch.zeros(size, dtype=torch.int64, device=device)
-    lengths[rank] = len(text)
-    dist.all_reduce(lengths)
-    found = list(map(int, collectives.on_host(lengths)))
-    texts = torch.zeros(size, max(found), dtype=torch.uint8, device=device)
-    texts[rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    dist.all_reduce(texts)
-    rows = collectives.settled(texts).cpu()
-    return [json.loads(bytes(rows[at, :length].numpy())) for at, length in enumerate(found)]
 
 
 def _whole(sharded: ShardedModel, one: _Tensor) -> Tensor:
@@ -162,13 +147,6 @@ def _whole_parameter(
         for box, local in shard.pieces(shard.local):
             whole[tuple(map(slice, box.start, box.stop))] = local
     return summed(whole)
-
-
-def summed(whole: Tensor) -> Tensor:
-    """Return one rank's part of each element; the other ranks have zeros."""
-    # As bytes: a sum of one rank's bits and zeros changes none, whatever they stand for.
-    dist.all_reduce(whole.reshape(-1).view(torch.uint8))
-    return collectives.settled(whole)
 
 
 def _bytes(whole: Tensor) -> memoryview:

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from ucp_core.native import BEST
-from workers.collectives import on_host
 from workers.errors import TaskError
 from workers.settings import VALIDATION_LOSS, BestSettings
+from workers.train.executor import by_rank
 
 #: A step and the value after it.
 _Measured = tuple[int, float]
@@ -42,11 +41,11 @@ class Best:
         is_new: Whether the last step is among the best.
     """
 
-    def __init__(self, settings: BestSettings, rank: int, device: torch.device) -> None:
+    def __init__(self, settings: BestSettings, device: torch.device) -> None:
         self.settings = settings
         self.is_new = False
         self._is_configured = bool(settings.value)
-        self._rank, self._device = rank, device
+        self._device = device
         self._value = math.nan
         self._held: Mapping[str, Any] = {}
 
@@ -93,7 +92,8 @@ class Best:
         if not settings.value:
             return {}
         if settings.value != VALIDATION_LOSS:
-            value = self._of_rank_0(value)
+            # Values that other ranks log do not count.
+            value = by_rank(torch.tensor(value, dtype=torch.float64, device=self._device))[0]
         kept = self.kept
         if math.isfinite(value):
             kept = ranked(kept, (step, value), mode=settings.mode, keep=settings.keep)
@@ -108,12 +108,3 @@ class Best:
             return {}
         step, value = self.kept[0]
         return {"best": {"step": step, self.settings.value: value}}
-
-    def _of_rank_0(self, value: float) -> float:
-        """Return the value of rank 0: values that other ranks log do not count."""
-        is_told = self._rank == 0 and math.isfinite(value)
-        told = torch.tensor([value, 1.0] if is_told else [0.0, 0.0], dtype=torch.float64)
-        told = told.to(self._device)
-        dist.all_reduce(told)
-        found, there = on_host(told)
-        return float(found) if there else math.nan

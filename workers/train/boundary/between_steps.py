@@ -110,7 +110,7 @@ class Boundary:
         train = settings.train
         self.finiteness = Finiteness(train.not_finite, train.num_micro_batches, tell=self.tell)
         self.ending = Ending(assignment, context, storage.write)
-        self.best = Best(settings.checkpoint.best, assignment.rank, device)
+        self.best = Best(settings.checkpoint.best, device)
         self._unfollow: Callable[[], None] | None = None
         self._due = Due()
         self._state: Captured | None = None

@@ -8,15 +8,13 @@ it. The wait is short and bounded; training continues in any case.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from typing import Final
 
 import torch
-import torch.distributed as dist
 
-from workers.collectives import on_host
 from workers.snapshot import Captured, SnapshotWriter
+from workers.train.executor import exchanged
 
 #: Preparing memory for the small preset took 5 to 60 ms, copying it 10 to 50 ms (busy machine).
 _WAIT_S_MIN: Final = 1.0
@@ -53,14 +51,10 @@ class ProtectionWait:
         """Return whether every rank can take its snapshot now. Every rank calls it."""
         begun_s = time.monotonic()
         mine = self._writer is not None and self._writer.get_ready(state, self._until_s)
-        digest = hashlib.sha256(self._node.encode()).digest()
-        node = int.from_bytes(digest[:8], "little") >> 2
-        votes = torch.tensor([int(mine), node, -node], device=self._device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-        all_ready, least, most = on_host(votes)
-        self._has_peers = self._is_copied and least != -most
+        rows = exchanged([mine, self._node], self._device)
+        self._has_peers = self._is_copied and len({node for _, node in rows}) > 1
         self.waited_s += time.monotonic() - begun_s
-        return bool(all_ready)
+        return all(is_ready for is_ready, _ in rows)
 
     def wait_copied(self, step: int) -> None:
         """Return when peers have copied the snapshot of ``step``, or after the time limit."""

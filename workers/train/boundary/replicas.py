@@ -20,7 +20,7 @@ from torch import Tensor
 from ucp_core.layout import ParallelLayout
 from workers.collectives import on_host, settled
 from workers.errors import DivergedError
-from workers.train.executor import ShardedModel, machine_kind, sum_of_words
+from workers.train.executor import ShardedModel, by_rank, machine_kind, sum_of_words
 
 _NUM_NAMED = 3
 
@@ -39,15 +39,12 @@ def refuse_diverged(step: int, sharded: ShardedModel) -> None:
         return
     zero = torch.zeros((), dtype=torch.int64, device=device)
     sums = torch.stack([zero, *(sum_of_words(one.local) for one in sharded.shards)])
-    every = torch.zeros(2, layout.world_size, dtype=torch.int64, device=device)
-    every[0, sharded.mesh.rank] = sums.sum()
-    every[1, sharded.mesh.rank] = machine_kind(device)
-    dist.all_reduce(every)
-    found = on_host(every.reshape(-1))
-    if odd_ones(layout, found[layout.world_size :]):
+    kind = torch.tensor(machine_kind(device), device=device)
+    found = by_rank(torch.stack([sums.sum(), kind]))
+    if odd_ones(layout, [row[1] for row in found]):
         _bring_together(sharded)
         return
-    ranks = odd_ones(layout, found[: layout.world_size])
+    ranks = odd_ones(layout, [row[0] for row in found])
     if not ranks:
         return
     names = _differing(sharded, sums[1:])

@@ -6,6 +6,13 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.train.executor.average import Average, AverageOfWeights
+    from workers.train.executor.exchange import (
+        all_agree,
+        are_everywhere,
+        by_rank,
+        exchanged,
+        summed,
+    )
     from workers.train.executor.gradient_sums import GradientSums, room_of
     from workers.train.executor.kernels import checksums, described, machine_kind
     from workers.train.executor.not_finite import Finiteness
@@ -21,7 +28,7 @@ if TYPE_CHECKING:
         use_tree,
     )
     from workers.train.executor.sharded_model import BuiltModel, ShardedModel
-    from workers.train.executor.signals import Signals, all_agree
+    from workers.train.executor.signals import Signals
     from workers.train.executor.step import Step
     from workers.train.executor.tensor_replicas import TensorReplicas
     from workers.train.executor.trained import Trained

@@ -13,9 +13,9 @@ from typing import Any, Final, Protocol
 from ucp_core.native import NOT_FINITE
 from workers.errors import NotFiniteError
 from workers.settings import IGNORE, STOP, NotFiniteSettings
+from workers.train.executor.exchange import all_agree
 from workers.train.executor.origin import Origin, StepParts, find_origin
 from workers.train.executor.sharded_model import ShardedModel
-from workers.train.executor.signals import all_agree
 
 #: How many such updates an attempt reports one by one; after that, each whose number is a power of
 #: two.

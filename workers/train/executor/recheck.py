@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ucp_core.native import RECHECKED
-from workers.collectives import on_host
 from workers.errors import CorruptError
 from workers.parallel import LocalShard, Mesh
 from workers.settings import TrainSettings
+from workers.train.executor.exchange import by_rank
 
 log = logging.getLogger(__name__)
 
@@ -133,13 +132,9 @@ class Recheck:
 
     def _of_all(self) -> tuple[list[int], list[int]]:
         """Return by rank the sum of what it has seen, and how often its weights have changed."""
-        num = self._mesh.layout.world_size
-        table = torch.zeros(2, num, dtype=torch.int64, device=self._device)
-        table[0, self._mesh.rank], table[1, self._mesh.rank] = self._sum, self._num_flips
+        found = by_rank(torch.stack([self._sum, self._num_flips]))
         self._sum = self._num_flips = torch.zeros_like(self._sum)
-        dist.all_reduce(table)
-        found = [int(each) for each in on_host(table.reshape(-1))]
-        return found[:num], found[num:]
+        return [row[0] for row in found], [row[1] for row in found]
 
     def _error(self, step: int, told: str, ranks: tuple[int, ...]) -> CorruptError:
         sound = self._sound_step

@@ -1,4 +1,4 @@
-"""Messages between the ranks of an attempt: signals within a step, and votes."""
+"""Messages between the ranks of an attempt within a step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workers.collectives import on_host
 from workers.data import KEEPS_ORDER
 from workers.errors import DataError
+from workers.train.executor.exchange import by_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +57,11 @@ def refuse_readings(agreed: Signals, mine: Signals, *, step: int, device: torch.
     # By Cauchy and Schwarz, numbers whose squares have this sum are equal.
     if num * agreed.read_squared == agreed.read**2:
         return
-    found = torch.zeros(num, dtype=torch.int64, device=device)
-    found[dist.get_rank()] = mine.read
-    dist.all_reduce(found)
+    found = by_rank(torch.tensor(mine.read, device=device))
     ranks: dict[float, list[int]] = {}
-    for rank, digest in enumerate(on_host(found)):
+    for rank, digest in enumerate(found):
         ranks.setdefault(digest, []).append(rank)
     parts = " and ".join(f"rank {', '.join(map(str, alike))}" for alike in ranks.values())
     raise DataError(
         f"step {step}: {parts} have read different samples of the stream. {KEEPS_ORDER}"
     )
-
-
-def all_agree(agreed: bool, device: torch.device) -> bool:  # noqa: FBT001  the vote itself
-    """Return whether every rank votes True. Every rank calls it; blocks for the slowest."""
-    vote = torch.tensor([int(agreed)], device=device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MIN)
-    return bool(on_host(vote)[0])

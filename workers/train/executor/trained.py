@@ -13,6 +13,7 @@ from torch import nn
 from workers.collectives import on_host
 from workers.errors import TaskError
 from workers.parallel import LocalShard, Used
+from workers.train.executor.exchange import all_agree
 
 #: A version stores here the parameters that a script froze at its start, if others are frozen now.
 FROZEN_AT_FIRST: Final = "frozen_at_first"
@@ -111,9 +112,7 @@ class Trained:
         """
         if not self.may_grow:
             return
-        changed = torch.tensor([int(self.has_changed())], device=self._device)
-        dist.all_reduce(changed)
-        if on_host(changed)[0]:
+        if not all_agree(not self.has_changed(), self._device):
             self.agree(f"in step {number}")
 
     def agree(self, when: str) -> None:

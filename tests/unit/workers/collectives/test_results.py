@@ -19,8 +19,7 @@ from workers.collectives.attempt import Attempt
 from workers.parallel import ModelPlan
 from workers.state import PersistentBuffers
 from workers.train.boundary.replicas import refuse_diverged
-from workers.train.executor import all_agree
-from workers.train.whole_weights import exchanged, summed
+from workers.train.executor import all_agree, by_rank, exchanged, summed
 
 
 class Running:
@@ -81,7 +80,8 @@ PLACES: dict[str, Callable[[Any], object]] = {
     "a tensor": lambda _: settled(torch.ones(2)),
     "a vote": lambda _: all_agree(agreed=True, device=torch.device("cpu")),
     "a whole weight": lambda _: summed(torch.ones(2)),
-    "words of all ranks": lambda built: exchanged(["a"], built),
+    "numbers of all ranks": lambda _: by_rank(torch.ones(2)),
+    "words of all ranks": lambda _: exchanged(["a"], torch.device("cpu")),
     "copies of weights": lambda built: refuse_diverged(2, built),
 }
 

@@ -52,10 +52,10 @@ def test_copies_on_machines_of_different_kinds_are_brought_together(
     """They round differently in each update, and of three the odd one's node was struck."""
 
     def sum_up(result: Tensor, *_args: Any, **_how: Any) -> None:
-        if result.shape == (2, 3):
-            result[0, 1:] = result[0, 0] + 1
-            result[1, 1:] = result[1, 0]
-            result[1, 2] += is_other_kind
+        if result.shape == (3, 2):
+            result[1:] = result[0]
+            result[1:, 0] += 1
+            result[2, 1] += is_other_kind
 
     def broadcast(result: Tensor, *_args: Any, **_how: Any) -> None:
         result.fill_(7.0)
