@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ucp_core.storage import open_store
-from workers.data.files import own_cache
+from workers.data.files import Arrays, cached_arrays
 from workers.data.text import TextSource, find_source, is_held_out
 from workers.data.tokens import Tokenizer, open_tokenizer
 from workers.errors import DataError
@@ -29,7 +27,7 @@ from workers.settings import DataSettings
 class Split:
     """A sequence of tokens, cut into samples that overlap by one token."""
 
-    tokens: NDArray[np.uint16] | NDArray[np.uint32]  #: All tokens, on disk.
+    tokens: NDArray[Any]  #: All tokens, on disk.
     sequence_length: int  #: Tokens that a sample predicts; the sample has one more.
 
     @property
@@ -64,15 +62,20 @@ def open_texts(settings: DataSettings) -> Texts:
     """
     tokenizer = open_tokenizer(settings.tokenizer)
     source = find_source(settings)
-    directory = _cache_directory(settings, source, tokenizer)
-    index = directory / "index.json"
-    if not index.exists():
-        _tokenize(settings, source, tokenizer, directory)
-    digest = json.loads(index.read_text())["digest"]
-    splits = [
-        Split(np.load(directory / f"{name}.npy", mmap_mode="r"), settings.sequence_length)
-        for name in ("train", "held_out")
-    ]
+    depends = {
+        **asdict(settings),
+        "tokenizer": tokenizer.name,
+        "files": [(name, _stamp(path)) for name, path in source.files],
+    }
+    for name in ("sequence_length", "validation_samples", "cache_directory"):
+        del depends[name]
+    held = cached_arrays(
+        depends,
+        settings.cache_directory,
+        lambda: _tokens(settings, source, tokenizer),
+        setting="data.cache_directory",
+    )
+    splits = [Split(held[name], settings.sequence_length) for name in ("train", "held_out")]
     for name, split in zip(("training", "validation"), splits, strict=True):
         if split.num_samples < 1:
             raise DataError(
@@ -81,20 +84,7 @@ def open_texts(settings: DataSettings) -> Texts:
                 "change data.sequence_length or data.validation_share",
                 source=settings.source,
             )
-    return Texts(splits[0], splits[1], tokenizer.vocab_size, digest)
-
-
-def _cache_directory(settings: DataSettings, source: TextSource, tokenizer: Tokenizer) -> Path:
-    """Return a directory whose name is a hash of everything that the tokens depend on."""
-    depends = {
-        **asdict(settings),
-        "tokenizer": tokenizer.name,
-        "files": [(name, _stamp(path)) for name, path in source.files],
-    }
-    for name in ("sequence_length", "validation_samples", "cache_directory"):
-        del depends[name]
-    key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
-    return Path(settings.cache_directory or own_cache()) / key
+    return Texts(splits[0], splits[1], tokenizer.vocab_size, held["digest"].tobytes().hex())
 
 
 def _stamp(path: str) -> str:
@@ -102,10 +92,8 @@ def _stamp(path: str) -> str:
     return store.stamp(at).text
 
 
-def _tokenize(
-    settings: DataSettings, source: TextSource, tokenizer: Tokenizer, directory: Path
-) -> None:
-    """Write both splits, then the index; several processes may do it at the same time."""
+def _tokens(settings: DataSettings, source: TextSource, tokenizer: Tokenizer) -> Arrays:
+    """Return the tokens of both splits, and a digest of them."""
     parts: dict[str, list[NDArray[np.uint32]]] = {"train": [], "held_out": []}
     end = np.array([tokenizer.end], np.uint32)
     for document in source.documents():
@@ -113,19 +101,9 @@ def _tokenize(
         parts["held_out" if held_out else "train"] += [tokenizer.encode(document.text), end]
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     digest = hashlib.sha256()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, arrays in parts.items():
-            tokens = np.concatenate(arrays or [end[:0]]).astype(dtype)
-            digest.update(f"{name} {len(tokens)} {tokenizer.name} ".encode())
-            digest.update(tokens.tobytes())
-            temporary = directory / f"{name}.{os.getpid()}.temporary.npy"
-            np.save(temporary, tokens)
-            temporary.replace(directory / f"{name}.npy")
-        temporary = directory / f"index.{os.getpid()}.temporary"
-        temporary.write_text(json.dumps({"digest": digest.hexdigest()}))
-        temporary.replace(directory / "index.json")
-    except OSError as error:
-        raise DataError(
-            f"data.cache_directory: {directory} cannot be written: {error}", path=str(directory)
-        ) from error
+    found: Arrays = {}
+    for name, arrays in parts.items():
+        found[name] = np.concatenate(arrays or [end[:0]]).astype(dtype)
+        digest.update(f"{name} {len(found[name])} {tokenizer.name} ".encode())
+        digest.update(found[name].tobytes())
+    return {**found, "digest": np.frombuffer(digest.digest(), np.uint8)}

@@ -20,7 +20,7 @@ from ucp_core.errors import UcpError
 from ucp_core.storage import Stamp, Store, open_store
 from workers.errors import DataError
 
-Arrays: TypeAlias = dict[str, NDArray[np.int64]]
+Arrays: TypeAlias = dict[str, NDArray[Any]]
 #: Number and size of the pieces that identify a file that is not read whole.
 _NUM_PIECES: Final = 32
 _PIECE_BYTES: Final = 32 << 10
@@ -144,28 +144,29 @@ def _file(url: str) -> DataFile:
     return DataFile(url, store, path, store.stamp(path))
 
 
-def own_cache() -> str:
-    """Return this user's folder for prepared data, among temporary files.
-
-    The name has the user's number, because users in containers can be without a name.
-    """
-    return f"{tempfile.gettempdir()}/everstep-data-{os.getuid()}"
-
-
 def cached_arrays(
-    depends: Mapping[str, Any], cache: str | None, make: Callable[[], Arrays]
+    depends: Mapping[str, Any],
+    cache: str | None,
+    make: Callable[[], Arrays],
+    *,
+    setting: str = "cache=",
 ) -> Arrays:
     """Return arrays that ``make`` computes once for all processes of a machine.
 
+    Several processes may make them at the same time.
+
     Args:
         depends: Everything on which the arrays depend, as JSON values.
-        cache: Local directory for them; None for one of this user's among temporary files.
+        cache: Local directory for them; "" or None for one of this user's among temporary files.
+        make: Computes them.
+        setting: The name of ``cache`` in messages.
 
     Raises:
         DataError: The directory cannot be written.
     """
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
-    root = cache or own_cache()
+    # Users in containers can be without a name.
+    root = cache or f"{tempfile.gettempdir()}/everstep-data-{os.getuid()}"
     directory = Path(root) / key
     done = directory / "names.json"
     try:
@@ -183,7 +184,7 @@ def cached_arrays(
         return {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in names}
     except OSError as error:
         raise DataError(
-            f"the index of the data cannot be kept in {directory}: {error}; name a directory that "
-            "can be written with cache=",
+            f"what is computed from the data cannot be kept in {directory}: {error}; name a "
+            f"directory that can be written with {setting}",
             path=str(directory),
         ) from error
