@@ -41,14 +41,9 @@ def agree_on_data(
     """Return what a checkpoint records about the data; also compare how the workers compute.
 
     Args:
-        data: The number of samples, or their loader.
         digest: Identifies the samples; "" for the loader's digest.
         restored: The small named values of the version of ``step``.
         step: The step that the attempt resumes from.
-
-    Raises:
-        DataDiffersError: Workers, or this run and its checkpoint, have different data.
-        KernelsDifferError: Machines do not compute alike, and the run is to be deterministic.
     """
     loader = data if isinstance(data, DataLoader) else None
     cursor: dict[str, Any] = {

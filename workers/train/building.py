@@ -60,9 +60,6 @@ def build_model(
     """Build the model on the meta device, cut and shard it, and allocate this rank's part.
 
     ``averaged`` names the buffers that become means over micro-batches.
-
-    Raises:
-        TaskError: It cannot be cut or sharded, or a buffer would depend on the workers.
     """
     with torch.device("meta"):
         model = build()
@@ -203,11 +200,7 @@ def assemble(
     assignment: Assignment,
     train: TrainSettings,
 ) -> ShardedModel:
-    """Return the model with its optimizers, ``every``, none of which need be there.
-
-    Raises:
-        TaskError: Stages of a pipeline have different groups of parameters.
-    """
+    """Return the model with its optimizers, ``every``, none of which need be there."""
     optimizers = Optimizers(every, parameters)
     return ShardedModel(
         **{field.name: getattr(built, field.name) for field in fields(built)},

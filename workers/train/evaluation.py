@@ -40,9 +40,6 @@ def mean_over_samples(
 
     Args:
         loss_of: Returns the mean loss over samples, and its number of tokens if they differ.
-        num_samples: At least 1.
-        micro_batch: Samples of a micro-batch; the last one has the rest.
-        sharded: The model; it is in evaluation mode meanwhile.
         done: Called before each pass with the number of passes that this rank has begun.
         of_means: Whether to return the mean over samples of the means of their micro-batches.
         outputs: Called for each micro-batch, in order, with the values that ``loss_of`` returned
@@ -115,12 +112,7 @@ def _read(returned: Any, num_samples: int) -> tuple[Any, ...]:
 
 
 class _Passes:
-    """Forward passes over micro-batches, shared by all workers.
-
-    Attributes:
-        sums: Summed losses, and tokens, of this rank's micro-batches, by number.
-        outputs: The values that it returned after the tokens.
-    """
+    """Forward passes over micro-batches, shared by all workers."""
 
     def __init__(
         self,
@@ -133,7 +125,8 @@ class _Passes:
         self._sharded, self._done = sharded, done
         self._num_begun = 0
         device = sharded.mesh.sharding.device_type
-        self.outputs: dict[int, list[Tensor]] = {}
+        self.outputs: dict[int, list[Tensor]] = {}  #: The values that it returned after the tokens.
+        #: Summed losses, and tokens, of this rank's micro-batches, by number.
         self.sums = torch.zeros(2, len(batches), dtype=torch.float64, device=device)
 
     def run(self, numbers: range) -> None:

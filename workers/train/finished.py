@@ -35,12 +35,7 @@ class FinishedRun:
     lineage: tuple[tuple[int, int], ...] = ()  #: ``(attempt, resume_step)`` of all its attempts.
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
-        """Return the checkpoint of a step, the newest one by default.
-
-        Raises:
-            StateError: There is none.
-            UcpError: It cannot be opened.
-        """
+        """Return the checkpoint of a step, the newest one by default."""
         checkpoints = join(self.directory, CHECKPOINTS)
         if step is not None:
             return open_checkpoint(self.store, join(checkpoints, checkpoint_name(step)))
@@ -60,9 +55,6 @@ def fill(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
 
     It holds one tensor at a time in memory beside them. Buffers that no checkpoint stores stay
     unchanged.
-
-    Raises:
-        UcpError: The checkpoint is damaged, or gone.
     """
     entries, ties = checkpoint.state_map.entries, checkpoint.manifest.ties
     with torch.no_grad():

@@ -26,22 +26,15 @@ from workers.settings import ParallelSettings
 class Ranks:
     """The ranks, as one of them sees them. Every rank makes the same calls.
 
-    Args:
-        place: This process's place; None if it trains alone.
-        timeout_s: How long to wait for another rank.
-
-    Attributes:
-        rank: This rank.
-        num_ranks: How many there are.
-        node: The machine, by name.
-        host: Where their store listens.
-        port: Its port.
+    ``place`` is None if this process trains alone. ``timeout_s`` bounds waits for another rank.
     """
 
     def __init__(self, place: LaunchedPlace | None, *, timeout_s: float) -> None:
+        #: ``rank``: This rank.
+        #: ``num_ranks``: How many there are.
         self.rank, self.num_ranks = (place.rank, place.num_ranks) if place else (0, 1)
-        self.node = socket.gethostname() if place else ""
-        self.host = place.host if place else "127.0.0.1"
+        self.node = socket.gethostname() if place else ""  #: The machine, by name.
+        self.host = place.host if place else "127.0.0.1"  #: Where their store listens.
         serves = place is None or (self.rank == 0 and not place.is_served)
         try:
             store = dist.TCPStore(
@@ -57,7 +50,7 @@ class Ranks:
                 f"{self.host} ({error}); RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set: "
                 "start the script with torchrun, or unset them to train in this process alone"
             ) from error
-        self.port: int = store.port
+        self.port: int = store.port  #: Its port.
         self._store = store
         self._said = dist.PrefixStore(f"everstep/{place.restart if place else 0}", store)
         self._num_said = self._num_told = 0
@@ -100,8 +93,7 @@ class Ranks:
 def layout_for(num_ranks: int, parallel: ParallelSettings) -> ParallelLayout:
     """Return the layout of all ranks; one rank has the whole model.
 
-    Raises:
-        SettingsError: The degrees do not divide their number.
+    Raise ``SettingsError`` if the degrees do not divide their number.
     """
     axes = ("pp", "dp_replicate", "cp", "tp")
     degrees = {axis: getattr(parallel, axis) for axis in axes if num_ranks > 1}

@@ -28,11 +28,7 @@ _Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 
 
 def train_language_model(session: Session) -> None:
-    """Train the model of ``session.settings`` on its data to the last step.
-
-    Raises:
-        DataError: The data cannot be used with this model.
-    """
+    """Train the model of ``session.settings`` on its data to the last step."""
     settings = session.settings
     texts = open_texts(settings.data)
     make = _from_folder if settings.model.folder else _decoder

@@ -290,11 +290,7 @@ _load_once = functools.lru_cache(maxsize=1)(load_task)
 
 
 def task_of(settings: Settings) -> Task:
-    """Return the task to train; a script runs up to its call of ``run``, once per process.
-
-    Raises:
-        TaskError: The script cannot be read, exits, or ends before that.
-    """
+    """Return the task to train; a script runs up to its call of ``run``, once per process."""
     if settings.run.script:
         return _load_once(settings.run.script, settings.run.arguments)[0]
     return train_language_model

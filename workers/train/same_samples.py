@@ -51,7 +51,6 @@ class SameSamples:
 
     Args:
         size: How many indices the loss function gets; 0 if a ``DataLoader`` reads samples.
-        step: The step from which the attempt resumes.
         kept: The record about samples in its version; None if they are not compared with earlier
             ones.
     """
@@ -87,11 +86,7 @@ class SameSamples:
     def compare(self, number: int, read: Read) -> None:
         """Compare in step ``number`` if that is due; every worker calls it.
 
-        Args:
-            read: Reads samples, always with the same random numbers.
-
-        Raises:
-            DataDiffersError: A sample differs between workers, or from before.
+        ``read`` reads samples, always with the same random numbers.
         """
         is_first = number == self._step + 1
         if self._is_off or not (is_first or self._is_due(number)):

@@ -49,9 +49,6 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> tuple[Task, bool]:
     there, once per process, as ``python path arguments`` would run it: its directory is importable,
     ``sys.argv`` is its path and ``arguments``. It stays the process's ``__main__``, where pickle
     looks for its classes.
-
-    Raises:
-        TaskError: There is no such file, or it exits or ends before it calls ``run``.
     """
     handed = _run_to_call(path, arguments)
     return handed.task, handed.goes_on
@@ -61,10 +58,6 @@ def script_settings(path: str, arguments: Sequence[str] = ()) -> Settings:
     """Return the settings that the script at ``path`` passes to ``everstep.run``.
 
     It runs up to there, as for ``load_task``.
-
-    Raises:
-        TaskError: As for ``load_task``.
-        SettingsError: They are invalid.
     """
     return _run_to_call(path, arguments).settings()
 
@@ -98,11 +91,7 @@ def _run_to_call(path: str, arguments: Sequence[str]) -> _Handed:
 
 
 def finish_script(path: str, arguments: Sequence[str], run: FinishedRun) -> None:
-    """Run the script of a complete run from its top, with ``everstep.run`` returning at once.
-
-    Raises:
-        TaskError: It exits with a code that is not 0.
-    """
+    """Run the script of a complete run from its top, with ``everstep.run`` returning at once."""
     _reading.finished = run
     try:
         _execute(path, arguments)

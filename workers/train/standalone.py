@@ -234,12 +234,7 @@ def _skip_damaged(
     skipped: dict[str, str],
     steps_lost_max: int,
 ) -> None:
-    """Warn of damaged checkpoints newer than ``found``.
-
-    Raises:
-        StateError: No checkpoint loads, and one was committed after step ``steps_lost_max``. Up to
-            one checkpoint interval may be lost, so training then restarts.
-    """
+    """Warn of damaged checkpoints newer than ``found``."""
     lost = unloadable(store, checkpoints, lineage=(), with_data=True) if found is None else ()
     rows = [(checkpoint_name(step), reason) for step, reason in lost]
     for name, reason in found.skipped if found is not None else rows:

@@ -40,14 +40,7 @@ class Steps:
     """The loop over the steps of an attempt.
 
     Args:
-        step: The step that the attempt resumes from.
         restored: The small named values of its version.
-
-    Attributes:
-        step: Last completed step.
-        loss: Its loss; nan if it is not known.
-        current: The step that was yielded last; None before the first.
-        has_begun: Whether the script has asked for the first step.
     """
 
     def __init__(
@@ -62,9 +55,11 @@ class Steps:
         node: str,
     ) -> None:
         loss = restored.get("loss")
+        #: ``step``: Last completed step.
+        #: ``loss``: Its loss; nan if it is not known.
         self.step, self.loss = step, math.nan if loss is None else loss
-        self.current: Step | None = None
-        self.has_begun = False
+        self.current: Step | None = None  #: The step that was yielded last; None before the first.
+        self.has_begun = False  #: Whether the script has asked for the first step.
         self.sharded = sharded
         self._restored = restored
         self._settings, self._node = settings, node
@@ -85,21 +80,13 @@ class Steps:
         self._recheck: Recheck | None = None
 
     def compare(self, step: Step, loss_of: Callable[[Any], Any]) -> None:
-        """Check now and then that a script reads the same for indices on every worker, and before.
-
-        Raises:
-            DataDiffersError: It does not.
-        """
+        """Check now and then that a script reads the same on every worker, and before."""
         if self._same is not None and self._batches is None:
             seed, model = self._settings.train.seed, self.sharded.called
             self._same.compare(step.number, partial(inputs, loss_of, model, seed=seed))
 
     def register(self, name: str, stateful: Stateful) -> None:
-        """Save and load the state of ``stateful`` with the model from now on.
-
-        Raises:
-            TaskError: The name is taken, or the state cannot be saved or loaded.
-        """
+        """Save and load the state of ``stateful`` with the model from now on."""
         saved = self._restored.get(_REGISTERED, {}).get(name)
         # A step that was trained elsewhere has no version.
         if saved is None and self._restored and self.sharded.mesh.rank == 0:
@@ -107,12 +94,7 @@ class Steps:
         self.sharded.registered.add(name, stateful, saved)
 
     def each(self, data: int | DataLoader | Dataset | Iterable[Any], digest: str) -> Iterator[Step]:
-        """Yield the remaining steps; see ``Session.steps``.
-
-        Raises:
-            DataError: Workers, or this run and its checkpoint, have different data.
-            TaskError: A step was left without ``apply``, or workers registered different state.
-        """
+        """Yield the remaining steps; see ``Session.steps``."""
         self.has_begun = True
         samples, gradient_sums = self._read(data, digest)
         self._boundary.reads(self._stream)
@@ -251,11 +233,7 @@ class Steps:
             self._batches.close()
 
     def finish(self) -> None:
-        """End the run where the script left its loop; every worker calls it after the script.
-
-        Raises:
-            TaskError: The script has not begun the loop, or other workers are still in it.
-        """
+        """End the run where the script left its loop; every worker calls it after the script."""
         steps = self._settings.train.steps
         if self._is_left and self.step:
             self._boundary.ending.leave_loop(self.step)

@@ -42,12 +42,7 @@ def digest_of_weights(sharded: ShardedModel) -> str:
 
 
 def path_to_save(name: str) -> str:
-    """Return where in the run directory the weights go that a script calls ``name``.
-
-    Raises:
-        ApartError: Not every worker calls it.
-        TaskError: ``name`` is no plain name.
-    """
+    """Return where in the run directory the weights go that a script calls ``name``."""
     if not _PLAIN_NAME.fullmatch(name):
         raise TaskError(f"session.save: {name!r} must be of letters, digits, '.', '-' and '_'")
     apart = collectives.places().meet(f"session.save({name!r})")
@@ -65,13 +60,7 @@ def write_weights(
     """Write parameters and persistent buffers to a safetensors file, by rank 0.
 
     Names and values are those of ``state_dict()`` of the whole model, shared parameters under each
-    of their names.
-
-    Args:
-        write: Writes chunks to the file.
-
-    Raises:
-        StorageError: Rank 0 could not write it.
+    of their names. ``write`` writes chunks to the file.
     """
     # A gathered parameter is another object than its shard.
     drop_gathered(sharded.model)

@@ -31,19 +31,11 @@ def ranked(
 
 
 class Best:
-    """The best steps so far, as every rank of one attempt knows them.
-
-    Args:
-        device: The device for tensors of collectives.
-
-    Attributes:
-        settings: The value to compare; "" for none.
-        is_new: Whether the last step is among the best.
-    """
+    """The best steps so far, as every rank of one attempt knows them."""
 
     def __init__(self, settings: BestSettings, device: torch.device) -> None:
-        self.settings = settings
-        self.is_new = False
+        self.settings = settings  #: The value to compare; "" for none.
+        self.is_new = False  #: Whether the last step is among the best.
         self._is_configured = bool(settings.value)
         self._device = device
         self._value = math.nan
@@ -54,11 +46,7 @@ class Best:
         self._held = extra.get(BEST, {})
 
     def choose(self, value: str, mode: Literal["min", "max"], keep: int) -> None:
-        """Accept a script's choice, unless the configuration says what to keep.
-
-        Raises:
-            TaskError: The configuration has another value or mode.
-        """
+        """Accept a script's choice, unless the configuration says what to keep."""
         wanted = BestSettings(value=value, mode=mode, keep=keep)
         chosen = self.settings
         if self._is_configured and (chosen.value, chosen.mode) != (value, mode):

@@ -65,16 +65,8 @@ class YieldSignal(BaseException):
 class Boundary:
     """Reports and saves for one rank of one attempt.
 
-    Args:
-        device: The device for tensors of collectives.
-        buffer: Host memory for copies of the state.
-        memory: Memory at the keeper; None without one.
-        storage: Writes metrics and checkpoints.
-
-    Attributes:
-        finiteness: Decides about updates that are not finite.
-        ending: Ends the run before its last step, if the script asks for it.
-        best: Decides which versions to keep because a value was best.
+    Its waits for storage or other ranks raise ``AbortedError`` once the attempt is fenced, and
+    ``CollectiveError`` if another rank does not write its part.
     """
 
     def __init__(
@@ -108,8 +100,11 @@ class Boundary:
                 told=self._wait_metrics,
             )
         train = settings.train
+        #: Decides about updates that are not finite.
         self.finiteness = Finiteness(train.not_finite, train.num_micro_batches, tell=self.tell)
+        #: Ends the run before its last step, if the script asks for it.
         self.ending = Ending(assignment, context, storage.write)
+        #: Decides which versions to keep because a value was best.
         self.best = Best(settings.checkpoint.best, device)
         self._unfollow: Callable[[], None] | None = None
         self._due = Due()
@@ -190,10 +185,9 @@ class Boundary:
         return replace(signals, behind=behind, storage_busy=storage_busy)
 
     def before_update(self) -> None:
-        """Allow the weights to change; every step calls it before they do.
+        """Allow the weights to change, unless anything but loading and the last update has done so.
 
-        Raises:
-            TaskError: Something other than loading and the last update has already changed them.
+        Every step calls it before they change.
         """
         if self._is_lent:
             raise TaskError(
@@ -212,11 +206,7 @@ class Boundary:
 
     @contextmanager
     def lent(self, swap: Callable[[], None]) -> Iterator[None]:
-        """Have ``swap`` put other weights into the model for a block; nothing is saved meanwhile.
-
-        Raises:
-            TaskError: It is inside such a block.
-        """
+        """Have ``swap`` put other weights into the model for a block, and save nothing in it."""
         if self._is_lent:
             raise TaskError("average.swapped() is entered within another one; leave that first")
         if self._writer is not None:
@@ -263,13 +253,7 @@ class Boundary:
     def completed(
         self, step: Step, step_s: float, sharded: ShardedModel, extra: Mapping[str, Any]
     ) -> float:
-        """Report a step, and save its state if due; return the seconds waited for protection.
-
-        Raises:
-            AbortedError: The attempt was fenced.
-            DivergedError: Copies of the state differ.
-            UcpError: The checkpoint before this one could not be written.
-        """
+        """Report a step, and save its state if due; return the seconds waited for protection."""
         begun_s = time.monotonic()
         unwritten: list[tuple[str, str]] = []
         if self._storage.holds_lines:
@@ -332,27 +316,13 @@ class Boundary:
         return capture(step, sharded, extra)
 
     def commit(self, step: int) -> None:
-        """Return when the state after ``step``, which all ranks write to storage, is committed.
-
-        Raises:
-            AbortedError: The attempt was fenced.
-            CollectiveError: A peer did not write its part.
-        """
+        """Return when the state after ``step``, which all ranks write to storage, is committed."""
         self._context.progress.enter(WorkerPhase.SAVING)
         timeout_s = self._context.settings.parallel.patient_timeout_s
         self._storage.wait_committed(step, timeout_s=timeout_s)
 
     def commit_loaded(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
-        """Return when a best state that was loaded from memory is committed: its step waits.
-
-        Args:
-            step: The step that the attempt resumed from.
-            extra: The small named values of its version.
-
-        Raises:
-            AbortedError: The attempt was fenced.
-            CollectiveError: A peer did not write its part.
-        """
+        """Return when a best state that was loaded from memory is committed: its step waits."""
         if self._assignment.memory and step in dict(self.best.kept):
             self._store_again(step, sharded, extra)
             self.commit(step)
@@ -361,13 +331,7 @@ class Boundary:
     def end(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
         """Return when the state after ``step`` is committed, and recorded as the end of the run.
 
-        Args:
-            step: The last completed step, or the one that the attempt resumed from.
-            extra: The small named values of the version that the attempt resumed from.
-
-        Raises:
-            AbortedError: The attempt was fenced.
-            CollectiveError: A peer did not write its part.
+        ``extra`` has the small named values of the version that the attempt resumed from.
         """
         self._context.progress.enter(WorkerPhase.SAVING)
         live, due, assignment = self._live, self._due, self._assignment
@@ -382,15 +346,10 @@ class Boundary:
         self.commit(step)
 
     def leave(self, step: int) -> NoReturn:
-        """Leave after ``step``, as all ranks agreed, once its state is safe.
+        """Raise ``YieldSignal`` after ``step``, as all ranks agreed, once its state is safe.
 
         It is safe in memory if every rank completed its snapshot; otherwise the ranks write it to
         storage.
-
-        Raises:
-            YieldSignal: The state is safe.
-            AbortedError: The attempt was fenced.
-            CollectiveError: A peer did not write its part.
         """
         if not self._due.storage:
             self._context.progress.enter(WorkerPhase.SAVING)

@@ -33,13 +33,7 @@ class Due:
 
 
 class Cadence:
-    """Decide what is due after each step of one attempt.
-
-    Args:
-        snapshot_every: Steps between two snapshots, at least 1.
-        storage_every: Steps between two versions in storage, at least 1.
-        last_step: Last step of the run.
-    """
+    """Decide what is due after each step of one attempt."""
 
     def __init__(self, *, snapshot_every: int, storage_every: int, last_step: int) -> None:
         self._snapshot_every = snapshot_every

@@ -26,15 +26,7 @@ _STOP = "stop"
 
 
 class Ending:
-    """The end of a run, as one worker of one attempt knows it.
-
-    Args:
-        write: Writes a file of the run directory, unless the attempt is fenced.
-
-    Attributes:
-        is_asked: Whether this worker's script has asked for the end.
-        reason: Why the run has ended before its last step; "" if it has not.
-    """
+    """The end of a run, as one worker of one attempt knows it."""
 
     def __init__(
         self,
@@ -44,8 +36,8 @@ class Ending:
     ) -> None:
         self._assignment, self._context, self._write = assignment, context, write
         self._wish = ""
-        self.is_asked = False
-        self.reason = ""
+        self.is_asked = False  #: Whether this worker's script has asked for the end.
+        self.reason = ""  #: Why the run has ended before its last step; "" if it has not.
 
     def ask(self, reason: str) -> None:
         """Record the script's request to end the run."""
@@ -56,18 +48,13 @@ class Ending:
     def is_due(self, *, agreed: bool) -> bool:
         """Return whether the run ends after a step whose body has ended; equal on all workers.
 
-        Args:
-            agreed: Whether a worker had asked before the step's reduction.
+        ``agreed`` says whether a worker had asked before the step's reduction.
         """
         # Workers that did not ask would wait for this one in the next step.
         return agreed or (self.is_asked and collectives.places().meet("session.stop") is None)
 
     def leave_loop(self, step: int) -> None:
-        """Record the end of a script that left its loop after ``step``.
-
-        Raises:
-            ApartError: Others are still in the loop.
-        """
+        """Record that the script left its loop after ``step``, if it did so on all workers."""
         apart = collectives.places().meet("the end of the script")
         if apart:
             raise ApartError(

@@ -38,13 +38,10 @@ class LiveState:
         return cls(step, step_s, sharded, extra, _versions(sharded.shards))
 
     def check(self) -> None:
-        """Do nothing if the weights are unchanged since the update.
+        """Raise ``TaskError`` if a weight has changed since the update: a snapshot may hold a part.
 
         Compares version counters, which takes under a microsecond for ten parameters and waits for
         no device. They do not count writes through ``.data``.
-
-        Raises:
-            TaskError: A weight has changed. A snapshot may hold any part of the change.
         """
         now = _versions(self.sharded.shards)
         if now == self.versions:
@@ -109,8 +106,7 @@ class Marks:
     def written(self, *, frozen_too: bool) -> str | None:
         """Return the name of a parameter that was written to since; None if there is none.
 
-        Args:
-            frozen_too: Whether to count frozen ones that were set to their old values.
+        ``frozen_too`` counts frozen ones that were set to their old values.
         """
         now = _versions(self._shards)
         marks = zip(self._shards, self._versions, now, self._values, strict=True)

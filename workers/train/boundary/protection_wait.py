@@ -24,10 +24,8 @@ class ProtectionWait:
     """One wait of all ranks: ``get_ready``, take the snapshot, then ``wait_copied``.
 
     Args:
-        writer: This rank's writer; None if it has no memory.
         step_s: Duration of the last step: the wait takes at most as long, or a second.
         is_copied: Whether snapshots are copied to other nodes, if there are any.
-        device: The device for tensors of collectives.
     """
 
     def __init__(

@@ -26,13 +26,10 @@ _NUM_NAMED = 3
 
 
 def refuse_diverged(step: int, sharded: ShardedModel) -> None:
-    """Return if all copies of the weights after ``step`` are equal; every rank calls it.
+    """Return if all copies of the weights after ``step`` are equal; otherwise all ranks raise.
 
-    On machines that do not compute alike it makes them equal. Without copies (``dp_replicate`` of
-    1) there is nothing to compare.
-
-    Raises:
-        DivergedError: Some differ. All ranks raise it.
+    Every rank calls it. On machines that do not compute alike it makes them equal. Without copies
+    (``dp_replicate`` of 1) there is nothing to compare.
     """
     layout, device = sharded.mesh.layout, sharded.device
     if layout.dp_replicate == 1:

@@ -78,9 +78,8 @@ class SavedState:
 class StorageWriter:
     """Writes for one rank of one attempt. The training thread calls it and closes it.
 
-    Args:
-        assignment: Attempt, rank and layout of the checkpoints.
-        moved: Called with the size of each write.
+    It raises ``AbortedError`` once the attempt is fenced, and ``SupersededError`` if a later claim
+    on the directory counts. ``moved`` is called with the size of each write.
     """
 
     def __init__(
@@ -128,9 +127,6 @@ class StorageWriter:
 
         Every rank may call it with the same line if ``holds_lines`` is set: the others only
         remember it.
-
-        Raises:
-            SupersededError: A later claim on the directory counts.
         """
         self.append_text(path, json.dumps(line))
 
@@ -148,10 +144,6 @@ class StorageWriter:
         """Write a file of the run directory now; it appears when the last chunk is written.
 
         From the training thread.
-
-        Raises:
-            AbortedError: The attempt was fenced.
-            SupersededError: A later claim on the directory counts.
         """
         try:
             self._owner.require(within_s=RECENT_S)
@@ -209,12 +201,7 @@ class StorageWriter:
         self._tasks.put(lambda: self._when_there_is_room(what, lambda: self._save(state)))
 
     def write_result(self, document: bytes) -> None:
-        """Write the result of the run; return when that is done.
-
-        Raises:
-            AbortedError: The attempt was fenced.
-            UcpError: The write failed.
-        """
+        """Write the result of the run; return when that is done."""
         path = join(self._directory, RESULT)
         self._idle.clear()
 
@@ -231,12 +218,7 @@ class StorageWriter:
         return self._idle.is_set()
 
     def wait_idle(self) -> None:
-        """Return when no save is under way.
-
-        Raises:
-            AbortedError: The attempt was fenced.
-            UcpError: A write failed.
-        """
+        """Return when no save is under way."""
         while not self._idle.wait(_LOOK_S):
             if self._fenced():
                 break
@@ -249,12 +231,7 @@ class StorageWriter:
             raise self._error
 
     def wait_committed(self, step: int, *, timeout_s: float) -> None:
-        """Return when the checkpoint of ``step`` is committed by this attempt.
-
-        Raises:
-            AbortedError: The attempt was fenced.
-            CollectiveError: The other ranks' parts did not appear in time.
-        """
+        """Return when the checkpoint of ``step`` is committed by this attempt."""
         self.wait_idle()
         directory = join(self._directory, CHECKPOINTS, checkpoint_name(step))
         deadline_s = time.monotonic() + timeout_s

@@ -15,27 +15,17 @@ from workers.state import StateEntry
 
 
 class Average:
-    """An exponential moving average of the weights in float32; see ``Session.average``.
-
-    Args:
-        shards: This rank's shard of every parameter that it has a part of.
-
-    Attributes:
-        names: Names of the averaged parameters of the whole model; empty before ``begin``.
-    """
+    """An exponential moving average of the weights in float32; see ``Session.average``."""
 
     def __init__(self, shards: Sequence[LocalShard]) -> None:
         self._shards = shards
         self._held: list[tuple[LocalShard, Tensor]] = []
         self._decay, self._every = 0.0, 1
+        #: Names of the averaged parameters of the whole model; empty before ``begin``.
         self.names: tuple[str, ...] = ()
 
     def begin(self, decay: float, every: int, names: Collection[str]) -> None:
-        """Average these parameters from their present values on.
-
-        Raises:
-            TaskError: It was called before, or a value is out of range.
-        """
+        """Average these parameters from their present values on."""
         if self.names:
             raise TaskError("session.average was called twice in one attempt; call it once")
         if not 0 <= decay < 1 or every < 1:

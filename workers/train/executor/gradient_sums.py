@@ -37,12 +37,8 @@ class GradientSums:
     beside that on all ranks, later steps reduce once.
 
     Args:
-        shapes: Shapes of all parameters of the whole model, by name.
         round_of: As for ``quota``.
         room: Returns how much memory this rank has, and the most that it has used.
-
-    Attributes:
-        quota: The passes of the next step.
     """
 
     def __init__(
@@ -78,7 +74,7 @@ class GradientSums:
             and is_large
         )
         is_each = self._is_open or train.reduce_gradients == "every_pass"
-        self.quota: Quota = self._each if is_each else self._once
+        self.quota: Quota = self._each if is_each else self._once  #: The passes of the next step.
 
     def lacks_room(self) -> bool:
         """Return whether this rank has no memory for whole gradients; asked in each step.
@@ -102,10 +98,8 @@ class GradientSums:
 def room_of(device: torch.device, *, share: float, num_workers: int) -> tuple[float, float]:
     """Return how much memory this rank has for tensors, and the most that it has used, in bytes.
 
-    On a host that is the peak of the process, and the workers may all be on it.
-
-    Args:
-        share: The part of its GPU that it may use.
+    It may use a part, ``share``, of its GPU. On a host that is the peak of the process, and the
+    workers may all be on it.
     """
     if device.type == "cuda":
         there_is = torch.cuda.get_device_properties(device).total_memory * share

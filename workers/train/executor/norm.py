@@ -83,12 +83,9 @@ def scale_gradients(
 ) -> None:
     """Make this rank's summed gradients means over tokens, clipped, in place.
 
-    Waits for no device: the factor is computed where the gradients are.
-
-    Args:
-        square: Square of the norm of the summed gradient of all ranks, a float64 scalar.
-        tokens: Tokens of the global batch, a float64 scalar.
-        clip_norm: Largest norm of the mean gradient; 0 for any.
+    Waits for no device: the factor is computed where the gradients are. ``square`` is that of the
+    norm of the summed gradient of all ranks, and ``tokens`` are those of the global batch, both
+    float64 scalars. A ``clip_norm`` of 0 allows any norm.
     """
     factor = tokens.clamp(min=1.0).reciprocal()
     if clip_norm:

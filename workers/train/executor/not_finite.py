@@ -38,13 +38,8 @@ class Finiteness:
     """Decides about updates that are not finite, in one attempt.
 
     Args:
-        settings: The action to take for them.
-        num_micro_batches: Micro-batches of a step over all workers.
         tell: Called with the step, a line for people, and the ranks that it is about, equal on all
             ranks.
-
-    Attributes:
-        in_a_row: How many updates so far, the last one included, are not finite.
     """
 
     def __init__(
@@ -57,7 +52,7 @@ class Finiteness:
         self._settings = settings
         self._num_micro_batches = num_micro_batches
         self._tell_all, self._num_rows = tell, 0
-        self.in_a_row = 0
+        self.in_a_row = 0  #: How many updates so far, the last one included, are not finite.
         #: The newest step after which the weights are finite, if they are not now.
         self._sound_step: int | None = None
         self._is_watched = False
@@ -75,10 +70,9 @@ class Finiteness:
         return {NOT_FINITE: told} if told else {}
 
     def leaves_out(self, step: Reduced, parts: StepParts, sharded: ShardedModel) -> bool:
-        """Return whether to skip the update. Every rank calls it with its own part.
+        """Return whether to skip the update, or raise if the run ends before it.
 
-        Raises:
-            NotFiniteError: The run is to end before this update.
+        Every rank calls it with its own part.
         """
         scaler = sharded.registered.scaler
         has_loss = math.isfinite(step.loss) or not step.tokens

@@ -29,11 +29,7 @@ def refuse_hooks(named: Mapping[str, nn.Parameter]) -> None:
 
 
 class Changes:
-    """Detects whether a script changes gradients from now on; it may drop them.
-
-    Raises:
-        TaskError: A parameter has a hook on its gradient.
-    """
+    """Detects whether a script changes gradients from now on; it may drop them."""
 
     def __init__(self, shards: Sequence[LocalShard]) -> None:
         refuse_hooks({shard.fqn: shard.parameter for shard in shards})

@@ -37,12 +37,7 @@ class Recheck:
     """The checks of one attempt; every rank makes each call.
 
     Args:
-        train: ``recheck`` says how often.
-        mesh: The ranks, which all have whole layers.
-        device: The device of the model.
         read: Returns the samples of a micro-batch, by step and number.
-        restored: The small named values of the version that the attempt resumed from.
-        step: Its step.
     """
 
     def __init__(
@@ -73,10 +68,8 @@ class Recheck:
     def passes(self, step: int, shards: Sequence[LocalShard]) -> Iterator[tuple[int, Any]]:
         """Yield number and samples of a micro-batch for each time that it is to be computed.
 
-        Its gradients are given to ``see`` before the next one is asked for.
-
-        Raises:
-            CorruptError: A worker has computed something wrong, or has wrong weights.
+        Its gradients are given to ``see`` before the next one is asked for. Raise ``CorruptError``
+        if a worker has computed something wrong, or has wrong weights.
         """
         if self._is_off or (step % self._every and step != self._last_step):
             return
@@ -148,13 +141,10 @@ class Recheck:
 
 
 def odd_ones(results: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-    """Return the ranks that compute something else than the others. Pure.
+    """Return the ranks that compute something else than the others, by their results. Pure.
 
     All ranks if that cannot be told, and None if the results of more than one of them vary: kernels
     do that, and machines that err are few.
-
-    Args:
-        results: Results of the same computation, by rank.
     """
     varying = [rank for rank, own in enumerate(results) if len(set(own)) > 1]
     if len(varying) > 1:

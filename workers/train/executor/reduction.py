@@ -72,15 +72,11 @@ class SumTree:
 
 
 class Reduction:
-    """The current reduction of a step; one object for all FSDP groups of a model.
-
-    Attributes:
-        probe: Inspects this rank's contributions.
-        see: Takes contributions that are compared and not reduced; None if they are reduced.
-    """
+    """The current reduction of a step; one object for all FSDP groups of a model."""
 
     def __init__(self) -> None:
-        self.probe = Probe()
+        self.probe = Probe()  #: Inspects this rank's contributions.
+        #: Takes contributions that are compared and not reduced; None if they are reduced.
         self.see: Callable[[Tensor], None] | None = None
         self.nodes: Sequence[Node | None] = ()
         self.is_last = False

@@ -85,10 +85,6 @@ class ShardedModel(BuiltModel):
         return {"frozen": list(self.trained.frozen), **beside}
 
     def prime(self) -> None:
-        """Make the optimizers allocate their state, all zero; weights stay unchanged.
-
-        Raises:
-            StateError: They keep a value that cannot be saved in shards.
-        """
+        """Make the optimizers allocate their state, all zero; weights stay unchanged."""
         self.optimizers.prime()
         self.state.entries()

@@ -277,11 +277,7 @@ class Step:
         loss_of: Callable[[Any], Tensor | tuple[Tensor, int]],
         optimizers: Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
-        """Do the whole step: every micro-batch of this worker, then ``apply``.
-
-        Raises:
-            TaskError: The step has already begun, or ``loss_of`` returned something else.
-        """
+        """Do the whole step: every micro-batch of this worker, then ``apply``."""
         if self._sharded.pipeline is not None:
             self._train_stages(self._sharded.pipeline, loss_of)
         else:

@@ -37,11 +37,7 @@ class TensorReplicas:
         self._num_steps = 0
 
     def refuse(self, shards: Sequence[LocalShard], device: torch.device, step: int) -> None:
-        """Compare their gradients if that is due; every rank of the group calls it in each step.
-
-        Raises:
-            LayoutRefusedError: They differ.
-        """
+        """Compare their gradients if that is due; every rank of the group calls it in each step."""
         self._num_steps += 1
         if self._mesh.tensor is None or not _is_due(self._num_steps):
             return

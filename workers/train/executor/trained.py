@@ -23,17 +23,8 @@ class Trained:
     """Which parameters train, and which are frozen.
 
     Args:
-        shards: This rank's shard of every parameter of which it has a part.
-        parameters: The shards as the optimizer's parameters, by name.
-        names: Names of all parameters of the whole model.
         used: Gets the frozen parameters.
         is_updated: Whether an optimizer updates a parameter.
-        device: The device for tensors of collectives.
-
-    Attributes:
-        frozen: Names of the frozen ones of the whole model, as last agreed by all workers.
-        updated: Names of the parameters that an optimizer has.
-        may_grow: Whether an optimizer has a frozen one, which may train later.
     """
 
     def __init__(
@@ -48,9 +39,10 @@ class Trained:
         self._shards, self._parameters = shards, parameters
         self._names, self._used, self._device = sorted(names), used, device
         self._updated = {name for name, one in parameters.items() if is_updated(one)}
+        #: Names of the frozen ones of the whole model, as last agreed by all workers.
         self.frozen: tuple[str, ...] = ()
-        self.updated: tuple[str, ...] = ()
-        self.may_grow = False
+        self.updated: tuple[str, ...] = ()  #: Names of the parameters that an optimizer has.
+        self.may_grow = False  #: Whether an optimizer has a frozen one, which may train later.
         self._at_first: tuple[str, ...] = ()
         self._noted: list[bool] = []
 
@@ -68,10 +60,6 @@ class Trained:
         Args:
             frozen: The frozen ones of the version; None without a version, or if it does not record
                 them.
-            values: The small named values of the version.
-
-        Raises:
-            TaskError: A parameter trains on some workers only.
         """
         self.agree("before the first step")
         self._at_first = self.frozen
@@ -106,9 +94,6 @@ class Trained:
         """Agree before a gradient of a so far frozen parameter may be reduced.
 
         Every worker calls it. If none may be, the step's own all-reduce reports changes.
-
-        Raises:
-            TaskError: A parameter trains on some workers only, or cannot be trained.
         """
         if not self.may_grow:
             return
@@ -118,8 +103,7 @@ class Trained:
     def agree(self, when: str) -> None:
         """Agree on the parameters that train; every worker calls it. ``when`` is for people.
 
-        Raises:
-            TaskError: A parameter trains on some workers only, or cannot be trained.
+        Raise ``TaskError`` if one trains on some workers only, or cannot be trained.
         """
         mine = {shard.fqn: shard.parameter.requires_grad for shard in self._shards}
         trains = [mine.get(name) is True for name in self._names]

@@ -21,11 +21,8 @@ class WholeGradients:
     """The gradients of one step after the other.
 
     Args:
-        shards: This rank's shard of every parameter.
-        shapes: Shapes of all parameters of the whole model, by name.
         num_parts: Number of micro-batches with their own elements; 1 if only their sum has some.
         counts: Whether this rank's gradients count: tensor-parallel ranks have the same.
-        device: The device of the sums.
     """
 
     def __init__(

@@ -90,8 +90,6 @@ def fill(
     """Fill the tensors that no checkpoint holds: buffers, and at step 0 the weights.
 
     Args:
-        build: Makes the whole model.
-        initialise: Returns the initial value of a parameter; None to build the model.
         is_new: Whether no version of the run was loaded.
         initial: The checkpoint from which the run started, if any.
     """
@@ -156,9 +154,7 @@ def initial_values(
 ) -> dict[str, Tensor]:
     """Return the buffers of the model that ``build`` makes on the CPU, by name.
 
-    Args:
-        build: Makes the model; called with seeded random numbers.
-        with_weights: Whether to return the parameters too: then the whole model is in memory.
+    ``with_weights`` returns the parameters too: then the whole model is in memory.
     """
     found = None if with_weights else _buffers_alone(build, seed)
     if found is not None:

@@ -98,17 +98,10 @@ def load_initial(
     """Fill the state in place from ``run.init_from``. Every rank calls it.
 
     Args:
-        run: The source to load from.
-        needed: The model's parameters and persistent buffers, by name.
         entries: Returns the tensors to fill: weights, and the optimizer's slots if
             ``run.init_state`` is "all". Called once the checkpoint is known to fit.
-        model: The model, for its tied parameters and the differences of its file format.
-        load: Fills tensors from a checkpoint.
         everywhere: Returns whether all ranks agree; all of them call it once.
         tell: Whether to log tensors that the checkpoint has and the model lacks.
-
-    Raises:
-        TaskError: The checkpoint cannot be opened, or lacks tensors that the model needs.
     """
     aliases = _aliases(model)
     checkpoint = _opened(run, needed, model, aliases)
@@ -224,9 +217,7 @@ def _are_equal(
 ) -> bool:
     """Return whether the tensors ``doubles`` equal the ones that this rank has loaded.
 
-    Args:
-        doubles: Another name of a parameter in the checkpoint, and the one that was loaded.
-        load: Fills tensors from a checkpoint.
+    ``doubles`` has another name of a parameter in the checkpoint, and the one that was loaded.
     """
     pairs = [
         (entry, replace(entry, fqn=alias, tensor=torch.empty_like(entry.tensor)))
@@ -395,8 +386,7 @@ def refuse_uncounted(
 ) -> None:
     """Refuse moments without their step: the optimizer would treat them as a first step's.
 
-    Args:
-        names: The optimizer's numbers.
+    ``names`` are those of the optimizer's numbers.
     """
     for fqn, parameter in parameters.items():
         state = optimizer.state.get(parameter, {})

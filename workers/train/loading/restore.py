@@ -92,18 +92,13 @@ def restore_state(
 ) -> Restored:
     """Fill the state in place from the version from which the attempt resumes.
 
-    Every rank of the attempt calls it. Blocks for the slowest.
+    Every rank of the attempt calls it. Blocks for the slowest. If one rank could not load the
+    version, all raise ``UnloadableSignal``.
 
     Args:
         entries: Called only if there is something to load; returns the tensors to fill.
         names: Names of all weights of the whole model; None if the version may have others.
-        context: The worker, with its run directory and keeper.
-        buffer: Host memory for tensors on a device.
-        device: The device for tensors of collectives.
         replicas: The ranks that hold the same state as this one; None if there are no others.
-
-    Raises:
-        UnloadableSignal: On every rank, if one could not load the version.
     """
     if not assignment.resume_step:
         return Restored(step=0, extra={})
@@ -260,10 +255,8 @@ def misfits(
     """Return how a version differs from the state to fill, one line per tensor.
 
     Damaged data is not a misfit: only the manifest is compared. Returns at most ``MISFITS_TOLD``
-    lines, and one that counts the others.
-
-    Args:
-        names: Names of all weights of the whole model; others are a misfit. None accepts any name.
+    lines, and one that counts the others. Weights that are not in ``names`` are a misfit, unless
+    that is None.
     """
     lines: list[str] = []
     for tensor in need:
@@ -285,16 +278,7 @@ def misfits(
 
 
 class Target:
-    """The state to fill.
-
-    Args:
-        buffer: Host memory for tensors on a device, or not contiguous.
-        moved: Called with the size of each read.
-        names: As in ``restore_state``.
-
-    Attributes:
-        without_state: Parameters without optimizer state in the last loaded version.
-    """
+    """The state to fill."""
 
     def __init__(
         self,
@@ -312,6 +296,7 @@ class Target:
         ]
         self._names, self._threads = names, threads
         self._moved = moved
+        #: Parameters without optimizer state in the last loaded version.
         self.without_state: frozenset[str] = frozenset()
 
     def fill(
@@ -361,9 +346,7 @@ class Target:
 class GroupTransport:
     """Let replicas load a checkpoint together: the transport of ``load_together``.
 
-    Args:
-        group: The ranks that need the same tensors; each of them must load.
-        device: The device for tensors of the group's collectives.
+    All ranks of ``group`` need the same tensors, and each of them must load.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

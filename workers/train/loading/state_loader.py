@@ -25,15 +25,7 @@ from workers.train.loading.restore import Restored, UnloadableSignal, restore_st
 
 
 class StateLoader:
-    """Load the version from which an attempt resumes, or fill a new run.
-
-    Args:
-        buffer: Host memory for reads.
-
-    Attributes:
-        step: The step from which the attempt resumes; 0 for a new run.
-        extra: The small named values of its version.
-    """
+    """Load the version from which an attempt resumes, or fill a new run."""
 
     def __init__(
         self,
@@ -43,8 +35,9 @@ class StateLoader:
         buffer: HostBuffer,
         device: torch.device,
     ) -> None:
+        #: The step from which the attempt resumes; 0 for a new run.
         self.step = assignment.resume_step
-        self.extra: dict[str, Any] = {}
+        self.extra: dict[str, Any] = {}  #: The small named values of its version.
         self._assignment, self._context = assignment, context
         #: The place of a version to load, and its directory.
         self._source = assignment, context
@@ -102,11 +95,7 @@ class StateLoader:
         self._fill(sharded)
 
     def restore(self, sharded: ShardedModel) -> Restored:
-        """Load the version from which the attempt resumes, if there is one.
-
-        Raises:
-            UnloadableSignal: It cannot be read.
-        """
+        """Load the version from which the attempt resumes, if there is one."""
 
         def to_fill() -> Sequence[StateEntry]:
             sharded.prime()
@@ -150,9 +139,6 @@ class StateLoader:
         """Load the average of the weights from the version, as far as it has one.
 
         Every worker calls it.
-
-        Raises:
-            UnloadableSignal: It cannot be read.
         """
         saved = set(self.extra.get(RELATIONS, {}).get("extra", ()))
         if not self.step or not saved:
