@@ -55,11 +55,7 @@ class Texts:
 
 @functools.lru_cache(maxsize=4)
 def open_texts(settings: DataSettings) -> Texts:
-    """Return the samples of ``settings``; cached within a process.
-
-    Raises:
-        DataError: There is no text, or it cannot be read or is too short.
-    """
+    """Return the samples of ``settings``; cached within a process."""
     tokenizer = open_tokenizer(settings.tokenizer)
     source = find_source(settings)
     depends = {

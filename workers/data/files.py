@@ -41,11 +41,7 @@ class DataFile:
         return self.stamp.size_bytes
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
-        """Return bytes of the file.
-
-        Raises:
-            DataError: The bytes cannot be read, or the file has become shorter.
-        """
+        """Return bytes of the file."""
         try:
             return self.store.read_range(self.path, offset_bytes, size_bytes)
         except UcpError as error:
@@ -103,12 +99,7 @@ class _Raw(io.RawIOBase):
 def find_files(what: str, paths: str | Path | Sequence[str | Path]) -> tuple[DataFile, ...]:
     """Return the files that paths, URLs and globs name, in order; sort the files of a glob by name.
 
-    Args:
-        what: The caller, for messages.
-        paths: One or several.
-
-    Raises:
-        DataError: A path names no file, or cannot be listed. The error names every such path.
+    ``what`` names the caller in the error, which names every path without a file.
     """
     found: list[DataFile] = []
     problems: list[str] = []
@@ -153,16 +144,9 @@ def cached_arrays(
 ) -> Arrays:
     """Return arrays that ``make`` computes once for all processes of a machine.
 
-    Several processes may make them at the same time.
-
-    Args:
-        depends: Everything on which the arrays depend, as JSON values.
-        cache: Local directory for them; "" or None for one of this user's among temporary files.
-        make: Computes them.
-        setting: The name of ``cache`` in messages.
-
-    Raises:
-        DataError: The directory cannot be written.
+    Several processes may make them at the same time. ``depends`` has everything on which the arrays
+    depend, as JSON values. ``cache`` is a local directory; without one it is this user's among
+    temporary files. ``setting`` is its name in messages.
     """
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
     # Users in containers can be without a name.

@@ -108,9 +108,7 @@ def micro_batches_of(
 ) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
     """Yield step, number and samples, ``(micro_batch,)``, of a rank's micro-batches without end.
 
-    Args:
-        numbers: The micro-batches of each step that the rank computes, in order.
-        first_step: The first step, from 1.
+    ``numbers`` are the micro-batches of each step that the rank computes, in order.
     """
     offsets = np.asarray(numbers, np.int64)[:, None] * micro_batch + np.arange(micro_batch)
     # The first batch must not wait for many samples; later it is cheaper to request many steps at
@@ -226,15 +224,8 @@ class DataLoader:
 
         Args:
             order: The order of samples; a stream uses only its ``global_batch``.
-            seed: Seed of the dataset's random numbers.
-            micro_batch: Samples of a batch.
             numbers: Numbers of the micro-batches that this rank computes, in order, for each step.
-            first_step: The step of the first batch, from 1.
             state: The result of ``state`` after the step before it.
-
-        Raises:
-            DataError: A reading process died, or the dataset raised an error. The error names the
-                sample.
         """
         if self.is_stream:
             cut = _StreamCut(seed, order.global_batch, micro_batch, tuple(numbers))

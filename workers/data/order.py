@@ -59,12 +59,9 @@ class DataOrder:
         return self.at(np.arange(start, max(start, stop), dtype=np.int64))
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at positions, in the same shape.
+        """Return the samples at ascending positions, in the same shape.
 
         Many positions cost little more than one.
-
-        Args:
-            positions: Ascending.
         """
         if not positions.size:
             return np.empty(positions.shape, np.int64)

@@ -35,8 +35,8 @@ _F_SETPIPE_SZ: Final = 1031
 class Readers:
     """Processes forked from this one; they end with it, and with ``close``.
 
-    Args:
-        begin: Called first in each process; returns the first argument for every function.
+    ``begin`` is called first in each; it returns the first argument for every function. A call
+    raises ``DataError`` if its process has died.
     """
 
     def __init__(self, num: int, begin: Callable[[], Any]) -> None:
@@ -62,14 +62,7 @@ class Readers:
             self._ends.append((our_calls, our_results))
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> int:
-        """Make the next process call a function; return the number of the call.
-
-        Args:
-            function: Receives the result of ``begin``, and then the arguments.
-
-        Raises:
-            DataError: The process has died.
-        """
+        """Make the next process call a function; return the number of the call."""
         number, self._num_calls = self._num_calls, self._num_calls + 1
         turn = number % len(self._ends)
         try:
@@ -80,11 +73,7 @@ class Readers:
         return number
 
     def result(self, number: int) -> Any:
-        """Return the result of a call, once; raise the error that the call raised.
-
-        Raises:
-            DataError: The process has died.
-        """
+        """Return the result of a call, once; raise the error that the call raised."""
         while number not in self._received:
             first, turn = self._turns.popleft()
             try:

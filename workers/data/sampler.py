@@ -24,9 +24,6 @@ class Sampled:
 
     Random numbers of torch, NumPy and Python are seeded by the run's seed and the epoch, so an
     epoch is the same on every worker and after a resume.
-
-    Raises:
-        DataError: The sampler gives a rank only its part, or gives batches.
     """
 
     def __init__(self, sampler: Any, num_samples: int) -> None:
@@ -48,11 +45,7 @@ class Sampled:
         self._kept: dict[int, NDArray[np.int64]] = {}
 
     def begin(self, seed: int) -> NDArray[np.int64]:
-        """Return the first epoch under a seed.
-
-        Raises:
-            DataError: The epoch differs when it is requested again, or is not an order.
-        """
+        """Return the first epoch under a seed."""
         self._seed, self._kept = seed, {}
         first = self.epoch(0)
         if not np.array_equal(first, self._drawn(0)):
@@ -65,11 +58,7 @@ class Sampled:
         return first
 
     def epoch(self, number: int) -> NDArray[np.int64]:
-        """Return the indices of an epoch, in order.
-
-        Raises:
-            DataError: The values are not indices of the data, or their number has changed.
-        """
+        """Return the indices of an epoch, in order."""
         if number not in self._kept:
             found = self._drawn(number)
             expected = next((len(one) for one in self._kept.values()), len(found))

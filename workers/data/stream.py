@@ -54,13 +54,7 @@ class Stream:
 
     Random numbers are keyed by step and by epoch, so a dataset that shuffles or augments does the
     same on every worker and after a resume. ``set_epoch(number)`` is called if the dataset has it.
-
-    Args:
-        dataset: The dataset, which gives a new iterator of samples for every epoch.
-        global_batch: Number of samples of a step.
-
-    Raises:
-        DataError: The dataset can be iterated only once, or is shuffled without a seed.
+    ``DataError`` says that it cannot be read again, or gave other samples when it was.
     """
 
     def __init__(self, dataset: Iterable[Any], *, seed: int, global_batch: int) -> None:
@@ -88,15 +82,7 @@ class Stream:
 
         A dataset with ``state_dict`` and ``load_state_dict`` continues there by itself. Any other
         dataset is read again from the beginning of the epoch, which takes as long as the first
-        time.
-
-        Args:
-            step: The last step whose samples were taken.
-            state: The result of ``state`` after it; None if unknown; then the whole stream is read
-                again.
-
-        Raises:
-            DataError: The dataset was read again and gave other samples.
+        time; of the whole stream if the ``state`` after the step is None.
         """
         if not step:
             self._first = self._first_samples()
@@ -120,12 +106,7 @@ class Stream:
     def read(self, step: int, kept: Collection[int]) -> dict[int, Any]:
         """Return samples of the next step, which is ``step``, by their place in it.
 
-        Args:
-            step: From 1.
-            kept: Places, ``0 <= place < global_batch``; the others are read and dropped.
-
-        Raises:
-            DataError: The dataset has no samples, or its ``state_dict`` led to another one.
+        ``kept`` are places, ``0 <= place < global_batch``; the others are read and dropped.
         """
         found: dict[int, Any] = {}
         for place in range(self._global_batch):
@@ -136,11 +117,7 @@ class Stream:
         return found
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the stream's position after ``step`` as JSON values; may read a sample ahead.
-
-        Raises:
-            DataError: The dataset's own state is too large, or not made of JSON values.
-        """
+        """Return the stream's position after ``step`` as JSON values; may read a sample ahead."""
         held = None
         if _is_stateful(self._dataset):
             told = f"DataLoader: the state_dict of {type(self._dataset).__name__}"

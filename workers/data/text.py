@@ -46,11 +46,7 @@ class TextSource:
     text_field: str  #: The field of a JSON line that holds the text.
 
     def documents(self) -> Iterator[Document]:
-        """Yield every document; a file of JSON lines holds one per line.
-
-        Raises:
-            DataError: A file cannot be read, or one of its lines is malformed.
-        """
+        """Yield every document; a file of JSON lines holds one per line."""
         for name, path in self.files:
             content = self._read(path)
             if path.endswith(".jsonl"):
@@ -91,11 +87,7 @@ class TextSource:
 
 
 def find_source(settings: DataSettings) -> TextSource:
-    """Return the files of ``settings.source``.
-
-    Raises:
-        DataError: No file matches, or the directory cannot be listed.
-    """
+    """Return the files of ``settings.source``."""
     source = settings.source
     if source == STDLIB:
         root = sysconfig.get_path("stdlib")

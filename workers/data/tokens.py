@@ -41,11 +41,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def open_tokenizer(path: str) -> Tokenizer:
-    """Return the tokenizer of a ``tokenizer.json``; "" means bytes.
-
-    Raises:
-        DataError: The file or the package that reads it is missing or unusable.
-    """
+    """Return the tokenizer of a ``tokenizer.json``; "" means bytes."""
     if not path:
         return byte_tokenizer()
     try:

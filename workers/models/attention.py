@@ -127,11 +127,7 @@ def hub_attention(
     is_causal: bool | None = None,  # noqa: FBT001  as transformers calls it
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Return what attention of ``transformers`` returns, ``(B, T, H, E)``; see its interface.
-
-    Raises:
-        LayoutRefusedError: It is not plain causal attention.
-    """
+    """Return what attention of ``transformers`` returns, ``(B, T, H, E)``; see its interface."""
     size = _ProcessContext.context.group.size() if _ProcessContext.context is not None else 1
     window = more.get("sliding_window")
     length = size * query.shape[_POSITIONS]

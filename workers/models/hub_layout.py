@@ -30,13 +30,6 @@ def as_in_module(manifest: Manifest, model: nn.Module, needed: Collection[str]) 
 
     Keep the tensors named in ``needed``, and those that no conversion turns into one of these. Only
     models of ``transformers`` have conversions.
-
-    Args:
-        model: The model, perhaps sharded or wrapped.
-        needed: Names of the model's parameters and buffers.
-
-    Raises:
-        TaskError: Experts lack a matrix, or differ in shape or dtype.
     """
     for one in pretrained(model):
         manifest = _converted(manifest, one, needed)
@@ -99,11 +92,9 @@ def _stacks_experts(converter: Any) -> bool:
 def _stacked(
     entries: dict[TensorKey, TensorEntry], new: str, ordered: Sequence[Sequence[str]]
 ) -> TensorEntry:
-    """Return a tensor ``(experts, rows, columns)`` made of matrices ``(rows, columns)``.
+    """Return a tensor ``new``, ``(experts, rows, columns)``, made of matrices ``(rows, columns)``.
 
-    Args:
-        new: Name of the new tensor.
-        ordered: For each matrix of an expert, in row order, its names.
+    ``ordered`` has the names for each matrix of an expert, in row order.
     """
     found = [
         [entries[TensorKey(name, _WEIGHT)] for name in sorted(names, key=_numbers)]

@@ -22,11 +22,7 @@ _ADAPTERS: Final = "adapter_config.json"
 
 
 def causal_lm(folder: str) -> Any:
-    """Return the model that ``folder/config.json`` describes, in float32, without weights.
-
-    Raises:
-        TaskError: ``transformers`` is missing or has no causal language model for it.
-    """
+    """Return the model that ``folder/config.json`` describes, in float32, without weights."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ModuleNotFoundError as error:
@@ -108,12 +104,6 @@ def initial_parameter(model: Any, fqn: str, *, seed: int) -> Tensor:
 
     Each parameter has its own random numbers, seeded with the seed and the name, so no rank
     builds the whole model.
-
-    Args:
-        model: The model, on the meta device.
-
-    Raises:
-        TaskError: The model's rule does not set this parameter.
     """
     path, _, name = fqn.rpartition(".")
     module = model.get_submodule(path)
