@@ -58,10 +58,11 @@ def open_texts(settings: DataSettings) -> Texts:
     """Return the samples of ``settings``; cached within a process."""
     tokenizer = open_tokenizer(settings.tokenizer)
     source = find_source(settings)
+    files = [(name, open_store(path)) for name, path in source.files]
     depends = {
         **asdict(settings),
         "tokenizer": tokenizer.name,
-        "files": [(name, _stamp(path)) for name, path in source.files],
+        "files": [(name, store.stamp(at).text) for name, (store, at) in files],
     }
     for name in ("sequence_length", "validation_samples", "cache_directory"):
         del depends[name]
@@ -81,11 +82,6 @@ def open_texts(settings: DataSettings) -> Texts:
                 source=settings.source,
             )
     return Texts(splits[0], splits[1], tokenizer.vocab_size, held["digest"].tobytes().hex())
-
-
-def _stamp(path: str) -> str:
-    store, at = open_store(path)
-    return store.stamp(at).text
 
 
 def _tokens(settings: DataSettings, source: TextSource, tokenizer: Tokenizer) -> Arrays:

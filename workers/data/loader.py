@@ -254,28 +254,26 @@ class DataLoader:
         _, _, samples = next(
             micro_batches_of(order, micro_batch=micro_batch, numbers=[number], first_step=step)
         )
-        key, indices = random_seed("data", seed, step, number), samples.tolist()
-        if self._num_workers:
-            readers = self._readers or self._begin_readers()
-            return readers.result(readers.submit(_read_keyed, key, indices))
-        return Keyed()(key, self.read, indices) if self._draws else self.read(indices)
+        key = random_seed("data", seed, step, number)
+        return self._call(_read_keyed, key, samples.tolist())
 
     def read(self, indices: list[int]) -> Any:
         """Return the batch of these samples, read here and now."""
         return _Reader(self.dataset, self._collate).read(indices)
 
     def contents(self, indices: Sequence[int], *, seed: int) -> list[Content]:
-        """Return the content of samples, each with its own random numbers.
-
-        A process that reads ahead reads them, if there is one, because it may have files open.
-        """
+        """Return the content of samples, each with its own random numbers."""
         keys = [random_seed("data", seed, "content", index) for index in indices]
+        found: list[Content] = self._call(_contents, keys, list(indices))
+        return found
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a reader: in a process, if there is one, which has files open."""
         if self._num_workers:
             readers = self._readers or self._begin_readers()
-            found: list[Content] = readers.result(readers.submit(_contents, keys, list(indices)))
-            return found
+            return readers.result(readers.submit(function, *arguments))
         with seeded(0):
-            return _contents(_Reader(self.dataset, self._collate), keys, list(indices))
+            return function(_Reader(self.dataset, self._collate), *arguments)
 
     def _of_stream(
         self, cut: _StreamCut, first_step: int, state: dict[str, Any] | None

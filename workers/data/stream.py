@@ -258,12 +258,9 @@ def _draws_as_it_begins(iterator: Iterator[Any]) -> bool:
 def _is_stateful(dataset: Any) -> bool:
     """Return whether a dataset continues exactly where its state says."""
     has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-    return has_state and not _has_shuffle_buffer(dataset)
-
-
-def _has_shuffle_buffer(dataset: Any) -> bool:
-    """Return whether a dataset is Hugging Face's and shuffled: its state lacks buffered samples."""
-    return any(type(part).__name__.startswith("BufferShuffled") for part in _parts(dataset))
+    # The state of a shuffled stream of Hugging Face lacks buffered samples.
+    shuffles = any(type(part).__name__.startswith("BufferShuffled") for part in _parts(dataset))
+    return has_state and not shuffles
 
 
 def _refuse_unseeded(dataset: Any) -> None:

@@ -97,7 +97,12 @@ def _stacked(
     ``ordered`` has the names for each matrix of an expert, in row order.
     """
     found = [
-        [entries[TensorKey(name, _WEIGHT)] for name in sorted(names, key=_numbers)]
+        [
+            entries[TensorKey(name, _WEIGHT)]
+            for name in sorted(
+                names, key=lambda one: [int(x) for x in one.split(".") if x.isdigit()]
+            )
+        ]
         for names in ordered
     ]
     kinds = {(len(one), each.shape, each.dtype, each.copies) for one in found for each in one}
@@ -129,7 +134,3 @@ def _stacked(
         fragments=tuple(fragments),
         copies=copies,
     )
-
-
-def _numbers(name: str) -> list[int]:
-    return [int(part) for part in name.split(".") if part.isdigit()]

@@ -37,17 +37,8 @@ class ModelShape:
 
 
 def _shape(*sizes: int, tied: bool, rope_theta: float = 10_000.0) -> ModelShape:
-    vocab_size, dim, num_layers, num_heads, num_kv_heads, ffn_dim = sizes
-    return ModelShape(
-        vocab_size=vocab_size,
-        dim=dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        ffn_dim=ffn_dim,
-        tied=tied,
-        rope_theta=rope_theta,
-    )
+    names = (field.name for field in fields(ModelShape))
+    return ModelShape(**dict(zip(names, sizes, strict=False)), tied=tied, rope_theta=rope_theta)
 
 
 #: Two CPU cores train the smallest one in a minute. 125m has the width, depth and vocabulary of

@@ -96,6 +96,9 @@ def build_model(
         vars(shard.parameter).update(vars(parameters[shard.fqn]))
     shapes = {name: tuple(one.shape) for name, one in parameters.items()}
     used = Used(shards, shapes)
+    parts: dict[int, nn.Module] = {0: model}
+    if pipeline is not None:
+        parts = {number: pipeline.model.stage(number) for number in pipeline.model.numbers}
     return BuiltModel(
         model=model,
         called=called,
@@ -106,7 +109,7 @@ def build_model(
         sequence=sequence,
         pipeline=pipeline,
         reduction=reduction,
-        units=_units(model, pipeline, used),
+        units={number: Units(part, used) for number, part in parts.items()},
         used=used,
         mesh=mesh,
         device=device,
@@ -139,13 +142,6 @@ def _reduction(model: nn.Module, train: TrainSettings, device: torch.device) -> 
     else:
         use_own(model, reduction)
     return reduction
-
-
-def _units(model: nn.Module, pipeline: Pipeline | None, used: Used) -> dict[int, Units]:
-    if pipeline is None:
-        return {0: Units(model, used)}
-    stages = pipeline.model
-    return {number: Units(stages.stage(number), used) for number in stages.numbers}
 
 
 def _refuse_averaged(mesh: Mesh, averaged: Sequence[str]) -> None:

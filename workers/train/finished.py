@@ -9,19 +9,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ucp_core.geometry import Box, TensorKey
-from ucp_core.native import (
-    Checkpoint,
-    LocalTensor,
-    checkpoint_name,
-    find_committed,
-    load,
-    open_checkpoint,
-)
+from ucp_core.geometry import TensorKey
+from ucp_core.native import Checkpoint, checkpoint_name, find_committed, open_checkpoint
 from ucp_core.storage import Store, join
 from workers.errors import StateError
 from workers.protocol import CHECKPOINTS
 from workers.state import DTYPES, decode
+from workers.train.loading import read_whole
 
 _TORCH: Final = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -62,15 +56,5 @@ def fill(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
             entry = entries.get(TensorKey(ties.get(name, name), "weight"))
             if entry is None:
                 continue
-            held = torch.empty(entry.shape, dtype=_TORCH[entry.dtype])
-            data: Any = held.reshape(-1).view(torch.uint8).numpy()
-            need = LocalTensor(
-                fqn=entry.key.fqn,
-                slot=entry.key.slot,
-                dtype=entry.dtype,
-                shape=entry.shape,
-                box=Box.full(entry.shape),
-                data=memoryview(data),
-            )
-            load(checkpoint, [need])
+            (held,) = read_whole(checkpoint, [entry], _TORCH[entry.dtype])
             tensor.copy_(held)

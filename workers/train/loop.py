@@ -175,7 +175,9 @@ class _RunningAttempt:
             ring_path=context.ring_path,
             timeout_s=context.settings.parallel.forming_timeout_s,
         )
-        collectives.locate(_place(assignment), context.node)
+        axes = assignment.layout.coordinates(assignment.rank)
+        data_rank = assignment.layout.data_rank(assignment.rank)
+        collectives.locate((data_rank, axes["pp"], axes["tp"]), context.node)
         collectives.places().tell = context.progress.waits_at
         mesh = build_mesh(
             assignment.layout,
@@ -200,7 +202,8 @@ class _RunningAttempt:
         if self._context.fenced(attempt):
             log.info("left_fenced", extra={"attempt": attempt, "step": step, "error": described})
             return Fenced(attempt=attempt, step=step)
-        if _is_of_groups(error):
+        kinds = collectives.GroupError | dist.DistError
+        if any(isinstance(cause, kinds) for cause in _causes(error)):
             unreached = collectives.unreached(error)
             return PeerLost(attempt=attempt, step=step, detail=described, unreached=unreached)
         if isinstance(error, SupersededError):
@@ -270,13 +273,6 @@ def _free_device_memory() -> None:
             log.warning("device memory of the attempt is not freed: %s", error)
 
 
-def _place(assignment: Assignment) -> tuple[int, int, int]:
-    """Return the rank's (dp, pp, tp) in the mesh."""
-    layout, rank = assignment.layout, assignment.rank
-    axes = layout.coordinates(rank)
-    return layout.data_rank(rank), axes["pp"], axes["tp"]
-
-
 def _memory(context: WorkerContext) -> SnapshotMemory | None:
     """Return this process's memory at the keeper of its node."""
     if context.keeper_directory is None:
@@ -294,12 +290,6 @@ def task_of(settings: Settings) -> Task:
     if settings.run.script:
         return _load_once(settings.run.script, settings.run.arguments)[0]
     return train_language_model
-
-
-def _is_of_groups(error: BaseException) -> bool:
-    """Return whether a failed collective caused ``error``."""
-    kinds = collectives.GroupError | dist.DistError
-    return any(isinstance(cause, kinds) for cause in _causes(error))
 
 
 def _refuses(error: BaseException) -> str:
@@ -339,11 +329,9 @@ def _user_traceback(error: BaseException) -> str:
 
 def _user_frame(error: BaseException) -> TracebackType | None:
     frame: TracebackType | None = error.__traceback__
-    while frame is not None and _is_ours(frame):
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        if file == _BUILT_IN or not file.startswith(_OURS):
+            break
         frame = frame.tb_next
     return frame
-
-
-def _is_ours(frame: TracebackType) -> bool:
-    file = frame.tb_frame.f_code.co_filename
-    return file.startswith(_OURS) and file != _BUILT_IN

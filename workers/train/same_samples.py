@@ -95,7 +95,8 @@ class SameSamples:
         of_step = self._order.step(number)[: self._size or _OF_STEP].tolist()
         groups = [*spread, *_cut([one for one in of_step if one >= 0], self._size or 1)]
         names, found = [self._name(group) for group in groups], read(groups)
-        keys = [self._key(group) for group in spread]
+        size = f"/{self._size}" if self._size else ""
+        keys = [f"{group[0]}{size}" for group in spread]
         before = {} if self._kept is None else {**self._new, **self._kept}
         changed = [
             (name, one, before[key])
@@ -125,9 +126,6 @@ class SameSamples:
         if self._size:
             return number & (number - 1) == 0
         return str(number).rstrip("0") == "1"
-
-    def _key(self, group: Group) -> str:
-        return f"{group[0]}/{self._size}" if self._size else str(group[0])
 
     def _name(self, group: Group) -> str:
         if not self._size:

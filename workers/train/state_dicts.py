@@ -67,7 +67,7 @@ def _refuse_copy(_memo: Any) -> NoReturn:
 def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Let parts of an optimizer's state raise the same way; its tensors are plain ones."""
     if collectives.places().are_several:
-        optimizer.register_state_dict_pre_hook(_require_all_optimizers)
+        optimizer.register_state_dict_pre_hook(lambda _: _meet("optimizer.state_dict()"))
         optimizer.register_state_dict_post_hook(_refuse_state)
 
 
@@ -88,10 +88,6 @@ def _require_all(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:  # 
     # With a prefix it is part of a larger one.
     if not prefix:
         _meet("model.state_dict()")
-
-
-def _require_all_optimizers(_optimizer: torch.optim.Optimizer) -> None:
-    _meet("optimizer.state_dict()")
 
 
 def _meet(what: str) -> None:

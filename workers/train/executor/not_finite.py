@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ucp_core.native import NOT_FINITE
 from workers.errors import NotFiniteError
 from workers.settings import IGNORE, STOP, NotFiniteSettings
 from workers.train.executor.exchange import all_agree
-from workers.train.executor.origin import Origin, StepParts, find_origin
+from workers.train.executor.origin import Origin, Reduced, StepParts, find_origin
 from workers.train.executor.sharded_model import ShardedModel
 
 #: How many such updates an attempt reports one by one; after that, each whose number is a power of
@@ -22,16 +22,6 @@ from workers.train.executor.sharded_model import ShardedModel
 _ROWS_TOLD: Final = 8
 #: With a larger scale a gradient may overflow because of the scale.
 _SMALLEST_SCALE: Final = 1.0
-
-
-class Reduced(Protocol):
-    """The facts about a step when its sums are reduced."""
-
-    number: int
-    loss: float
-    grad_norm: float
-    tokens: int
-    order_range: tuple[int, int]
 
 
 class Finiteness:
@@ -109,8 +99,10 @@ class Finiteness:
         self._look(sharded, last - 1)
         broken = self._sound_step is not None
         if action == STOP or self.in_a_row >= most:
+            num = self.in_a_row
+            row = f"{num} updates in a row are not. " if num > 1 else ""
             raise NotFiniteError(
-                f"step {step.number} is not finite: {where.text}. {_row(self.in_a_row)}The last "
+                f"step {step.number} is not finite: {where.text}. {row}The last "
                 f"finite step is {last} (train.not_finite). {_advice(broken=broken)}",
                 step=step.number,
                 last_finite_step=last,
@@ -147,10 +139,6 @@ class Finiteness:
             self._sound_step = None
         elif self._sound_step is None:
             self._sound_step = max(0, sound_step)
-
-
-def _row(in_a_row: int) -> str:
-    return f"{in_a_row} updates in a row are not. " if in_a_row > 1 else ""
 
 
 def _advice(*, broken: bool) -> str:

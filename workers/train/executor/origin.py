@@ -30,9 +30,13 @@ class StepParts(NamedTuple):
     sums: Mapping[int, tuple[Tensor, int]]
 
 
-class Ordered(Protocol):
-    """The part of the data order that a step takes, half-open."""
+class Reduced(Protocol):
+    """The facts about a step when its sums are reduced."""
 
+    number: int
+    loss: float
+    grad_norm: float
+    tokens: int
     order_range: tuple[int, int]
 
 
@@ -47,7 +51,7 @@ class Origin:
 
 
 def find_origin(
-    step: Ordered, parts: StepParts, sharded: ShardedModel, num_micro_batches: int
+    step: Reduced, parts: StepParts, sharded: ShardedModel, num_micro_batches: int
 ) -> Origin:
     """Return where it comes from. Every rank calls it and gets the same."""
     names = sorted(sharded.shapes)
@@ -95,7 +99,7 @@ def _since_reductions(passes: Sequence[Pass], numbers: Iterable[int]) -> set[int
 
 
 def _described(
-    step: Ordered,
+    step: Reduced,
     layout: ParallelLayout,
     names: Sequence[str],
     told: Sequence[list[int]],
@@ -142,7 +146,7 @@ def _ranks(
     return tuple(sorted(kept))
 
 
-def _positions(step: Ordered, found: Sequence[int], num: int) -> str:
+def _positions(step: Reduced, found: Sequence[int], num: int) -> str:
     if len(found) != 1:
         return ""
     start, stop = step.order_range

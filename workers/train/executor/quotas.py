@@ -86,17 +86,14 @@ def _tree_syncs(parts: tuple[tuple[int, int], ...], num_passes: int) -> frozense
     syncs: set[int] = set()
     number = 0
     while number < num_passes:
+        # Every rank has a micro-batch and its right sibling there, or nothing.
+        firsts = [(start + number, stop) for start, stop in parts]
         paired = number + 1 < num_passes and all(
-            _siblings_or_none(start + number, stop) for start, stop in parts
+            first >= stop or (first % 2 == 0 and first + 1 < stop) for first, stop in firsts
         )
         number += 2 if paired else 1
         syncs.add(number - 1)
     return frozenset(syncs)
-
-
-def _siblings_or_none(micro_batch: int, stop: int) -> bool:
-    """Return whether a rank has ``micro_batch`` and its right sibling, or nothing."""
-    return micro_batch >= stop or (micro_batch % 2 == 0 and micro_batch + 1 < stop)
 
 
 def _nodes(

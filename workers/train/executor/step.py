@@ -209,7 +209,7 @@ class Step:
             sharded.buffers.end_pass(None, self.number)
 
     def _refuse_open(self) -> None:
-        if self._is_open():
+        if self._pass is not None:
             raise TaskError(
                 f"a micro-batch of step {self.number} was left without step.backward(loss, "
                 "tokens); call it once for each"
@@ -269,9 +269,6 @@ class Step:
             nodes = self._quota.nodes
             sharded.reduction.begin(nodes[place], is_last=place == len(nodes) - 1)
 
-    def _is_open(self) -> bool:
-        return self._pass is not None
-
     def train(
         self,
         loss_of: Callable[[Any], Tensor | tuple[Tensor, int]],
@@ -299,15 +296,10 @@ class Step:
 
         def begin_backward(stage: int, number: int) -> None:
             self._begin_backward(pipeline.model.stage(stage), number)
-            self._sharded.units[stage].begin_backward(number)
-            self._progress.enter(WorkerPhase.BACKWARD)
-            self._span("backward", number)
+            self._enter_backward(stage, number)
 
         def end(stage: int, number: int) -> None:
-            self._sharded.units[stage].end_backward()
-            self._span("")
-            one = passes[number]
-            self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
+            self._leave_backward(stage, passes[number])
             # A backward pass ends with the first of a rank's stages.
             if stage == self._sharded.mesh.stage:
                 self._progress.micro_batch(number + 1)
@@ -341,26 +333,30 @@ class Step:
             raise TaskError(
                 "step.backward was called outside step.micro_batches, or twice in one micro-batch"
             )
-        self._progress.enter(WorkerPhase.BACKWARD)
         one = self._pass
-        self._span("backward", self._number_of_pass)
-        units = self._sharded.units[0]
-        units.begin_backward(self._number_of_pass)
+        self._enter_backward(0, self._number_of_pass)
         try:
             self._weigh(loss, tokens).backward()
         except RuntimeError as error:
             if "out of bounds for storage of size 0" in str(error):
                 error.add_note(f"everstep: in step {self.number}: {CHANGED_IN_PLACE}")
             raise
-        units.end_backward()
-        self._span("")
-        see = self._sharded.reduction.see
-        if see is not None:
-            see(self._sharded.whole.drop_pass())
-        self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
+        self._leave_backward(0, one)
         if one is self._quota.passes[-1]:
             self._sharded.whole.end_passes()
             self._changes = Changes(self._sharded.shards)
+
+    def _enter_backward(self, stage: int, number: int) -> None:
+        self._sharded.units[stage].begin_backward(number)
+        self._progress.enter(WorkerPhase.BACKWARD)
+        self._span("backward", number)
+
+    def _leave_backward(self, stage: int, one: Pass) -> None:
+        self._sharded.units[stage].end_backward()
+        self._span("")
+        if self._sharded.reduction.see is not None:
+            self._sharded.reduction.see(self._sharded.whole.drop_pass())
+        self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
 
     def _weigh(self, loss: Tensor, tokens: int) -> Tensor:
         """Record the loss of the open pass; return the scalar to differentiate."""

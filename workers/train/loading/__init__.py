@@ -6,7 +6,13 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.train.loading.filling import Initialise
-    from workers.train.loading.init_from import Needed, Start, load_initial, refuse_uncounted
+    from workers.train.loading.init_from import (
+        Needed,
+        Start,
+        load_initial,
+        read_whole,
+        refuse_uncounted,
+    )
     from workers.train.loading.restore import LIVE_STATE, Restored, Target, UnloadableSignal
     from workers.train.loading.state_loader import StateLoader
 

@@ -413,15 +413,17 @@ def _scalars(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, Any]:
         if key.slot != WEIGHT and not entry.shape and key.fqn in names
     ]
     found: dict[str, Any] = {}
-    for entry, value in zip(entries, _read(checkpoint, entries), strict=True):
+    for entry, value in zip(entries, read_whole(checkpoint, entries), strict=True):
         found.setdefault(entry.key.slot, {})[entry.key.fqn] = value.item()
     own = checkpoint.extra.get("optimizer")
     return found or (own if isinstance(own, dict) else {})
 
 
-def _read(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> list[Tensor]:
-    """Return whole floating tensors, as float64."""
-    found = [torch.zeros(entry.shape, dtype=torch.float64) for entry in entries]
+def read_whole(
+    checkpoint: Checkpoint, entries: Sequence[TensorEntry], dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """Return whole tensors, in a dtype that holds their values."""
+    found = [torch.zeros(entry.shape, dtype=dtype) for entry in entries]
     need = [
         StateEntry(
             fqn=entry.key.fqn,

@@ -12,27 +12,16 @@ from everstep import TaskError
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """A pass over the data in Trainer's batches and steps.
+    """A pass over the data in Trainer's batches and steps."""
 
-    Attributes:
-        taken: Number of samples in it.
-        num_batches: Number of batches; the last one may be short.
-        num_micro_batches: Batches of a step; the last step of an epoch may have fewer.
-        micro_batch: Number of samples in a batch.
-    """
-
-    taken: int
-    num_batches: int
-    num_micro_batches: int
-    micro_batch: int
+    taken: int  #: Number of samples in it.
+    num_batches: int  #: Number of batches; the last one may be short.
+    num_micro_batches: int  #: Batches of a step; the last step of an epoch may have fewer.
+    micro_batch: int  #: Number of samples in a batch.
 
     @classmethod
     def of(cls, trainer: Any, micro_batch: int, num_micro_batches: int) -> Epoch:
-        """Return the epochs of a trainer with ``num_micro_batches`` batches a step.
-
-        Raises:
-            TaskError: There is no whole batch, and incomplete ones are dropped.
-        """
+        """Return the epochs of a trainer with ``num_micro_batches`` batches a step."""
         number = len(trainer.train_dataset)
         drops = trainer.args.dataloader_drop_last
         num_batches = number // micro_batch if drops else math.ceil(number / micro_batch)

@@ -15,19 +15,15 @@ _PADDING = -100
 
 
 class Predictions:
-    """Outputs and labels of one evaluation.
-
-    Attributes:
-        last: The values of the batch that was last added, flat.
-        gathered: The values of all batches of all workers, by number.
-    """
+    """Outputs and labels of one evaluation."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         config = getattr(trainer.model, "config", None)
         self._ignored = {"loss", *getattr(config, "keys_to_ignore_at_inference", ["cache"])}
         self._like: Any = None
-        self.last: list[Tensor] = []
+        self.last: list[Tensor] = []  #: The values of the batch that was last added, flat.
+        #: The values of all batches of all workers, by number.
         self.gathered: dict[int, list[Tensor]] = {}
 
     def add(self, batch: dict[str, Any], returned: Any) -> None:

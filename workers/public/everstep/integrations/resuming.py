@@ -69,9 +69,6 @@ def require_work(
 
     Return the checkpoint to begin from; "" for none. A run that a callback ended continues if
     ``resume`` requests it.
-
-    Raises:
-        TaskError: Nothing is left to train, and the arguments differ from the run's.
     """
     path = resume if isinstance(resume, str) else ""
     store, directory = open_store(args.output_dir)
@@ -105,25 +102,15 @@ def require_work(
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A checkpoint of another training.
+    """A checkpoint of another training."""
 
-    Attributes:
-        path: Its folder.
-        step: The step after which it was saved.
-        is_trainers: Whether it is a folder of Trainer rather than a version of a run.
-    """
-
-    path: str
-    step: int
-    is_trainers: bool
+    path: str  #: Its folder.
+    step: int  #: The step after which it was saved.
+    is_trainers: bool  #: Whether it is a folder of Trainer rather than a version of a run.
 
     @classmethod
     def at(cls, path: str) -> Earlier:
-        """Return the checkpoint in a folder.
-
-        Raises:
-            TaskError: There is none.
-        """
+        """Return the checkpoint in a folder."""
         state = Path(path, TRAINER_STATE_NAME)
         if state.is_file():
             step = TrainerState.load_from_json(str(state)).global_step
@@ -166,8 +153,7 @@ class Earlier:
     ) -> None:
         """Give optimizer and scheduler the state of Trainer's.
 
-        Args:
-            named: The parameters of the optimizer, in the order of Trainer's.
+        ``named`` has the parameters of the optimizer, in the order of Trainer's.
         """
         if not self.is_trainers:
             return

@@ -661,22 +661,14 @@ class ElasticTrainer(Trainer):
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over the steps.
+    """Sums over the steps."""
 
-    Attributes:
-        total: Sum of the losses of all steps.
-        loss: Sum of the losses of the ``steps`` since the last line of the log.
-        seconds: Time that attempts trained, up to the saved step.
-        first: Number of steps that were done elsewhere.
-        origin: Where they were done, as given by the script.
-    """
-
-    total: float = 0.0
-    loss: float = 0.0
+    total: float = 0.0  #: Sum of the losses of all steps.
+    loss: float = 0.0  #: Sum of the losses of the ``steps`` since the last line of the log.
     steps: int = 0
-    seconds: float = 0.0
-    first: int = 0
-    origin: str = ""
+    seconds: float = 0.0  #: Time that attempts trained, up to the saved step.
+    first: int = 0  #: Number of steps that were done elsewhere.
+    origin: str = ""  #: Where they were done, as given by the script.
 
     def add(self, loss: float) -> None:
         self.total, self.loss, self.steps = self.total + loss, self.loss + loss, self.steps + 1
@@ -692,11 +684,7 @@ class _Sums:
 
 
 class _Saved:
-    """The saved state of a trainer besides model, optimizer and scheduler.
-
-    Attributes:
-        differing: The ``arguments`` that differ from the saved ones, for people.
-    """
+    """The saved state of a trainer besides model, optimizer and scheduler."""
 
     def __init__(
         self,
@@ -706,6 +694,7 @@ class _Saved:
         arguments: Mapping[str, Any],
     ) -> None:
         self._state, self._sums, self._arguments = state, sums, arguments
+        #: The ``arguments`` that differ from the saved ones, for people.
         self.differing: list[str] = []
         stateful = [one for one in callbacks if isinstance(one, ExportableState)]
         self._callbacks = {
