@@ -41,10 +41,8 @@ Content: TypeAlias = Sequence[float]
 def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
     """Return a CRC-32 over the content of a sample, the same in every process.
 
-    Args:
-        value: Tensors, arrays, numbers, text, lists, mappings, or objects with attributes.
-        before: The fingerprint of the previous values.
-        depth: Depth of ``value`` in the sample.
+    It has tensors, arrays, numbers, text, lists, mappings, or objects with attributes, down to some
+    ``depth``, and continues that of the values ``before``.
     """
     if isinstance(value, Tensor):
         return _of_tensor(value, before)

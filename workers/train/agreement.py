@@ -42,8 +42,6 @@ def agree_on_data(
 
     Args:
         digest: Identifies the samples; "" for the loader's digest.
-        restored: The small named values of the version of ``step``.
-        step: The step that the attempt resumes from.
     """
     loader = data if isinstance(data, DataLoader) else None
     cursor: dict[str, Any] = {

@@ -46,6 +46,7 @@ from workers.train.executor import (
     use_own,
     use_tree,
 )
+from workers.train.loading import aliases_of
 
 
 def build_model(
@@ -120,16 +121,13 @@ def build_model(
 
 def _relations(model: nn.Module) -> dict[str, Any]:
     """Return which of the names are buffers, and which are other names of parameters."""
-    first = {id(one): name for name, one in own_names(model.named_parameters()).items()}
-    every = own_names(model.named_parameters(remove_duplicate=False))
-    ties = {name: first[id(one)] for name, one in every.items() if first[id(one)] != name}
     buffers = [
         f"{name}.{key}" if name else key
         for name, module in own_names(model.named_modules()).items()
         for key in module._buffers  # noqa: SLF001
         if key not in module._non_persistent_buffers_set  # noqa: SLF001
     ]
-    return {"buffers": buffers, "ties": ties}
+    return {"buffers": buffers, "ties": aliases_of(model)}
 
 
 def _reduction(model: nn.Module, train: TrainSettings, device: torch.device) -> Reduction:

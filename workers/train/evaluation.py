@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -47,20 +48,22 @@ def mean_over_samples(
     """
     starts = range(0, num_samples, micro_batch)
     batches = [np.arange(start, min(start + micro_batch, num_samples)) for start in starts]
-    passes = _Passes(loss_of, batches, sharded, done)
+    sums = torch.zeros(2, len(batches), dtype=torch.float64, device=sharded.device)
+    held: dict[int, list[Tensor]] = {}
+    counted = itertools.count(1)
     num_whole = num_samples // micro_batch
     trained = [module for module in sharded.called.modules() if module.training]
     sharded.called.eval()
     with torch.no_grad(), seeded(0):
         # In a pipeline all micro-batches have one shape.
         for numbers in filter(len, (range(num_whole), range(num_whole, len(starts)))):
-            passes.run(numbers)
+            _run(numbers, batches, loss_of, sharded, lambda: done(next(counted)), sums, held)
     for module in trained:
         module.training = True
-    dist.all_reduce(passes.sums)
+    dist.all_reduce(sums)
     if outputs is not None:
-        outputs |= _gathered(passes.outputs, sharded)
-    found = on_host(passes.sums.reshape(-1))
+        outputs |= _gathered(held, sharded)
+    found = on_host(sums.reshape(-1))
     losses, counts = found[: len(starts)], found[len(starts) :]
     for batch, loss in zip(batches, losses, strict=True):
         if not math.isfinite(loss):
@@ -111,50 +114,42 @@ def _read(returned: Any, num_samples: int) -> tuple[Any, ...]:
             )
 
 
-class _Passes:
-    """Forward passes over micro-batches, shared by all workers."""
+def _run(
+    numbers: range,
+    batches: Sequence[NDArray[Any]],
+    loss_of: Callable[[NDArray[Any]], Any],
+    sharded: ShardedModel,
+    begun: Callable[[], None],
+    sums: Tensor,
+    held: dict[int, list[Tensor]],
+) -> None:
+    """Compute micro-batches of one size, which all workers share.
 
-    def __init__(
-        self,
-        loss_of: Callable[[NDArray[Any]], Any],
-        batches: Sequence[NDArray[Any]],
-        sharded: ShardedModel,
-        done: Callable[[int], None],
-    ) -> None:
-        self._loss_of, self._batches = loss_of, batches
-        self._sharded, self._done = sharded, done
-        self._num_begun = 0
-        device = sharded.mesh.sharding.device_type
-        self.outputs: dict[int, list[Tensor]] = {}  #: The values that it returned after the tokens.
-        #: Summed losses, and tokens, of this rank's micro-batches, by number.
-        self.sums = torch.zeros(2, len(batches), dtype=torch.float64, device=device)
+    ``sums`` gets losses and tokens of this rank's, by number, and ``held`` the values that the
+    function returned after these.
+    """
+    mesh, pipeline = sharded.mesh, sharded.pipeline
+    shares = quota(len(numbers), mesh.layout.dp, mesh.data_rank, fixed_tree=False)
+    passes = [(numbers[one.micro_batch], one.counts) for one in shares.passes]
 
-    def run(self, numbers: range) -> None:
-        """Compute these micro-batches, which are of one size."""
-        mesh, pipeline = self._sharded.mesh, self._sharded.pipeline
-        shares = quota(len(numbers), mesh.layout.dp, mesh.data_rank, fixed_tree=False)
-        passes = [(numbers[one.micro_batch], one.counts) for one in shares.passes]
+    def take(number: int, returned: Any) -> Tensor:
+        micro_batch, counts = passes[number]
+        loss, tokens, *others = _read(returned, len(batches[micro_batch]))
+        if counts and mesh.counts and others:
+            held[micro_batch] = others[0]
+        if counts and mesh.counts and tokens:
+            sums[0, micro_batch] = loss.double() * tokens
+            sums[1, micro_batch] = tokens
+        return cast("Tensor", loss)
 
-        def take(number: int, returned: Any) -> Tensor:
-            micro_batch, counts = passes[number]
-            loss, tokens, *others = _read(returned, len(self._batches[micro_batch]))
-            if counts and mesh.counts and others:
-                self.outputs[micro_batch] = others[0]
-            if counts and mesh.counts and tokens:
-                self.sums[0, micro_batch] = loss.double() * tokens
-                self.sums[1, micro_batch] = tokens
-            return cast("Tensor", loss)
+    def begin(_stage: int, number: int) -> None:
+        begun()
+        seed_all(random_seed("evaluation", passes[number][0]))
 
-        def begin(_stage: int, number: int) -> None:
-            self._num_begun += 1
-            self._done(self._num_begun)
-            seed_all(random_seed("evaluation", passes[number][0]))
-
-        batches = [self._batches[micro_batch] for micro_batch, _ in passes]
-        if pipeline is not None:
-            hooks = PassHooks(begin=begin, weigh=take)
-            pipeline.evaluate(batches, self._loss_of, hooks)
-            return
-        for number, batch in enumerate(batches):
-            begin(0, number)
-            take(number, self._loss_of(batch))
+    mine = [batches[micro_batch] for micro_batch, _ in passes]
+    if pipeline is not None:
+        pipeline.evaluate(mine, loss_of, PassHooks(begin=begin, weigh=take))
+        return
+    for number, batch in enumerate(mine):
+        begin(0, number)
+        take(number, loss_of(batch))

@@ -88,7 +88,6 @@ def run_attempt(
     cleared afterwards.
 
     Args:
-        assignment: The attempt, and this worker's rank in it.
         task: The task to train; None for the settings' script, or the built-in training.
     """
     context.progress.enter(WorkerPhase.FORMING)

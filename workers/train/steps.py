@@ -37,11 +37,7 @@ _STREAM: Final = "stream"
 
 
 class Steps:
-    """The loop over the steps of an attempt.
-
-    Args:
-        restored: The small named values of its version.
-    """
+    """The loop over the steps of an attempt."""
 
     def __init__(
         self,

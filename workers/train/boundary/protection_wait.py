@@ -23,9 +23,7 @@ _WAIT_S_MIN: Final = 1.0
 class ProtectionWait:
     """One wait of all ranks: ``get_ready``, take the snapshot, then ``wait_copied``.
 
-    Args:
-        step_s: Duration of the last step: the wait takes at most as long, or a second.
-        is_copied: Whether snapshots are copied to other nodes, if there are any.
+    It takes at most as long as the last step, or a second.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -86,11 +86,9 @@ class AverageOfWeights:
     def __init__(self, lend: Callable[[], AbstractContextManager[None]]) -> None:
         self._lend = lend
 
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
+    def swapped(self) -> AbstractContextManager[None]:
         """Have the model hold the average in a block: to evaluate it, or for ``session.save``.
 
         Every worker enters it, between two steps. In the block no step trains.
         """
-        with self._lend():
-            yield
+        return self._lend()

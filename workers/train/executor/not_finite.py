@@ -27,9 +27,8 @@ _SMALLEST_SCALE: Final = 1.0
 class Finiteness:
     """Decides about updates that are not finite, in one attempt.
 
-    Args:
-        tell: Called with the step, a line for people, and the ranks that it is about, equal on all
-            ranks.
+    ``tell`` is called with the step, a line for people, and the ranks that it is about, equal on
+    all ranks.
     """
 
     def __init__(

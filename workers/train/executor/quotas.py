@@ -53,8 +53,6 @@ def quota(
     """Return the quota of ``rank``.
 
     Args:
-        num_micro_batches: Micro-batches of the step over all ranks.
-        num_ranks: Data-parallel ranks.
         fixed_tree: Whether sums must be nodes of one binary tree. If not, each rank adds up its
             gradients, and they are reduced once, after the last pass. If so, they are reduced
             after every pass, or after two passes if all ranks have siblings of the tree there.

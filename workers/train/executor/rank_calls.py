@@ -7,6 +7,7 @@ their number changes. It would also wait for ranks that have fewer micro-batches
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
@@ -64,36 +65,26 @@ class RankCalls:
 
     def _asked(self, *args: Any) -> Any:
         """Stand in for the function that every function about ranks calls."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
-        name = ""
-        while frame is not None and _module_name(frame) in _WITHIN:
-            name = name if _module_name(frame) != _WITHIN[0] else frame.f_code.co_name
-            frame = frame.f_back
-        caller = frame
-        if caller is not None and _is_of_user(caller):
-            modules = _modules_around(caller)
+        frames = list(_outward(sys._getframe(1)))  # noqa: SLF001
+        names = [str(frame.f_globals.get("__name__", "")) for frame in frames]
+        at = next((n for n, name in enumerate(names) if name not in _WITHIN), len(names))
+        if at < len(names) and (names[at].startswith(_DYNAMO) or not names[at].startswith(_OWN)):
+            modules = [
+                frame.f_locals["self"]
+                for frame in frames[at:]
+                if frame.f_code is nn.Module._call_impl.__code__  # noqa: SLF001
+            ]
             if modules and all(getattr(one, _DECLARED, True) for one in modules):
-                line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-                where = "" if _module_name(caller).startswith(_DYNAMO) else f" in {line}"
-                self._found.setdefault(modules[0], f"torch.distributed.{name}{where}")
+                call = next(n for n in reversed(range(at)) if names[n] == _WITHIN[0])
+                told = f"torch.distributed.{frames[call].f_code.co_name}"
+                line = f" in {frames[at].f_code.co_filename}:{frames[at].f_lineno}"
+                told += "" if names[at].startswith(_DYNAMO) else line
+                self._found.setdefault(modules[0], told)
         assert _REAL is not None, "it was replaced"
         return _REAL(*args)
 
 
-def _module_name(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _is_of_user(frame: FrameType) -> bool:
-    name = _module_name(frame)
-    return name.startswith(_DYNAMO) or not name.startswith(_OWN)
-
-
-def _modules_around(frame: FrameType | None) -> list[nn.Module]:
-    """Return the modules whose forward passes contain the frame, the innermost first."""
-    found: list[nn.Module] = []
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__:  # noqa: SLF001
-            found.append(frame.f_locals["self"])
+        yield frame
         frame = frame.f_back
-    return found

@@ -36,8 +36,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Recheck:
     """The checks of one attempt; every rank makes each call.
 
-    Args:
-        read: Returns the samples of a micro-batch, by step and number.
+    ``read`` returns the samples of a micro-batch, by step and number.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from workers.train.loading.init_from import (
         Needed,
         Start,
+        aliases_of,
         load_initial,
         read_whole,
         refuse_uncounted,

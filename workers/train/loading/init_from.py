@@ -103,7 +103,7 @@ def load_initial(
         everywhere: Returns whether all ranks agree; all of them call it once.
         tell: Whether to log tensors that the checkpoint has and the model lacks.
     """
-    aliases = _aliases(model)
+    aliases = aliases_of(model)
     checkpoint = _opened(run, needed, model, aliases)
     held = checkpoint.state_map.entries
     missing = frozenset(name for name in needed if TensorKey(name, WEIGHT) not in held)
@@ -274,7 +274,7 @@ def _tied(
     return replace(checkpoint, manifest=rename(manifest, tied) if tied else manifest)
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
+def aliases_of(model: nn.Module) -> dict[str, str]:
     """Return the other names of tied parameters, each with the first one."""
     first = {id(value): name for name, value in own_names(model.named_parameters()).items()}
     every = own_names(model.named_parameters(remove_duplicate=False))
