@@ -153,12 +153,6 @@ def _exactly(value: Any, before: int, depth: int, floats: list[NDArray[np.float6
 
 
 def _is_of_numbers(value: Any) -> bool:
-    """Return whether a value is a number, or a list that begins with one."""
-    first = value[0] if isinstance(value, _LISTS) and value else value
-    return isinstance(first, bool | int | float) and not _is_ragged(value)
-
-
-def _is_ragged(value: Any) -> bool:
-    return isinstance(value, _LISTS) and not all(
-        isinstance(one, bool | int | float) for one in value
-    )
+    """Return whether a value is a number, or a list of numbers."""
+    every = value if isinstance(value, _LISTS) and value else [value]
+    return all(isinstance(one, bool | int | float) for one in every)

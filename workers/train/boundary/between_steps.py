@@ -39,7 +39,7 @@ from workers.train.boundary.ending import Ending
 from workers.train.boundary.live_state import LiveState, Marks, capture
 from workers.train.boundary.protection_wait import ProtectionWait
 from workers.train.boundary.replicas import refuse_diverged
-from workers.train.boundary.store import SavedState, StorageWriter
+from workers.train.boundary.store import StorageWriter
 from workers.train.context import WorkerContext
 from workers.train.executor import Finiteness, ShardedModel, Signals, Step, all_agree
 from workers.train.loading import LIVE_STATE
@@ -505,12 +505,10 @@ class Boundary:
             self._measure_storage()
         held = self._writer.held() if self._writer is not None and self._due.snapshot else None
         self._storage.save(
-            SavedState(
-                step=state.step,
-                tensors=held if held is not None else self._buffer.capture(state.entries),
-                extra=state.extra,
-                param_groups=state.param_groups,
-            )
+            state.step,
+            tensors=held if held is not None else self._buffer.capture(state.entries),
+            extra=state.extra,
+            param_groups=state.param_groups,
         )
         self._meter.checkpoint(begun_s, time.monotonic() - begun_s)
 

@@ -18,8 +18,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -32,7 +31,6 @@ from ucp_core.errors import (
 )
 from ucp_core.native import (
     Collector,
-    LocalTensor,
     checkpoint_name,
     open_checkpoint,
     save_rank,
@@ -63,16 +61,6 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedState:
-    """A state to write; see ``ucp_core.native.save_rank``."""
-
-    step: int
-    tensors: Sequence[LocalTensor]
-    extra: Mapping[str, Any]
-    param_groups: Sequence[Mapping[str, Any]]
 
 
 class StorageWriter:
@@ -194,11 +182,14 @@ class StorageWriter:
         self._late_until_s = until_s
         self._tasks.put(self._try_lines)
 
-    def save(self, state: SavedState) -> None:
-        """Write ``state``. Do not change its tensors before ``wait_idle`` returns."""
+    def save(self, step: int, **state: Any) -> None:
+        """Write a ``state``, with the tensors, extra and param_groups of ``save_rank``.
+
+        Do not change its tensors before ``wait_idle`` returns.
+        """
         self._idle.clear()
-        what = f"step {state.step}"
-        self._tasks.put(lambda: self._when_there_is_room(what, lambda: self._save(state)))
+        what = f"step {step}"
+        self._tasks.put(lambda: self._when_there_is_room(what, lambda: self._save(step, state)))
 
     def write_result(self, document: bytes) -> None:
         """Write the result of the run; return when that is done."""
@@ -340,7 +331,7 @@ class StorageWriter:
             if self._ended.wait(_FULL_PAUSE_S) or self._fenced():
                 raise _WriteRefused("the attempt ended before there was room")
 
-    def _save(self, state: SavedState) -> None:
+    def _save(self, step: int, state: Mapping[str, Any]) -> None:
         if self._fenced():
             return
         assignment = self._assignment
@@ -351,20 +342,18 @@ class StorageWriter:
         self._write_lines()
         saved = save_rank(
             self._store,
-            join(checkpoints, checkpoint_name(state.step)),
-            step=state.step,
+            join(checkpoints, checkpoint_name(step)),
+            step=step,
             attempt=assignment.attempt,
             rank=assignment.rank,
             world_size=assignment.layout.world_size,
-            tensors=state.tensors,
-            extra=state.extra,
-            param_groups=state.param_groups,
+            **state,
             source=source_of(assignment),
             fsync=self._settings.fsync,
             require_owner=self._owner.require,
         )
         if saved.committed:
-            self._committed_step = state.step
+            self._committed_step = step
         # If the write failed, ``_run`` sets the error before it sets idle.
         self._idle.set()
         if self._collector is not None:

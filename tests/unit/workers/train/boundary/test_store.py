@@ -17,7 +17,7 @@ from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import CHECKPOINTS, Assignment
 from workers.settings import CheckpointSettings
 from workers.train.boundary import store as store_module
-from workers.train.boundary.store import SavedState, StorageWriter
+from workers.train.boundary.store import StorageWriter
 
 
 def storing(
@@ -51,7 +51,7 @@ def storing(
     )
 
 
-def state(step: int, *, rows: tuple[int, int] = (0, 4)) -> SavedState:
+def state(step: int, *, rows: tuple[int, int] = (0, 4)) -> dict[str, Any]:
     start, stop = rows
     tensor = LocalTensor(
         fqn="w",
@@ -62,7 +62,7 @@ def state(step: int, *, rows: tuple[int, int] = (0, 4)) -> SavedState:
         data=memoryview(bytearray(b"0123456789abcdef"))[4 * start : 4 * stop],
     )
     groups: list[dict[str, Any]] = [{"lr": 0.1, "params": ["w"]}]
-    return SavedState(step=step, tensors=[tensor], extra={"loss": 1.0}, param_groups=groups)
+    return {"step": step, "tensors": [tensor], "extra": {"loss": 1.0}, "param_groups": groups}
 
 
 def committed_step(store: MemoryStore) -> int:
@@ -77,12 +77,12 @@ def test_the_line_of_a_step_is_there_before_its_commit() -> None:
     background = storing(store, fenced, moved=moved.append)
 
     background.append("metrics/rank0.jsonl", {"step": 1})
-    background.save(state(1))
+    background.save(**state(1))
     background.wait_committed(1, timeout_s=10)
 
     assert json.loads(store.read("run/metrics/rank0.jsonl")) == {"step": 1}
     assert background.close()
-    assert sum(moved) == len(state(1).tensors[0].data)
+    assert sum(moved) == len(state(1)["tensors"][0].data)
 
 
 def test_half_a_line_of_a_killed_worker_does_not_spoil_the_next() -> None:
@@ -132,7 +132,7 @@ def test_no_step_is_committed_whose_line_does_not_fit() -> None:
     writer = storing(store, threading.Event())
     store.is_full = True
     writer.append("metrics/rank0.jsonl", {"step": 1})
-    writer.save(state(1))
+    writer.save(**state(1))
 
     with pytest.raises(StorageError, match="No space left"):
         writer.wait_committed(1, timeout_s=20)
@@ -147,7 +147,7 @@ def test_a_step_waits_for_room_and_is_stored_then(monkeypatch: pytest.MonkeyPatc
     writer = storing(store, threading.Event())
     store.is_full, store.why = True, errno.ENOSPC
     writer.append("metrics/rank0.jsonl", {"step": 1})
-    writer.save(state(1))
+    writer.save(**state(1))
     assert eventually(lambda: "step 1 is not stored" in writer.trouble)
     assert not writer.is_idle
 
@@ -167,7 +167,7 @@ def test_no_rank_waits_for_room_after_the_fence(monkeypatch: pytest.MonkeyPatch)
     writer = storing(store, fenced)
     store.is_full, store.why = True, errno.ENOSPC
     writer.append("metrics/rank0.jsonl", {"step": 1})
-    writer.save(state(1))
+    writer.save(**state(1))
     assert eventually(lambda: bool(writer.trouble))
 
     fenced.set()
@@ -182,7 +182,7 @@ def test_nothing_is_written_after_the_fence() -> None:
     background = storing(store, fenced)
     fenced.set()
 
-    background.save(state(1))
+    background.save(**state(1))
     background.append("metrics/rank0.jsonl", {"step": 1})
 
     assert background.close()
@@ -198,7 +198,7 @@ def test_lines_that_the_fence_held_back_are_told_late_in_order_and_states_are_no
     background.wait_appended(20)
     fenced.set()
     background.append("metrics/rank0.jsonl", {"step": 2})
-    background.save(state(2))
+    background.save(**state(2))
     background.append_late(time.monotonic() + 20)
     background.append("metrics/rank0.jsonl", {"step": 3})
     background.wait_appended(20)
@@ -216,7 +216,7 @@ def test_a_wait_ends_by_the_fence() -> None:
     """The other ranks' parts will not come once the attempt is over."""
     store, fenced = MemoryStore(), threading.Event()
     background = storing(store, fenced, num_workers=2)
-    background.save(state(1))
+    background.save(**state(1))
     background.wait_idle()
     threading.Timer(0.05, fenced.set).start()
 
@@ -229,7 +229,7 @@ def test_a_peer_that_never_writes_counts_as_lost() -> None:
     """It is a fault of the world, not of the training code."""
     store, fenced = MemoryStore(), threading.Event()
     background = storing(store, fenced, num_workers=2)
-    background.save(state(1))
+    background.save(**state(1))
 
     with pytest.raises(CollectiveError, match="step 1 was not committed"):
         background.wait_committed(1, timeout_s=0.05)
@@ -245,11 +245,11 @@ def test_a_damaged_manifest_of_an_older_attempt_is_waited_past() -> None:
     directory = f"run/{CHECKPOINTS}/step-00000001"
     store.write_atomic(f"{directory}/{MANIFEST_NAME}", b"{half", fsync=False)
     first, second = (storing(store, fenced, rank=rank, num_workers=2) for rank in (0, 1))
-    first.save(state(1, rows=(0, 2)))
+    first.save(**state(1, rows=(0, 2)))
     with pytest.raises(CollectiveError, match="step 1 was not committed"):
         first.wait_committed(1, timeout_s=0.05)
 
-    second.save(state(1, rows=(2, 4)))
+    second.save(**state(1, rows=(2, 4)))
 
     first.wait_committed(1, timeout_s=60)
     assert committed_step(store) == 1
@@ -264,7 +264,7 @@ def test_only_the_newest_are_kept() -> None:
 
     for step in range(1, 6):
         background.wait_idle()
-        background.save(state(step))
+        background.save(**state(step))
 
     assert background.close()
     assert store.list(f"run/{CHECKPOINTS}") == ("step-00000004", "step-00000005")
@@ -282,7 +282,7 @@ def test_what_cannot_be_collected_does_not_stop_the_training() -> None:
     store, fenced = _Undeletable(), threading.Event()
     background = storing(store, fenced, keep=1)
     for step in (1, 2, 3):
-        background.save(state(step))
+        background.save(**state(step))
         background.wait_committed(step, timeout_s=10)
     background.wait_appended(10)
     background.wait_idle()
@@ -295,9 +295,9 @@ def test_a_storage_that_refuses_stops_the_training() -> None:
     store, fenced = MemoryStore(), threading.Event()
     background = storing(store, fenced)
     broken = state(1)
-    broken.tensors[0].data.release()
+    broken["tensors"][0].data.release()
 
-    background.save(broken)
+    background.save(**broken)
 
     with pytest.raises(ValueError, match="released"):
         background.wait_idle()
@@ -310,12 +310,12 @@ def test_a_rank_of_a_superseded_claim_commits_collects_and_logs_nothing_more() -
     claim(store, "run", 1, {"token": "a"})
     writer = storing(store, fenced, keep=1, claim=1)
     for step in (1, 2):
-        writer.save(state(step))
+        writer.save(**state(step))
         writer.wait_committed(step, timeout_s=10)
     claim(store, "run", 2, {"token": "b"})
     before = store.list("run/checkpoints")
 
-    writer.save(state(3))
+    writer.save(**state(3))
     with pytest.raises(SupersededError, match="claim 2"):
         writer.wait_committed(3, timeout_s=10)
     with pytest.raises(SupersededError, match="claim 2"):
