@@ -33,6 +33,7 @@ QUICK: Final = {
     "bench_snapshot_gpu": "--rounds 1 --block 2 --gigabytes 1",
     "bench_snapshot_steps": "--states 3 --workers 2 --rounds 1",
     "bench_soak": "--faults 2 --from 0 --local --kinds worker-kill keeper-kill",
+    "bench_spot_traces": "--trace p3 --hours 3 3.5",
     "peers": "--arms everstep --faults kill --runs 1 --each 1 --again --directory build/quick",
 }
 

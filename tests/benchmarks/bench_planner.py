@@ -28,18 +28,16 @@ from functools import partial
 from orchestrator.policies import GPUS, Job, LayoutRules, choose, forecasts, rooms_of
 from tests.support.layout_replay import (
     Cluster,
-    Costs,
     Replay,
     Stretch,
     by_degrees,
     by_planner,
     greedy,
     oracle,
-    piece,
-    spot_trace,
     stretches,
     unlearned,
 )
+from tests.support.spot_traces import Change, Costs, piece, spot_trace
 from ucp_core.layout import ParallelLayout
 from workers.models import ModelShape
 
@@ -74,8 +72,9 @@ def cluster_of(model: str, costs: Costs, num_nodes: int = NUM_NODES) -> Cluster:
 
 def hour(name: str, join_s: float) -> list[Stretch]:
     """Return a piece of the market's trace."""
-    begin_s, end_s = (3600 * hour for hour in HOURS[name])
-    return stretches(piece(spot_trace(), begin_s, end_s), end_s - begin_s, join_s)
+    begin, end = HOURS[name]
+    changes = [Change(one.at * 3600, one.num_nodes) for one in piece(spot_trace("p3"), begin, end)]
+    return stretches(changes, (end - begin) * 3600, join_s)
 
 
 def measure(

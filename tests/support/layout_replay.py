@@ -5,11 +5,12 @@ worker has in the new layout at most. The times of steps and the layouts that fi
 for GPUs; the planner does not know it, but sees the steps of what it trained, and what was refused.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 
 from orchestrator.policies import (
     Forecast,
@@ -27,48 +28,12 @@ from orchestrator.policies import (
 )
 from orchestrator.policies.layout import candidates
 from orchestrator.policies.saving import FaultsSeen
+from tests.support.spot_traces import Change, Costs
 from ucp_core.layout import ParallelLayout
 
 #: The second step of an attempt is the first that says how long they take.
 _SEEN_STEPS = 2
 _STEPS_LEFT = 1_000_000
-_TRACE = Path(__file__).parents[1] / "fixtures/spot/p3-trace.csv"
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """From ``at_s`` on there are ``num_nodes``."""
-
-    at_s: float
-    num_nodes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """A policy's costs of changes, in seconds."""
-
-    loss: float  #: From the loss of a node until the rest have made a step again.
-    growth: float  #: How long all stand still when newcomers enter.
-    join: float = 0.0  #: From a node's arrival until its worker may enter.
-
-
-def spot_trace() -> list[Change]:
-    """Read the lines ``milliseconds,add|remove,node``; the last one of a time counts."""
-    num_nodes, found = 0, dict[float, int]()
-    for line in _TRACE.read_text().splitlines():
-        at_ms, kind, _ = line.split(",")
-        num_nodes += 1 if kind == "add" else -1
-        found[float(at_ms) / 1000] = num_nodes
-    changes = [Change(at_s, count) for at_s, count in found.items()]
-    pairs = pairwise([Change(-1.0, 0), *changes])
-    return [after for before, after in pairs if after.num_nodes != before.num_nodes]
-
-
-def piece(changes: Sequence[Change], begin_s: float, end_s: float) -> list[Change]:
-    """Return what happens between two times, as a trace that begins at 0.0."""
-    before = [change for change in changes if change.at_s <= begin_s][-1:]
-    inside = [change for change in changes if begin_s < change.at_s < end_s]
-    return [Change(max(one.at_s - begin_s, 0.0), one.num_nodes) for one in before + inside]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +48,17 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with a GPU each, and what trains on them."""
+    """Nodes with a GPU each, and what trains on them.
+
+    Attributes:
+        wish: The layout that the user asks for.
+        costs: In seconds.
+    """
 
     job: Job
     gpu: Gpu
-    wish: ParallelLayout  #: The layout that the user asks for.
-    costs: Costs  #: In seconds.
+    wish: ParallelLayout
+    costs: Costs
 
     @property
     def rules(self) -> LayoutRules:
@@ -136,7 +106,7 @@ def stretches(changes: Sequence[Change], end_s: float, join_s: float) -> list[St
     moved: dict[float, int] = {}
     for before, after in pairwise(changes):
         num = after.num_nodes - before.num_nodes
-        at_s = after.at_s + (join_s if num > 0 else 0.0)
+        at_s = after.at + (join_s if num > 0 else 0.0)
         moved[at_s] = moved.get(at_s, 0) + num
     found = [Stretch(0.0, end_s, changes[0].num_nodes, is_loss=False)]
     for at_s, num in sorted(moved.items()):

@@ -4,19 +4,16 @@ import pytest
 
 from tests.benchmarks.bench_planner import HOURS, MEASURED, MODELS, cluster_of, hour, measure
 from tests.support.layout_replay import (
-    Change,
-    Costs,
     Replay,
     Stretch,
     by_degrees,
     by_planner,
     greedy,
     oracle,
-    piece,
-    spot_trace,
     stretches,
     unlearned,
 )
+from tests.support.spot_traces import Change, Costs
 
 #: As if Ray restarted the workers.
 RESTART = Costs(loss=60.0, growth=15.0, join=8.0)
@@ -42,16 +39,6 @@ def test_no_policy_is_better_than_the_oracle(model: str, name: str, costs: Costs
     made = [Replay(cluster, policy).run(trace) for policy in (by_planner, unlearned, by_degrees)]
     assert max(*made, greedy(cluster, trace)) <= most * (1 + 1e-9)
     assert most <= oracle(cluster, trace, any_stages=True) * (1 + 1e-9)
-
-
-def test_a_piece_begins_with_the_nodes_that_are_there_then() -> None:
-    """The change before it counts, and no later one is moved; the source tells of 32 nodes."""
-    changes = [Change(0.0, 4), Change(10.0, 2), Change(20.0, 3)]
-
-    assert piece(changes, 5.0, 20.0) == [Change(0.0, 4), Change(5.0, 2)]
-    assert piece(changes, 10.0, 21.0) == [Change(0.0, 2), Change(10.0, 3)]
-    assert int(spot_trace()[-1].at_s / 3600) == 11
-    assert max(change.num_nodes for change in spot_trace()) == 32
 
 
 def test_newcomers_count_once_their_workers_are_ready() -> None:
