@@ -145,10 +145,10 @@ class Curves:
     ``begin`` is the byte of each file to begin at; a negative one counts from its end.
 
     Attributes:
-    loss: Training loss, with as many points as are visible.
-    validation: Validation loss, likewise.
-    further: The run's other numbers and the script's own ones, by title.
-    last: The last line of a step.
+        loss: Training loss, with as many points as are visible.
+        validation: Validation loss, likewise.
+        further: The run's other numbers and the script's own ones, by title.
+        last: The last line of a step.
     """
 
     def __init__(self, store: Store, path: str, begin: int = 0) -> None:

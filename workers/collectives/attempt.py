@@ -1,4 +1,4 @@
-"""Holds one attempt in this process: aborts its waits, and keeps objects that must outlive it."""
+"""Hold one attempt in this process: its groups, and the objects that must outlive it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from workers.collectives.places import Places
 from workers.collectives.waiting import Waiter, helpers
 from workers.records import RecordRing
 
-#: Period of polling works on a device, which is the resolution of their times.
+#: Period of polling works on a device; it is the resolution of their times.
 _SETTLE_S: Final = 0.05
-#: How often to look whether the device has caught up: far less than what is enqueued for it.
+#: Period of checking whether the device has caught up: far shorter than the work enqueued for it.
 _AHEAD_LOOK_S: Final = 0.0002
 
 _T = TypeVar("_T")
 
 
 class _GroupCalls(Protocol):
-    """The calls of an attempt to its groups; see ``workers.collectives.group``."""
+    """The calls of an attempt to its groups."""
 
     def described(self) -> str: ...
 
@@ -42,7 +42,7 @@ class _GroupCalls(Protocol):
 
 
 class _OnDevice(Protocol):
-    """Work on a device; see ``workers.collectives.work.InFlight``."""
+    """Work on a device."""
 
     def is_reached(self) -> bool: ...
 
@@ -58,14 +58,13 @@ class Attempt:
 
     Attributes:
         number: The fencing token.
-        backend: "gloo" or "nccl".
-        world_size: Members of the attempt.
         aborted: Set once, by ``abort`` or ``fail``.
-        places: The places of the ranks; None until this one is connected to the store.
+        places: The places of the ranks; None until this rank is connected to the store.
         device_spans: Times the rank's own work on its device; None if it computes on the host.
         ahead_max: How many collectives may be called before the device has come to the first; 0 for
-            any number. A queue that is full of them keeps the host, with the interpreter, in the
-            driver, and each keeps its outputs. No card has shown yet what a bound costs.
+            any number. If NCCL's queue is full, the next call blocks in the driver and holds the
+            interpreter; each queued collective also keeps its outputs. No measurement on a GPU has
+            shown yet what a bound costs.
     """
 
     def __init__(
@@ -96,12 +95,7 @@ class Attempt:
             threading.Thread(target=self._settle, daemon=True, name="settle").start()
 
     def connect(self, store_host: str, store_port: int, rank: int) -> dist.Store:
-        """Return a client of the rendezvous store, and start to publish this rank's waits.
-
-        Raises:
-            AbortedError: The attempt was aborted.
-            CollectiveError: The store does not answer.
-        """
+        """Return a client of the rendezvous store, and start to publish this rank's waits."""
         # Each attempt has its own client, because an old connection may have stopped in the middle
         # of a request.
         store = self.interruptible(
@@ -139,14 +133,14 @@ class Attempt:
         return len(waiters)
 
     def fail(self, error: CollectiveError) -> None:
-        """Abort the attempt because a collective failed on the device, where its peers wait."""
+        """Abort the attempt because a collective failed on the device. Its peers wait for it."""
         with self._lock:
             if not self.aborted.is_set():
                 self._failure = error
         self.abort()
 
     def error(self, described: str, op: str) -> CollectiveError | AbortedError:
-        """Return the error to raise in an aborted attempt: the failure that aborted it, if any."""
+        """Return the error to raise in an aborted attempt: the failure that caused it, if any."""
         if self._failure is not None:
             return CollectiveError(str(self._failure), **self._failure.facts)
         return AbortedError(
@@ -175,22 +169,17 @@ class Attempt:
         self._kept.append(what)
 
     def span(self, op: str, *, step: int, micro_batch: int, tokens: int = 0) -> None:
-        """Record that the training thread starts its own work, or with "" that it ends it."""
+        """Record that the training thread starts its own work; "" ends it."""
         record = self.ring.span if self.device_spans is None else self.device_spans.span
         record(op, step=step, micro_batch=micro_batch, tokens=tokens)
 
     def note_call(self) -> None:
-        """Note a call of a collective on a device, or a wait for one."""
+        """Count a call of a collective on a device, or a wait for one."""
         if self.device_spans is not None:
             self.device_spans.num_calls += 1
 
     def let_catch_up(self, op: str) -> None:
-        """Wait until the device is at most ``ahead_max`` collectives behind.
-
-        Raises:
-            AbortedError: The attempt was aborted.
-            CollectiveError: A collective failed on the device.
-        """
+        """Wait until the device is at most ``ahead_max`` collectives behind."""
         while self.ahead_max and len(self._ahead) >= self.ahead_max:
             if self._ahead[0].is_reached():
                 self._ahead.popleft()
@@ -198,24 +187,24 @@ class Attempt:
                 raise self.error(f"; {op} was not started", op)
 
     def start(self) -> nccl.Start:
-        """Return where the device comes to the collective that is called next."""
+        """Return the position at which the device comes to the collective that is called next."""
         start = nccl.Start()
         if self.ahead_max:
             self._ahead.append(start)
         return start
 
     def note_launched(self, group: int, work: _OnDevice) -> None:
-        """Note work of a group whose start and end on the device are still to be recorded."""
+        """Note work of a group whose start and end on the device still have to be recorded."""
         self._on_device.setdefault(group, deque()).append(work)
 
     def note_begun(self, group: int) -> None:
         """Note that the newest work of a group has started, so that older work can be dropped."""
-        # Other works may have been settled meanwhile.
+        # Other works may have been settled in the meantime.
         with contextlib.suppress(IndexError):
             self._on_device[group][-2].give_up()
 
     def add(self, group: _GroupCalls) -> None:
-        """Add a group of this attempt."""
+        """Add a group. If the attempt was aborted, abort the group's work on a device."""
         with self._lock:
             self._groups.append(group)
             is_late = self.aborted.is_set()
@@ -228,12 +217,10 @@ class Attempt:
             return list(itertools.takewhile(lambda one: one is not group, self._groups))
 
     def interruptible(self, doing: str, build: Callable[[], _T]) -> _T:
-        """Return ``build()``, which runs in a thread that an abort need not wait for.
+        """Return ``build()``, called in a thread for which an abort does not wait.
 
-        Raises:
-            AbortedError: The attempt was aborted first; the call continues until the timeout, and
-                its result is dropped.
-            CollectiveError: The call failed, for example because a member did not come.
+        After an abort the call continues until its timeout, and its result is dropped. Its own
+        errors become ``CollectiveError``.
         """
         waiter = self.waiter()
         built: list[_T] = []
@@ -262,7 +249,7 @@ class Attempt:
         raise self.error(f" while {doing}", "form")
 
     def leave(self) -> list[Leftovers]:
-        """Close the records and release the groups; return work that an abort left in flight."""
+        """Close the records and release the groups; return what the transport may still use."""
         self._left.set()
         self.look_at_devices()
         if self.places is not None:
@@ -289,7 +276,7 @@ class Attempt:
         forever while others continue.
         """
         if not self._looking.acquire(blocking=False):
-            # Another thread is looking, perhaps for long, because a third one may hold the driver.
+            # Another thread is polling, perhaps for long, because a third one may hold the driver.
             return
         try:
             for queue in list(self._on_device.values()):
@@ -307,7 +294,7 @@ class Attempt:
 class Leftovers:
     """The rest of a group (``of``, if any) that the transport may still use.
 
-    ``held`` are the last references to it, except for the group's own.
+    ``held`` has the last references to it, besides the group's own.
     """
 
     def __init__(self, held: list[Any], *, of: _GroupCalls | None = None) -> None:
@@ -317,7 +304,7 @@ class Leftovers:
 
     @property
     def are_referred_to(self) -> bool:
-        """Return whether the group, which holds the same objects, still has references."""
+        """Return whether the group, which holds the same objects, is still referenced."""
         return self._group() is not None
 
     def drop(self) -> None:

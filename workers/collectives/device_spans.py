@@ -1,10 +1,10 @@
-"""Measures how long a device takes for a rank's own work, by events in its stream.
+"""Measure how long a device takes for a rank's own work, by events in its stream.
 
-The host calls a whole step before the device starts it, so its times say nothing about the device.
-Between two events, a device has done the work enqueued between them. If that includes no other
-rank's work, it is the rank's own time, whether its host or its device is slow. A span in which the
-rank calls or waits for collectives has no such time, because the communicator's kernels in the
-stream include the rank's waits.
+The host enqueues a whole step before the device starts it, so the host's times say nothing about
+the device. Between two events a device has done the work enqueued between them. If that includes no
+work of other ranks, it is the rank's own time, whether its host or its device is slow. A span in
+which the rank calls or waits for collectives has no such time, because NCCL's kernels in the stream
+include the rank's waits.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ class Mark(Protocol):
 
 
 class DeviceSpans:
-    """Records the spans of a rank that computes on a device. For the training thread.
+    """Records the spans of a rank that computes on a device. Only the training thread calls it.
 
     Attributes:
         num_calls: Number of calls of collectives and of waits for them. Any thread may change it.
-
-    Args:
-        mark: Creates a position in the current stream.
     """
 
     def __init__(self, ring: RecordRing, mark: Callable[[], Mark] = nccl.Timed) -> None:
@@ -46,7 +43,7 @@ class DeviceSpans:
         self._over: list[tuple[int, Mark, Mark]] = []
 
     def span(self, op: str, *, step: int, micro_batch: int, tokens: int = 0) -> None:
-        """Record that the last span ends, and that ``op`` begins, if not ""."""
+        """Record that the last span ends, and that ``op`` begins unless it is ""."""
         if self._open is not None:
             number, begin, num_calls = self._open
             self._open = None

@@ -1,8 +1,8 @@
 """The errors that a collective can raise.
 
 GroupError
-+ AbortedError      the orchestrator aborted the attempt; no rank is to blame
-+ CollectiveError   the transport failed; a hint that a peer died, no proof of which one
++ AbortedError      the orchestrator aborted the attempt; no rank has to be at fault
++ CollectiveError   the transport failed: a hint that a peer died, but no proof of which one
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ _UNREACHED: Final = re.compile(
 
 
 class GroupError(FactsError):
-    """Base of the errors that the recorded process groups raise on purpose.
-
-    ``facts`` has the numbers.
-    """
+    """Base of the errors that the recorded process groups raise on purpose."""
 
 
 class AbortedError(GroupError):
@@ -43,7 +40,7 @@ class CollectiveError(GroupError):
 def unreached(error: BaseException) -> str:
     """Return the address of the peer that gloo or NCCL could not reach; "" if the error names none.
 
-    A peer that closed its connection was reachable.
+    A peer that closed its connection was reachable, so it is not returned.
     """
     seen: set[int] = set()
     cause: BaseException | None = error

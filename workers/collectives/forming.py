@@ -1,9 +1,9 @@
-"""Forms, aborts and leaves an attempt's process groups.
+"""Form, abort and leave an attempt's process groups.
 
 The training thread calls ``form`` and ``leave`` in turn; any thread may ``abort`` any attempt at
 any time. After an abort the transport may still use buffers and threads. gloo's destructor joins
 those threads, which sleep until their operation fails: when the peer is gone or releases the group,
-or at the timeout. So a helper thread drops the groups. Groups with remaining references are kept
+or at the timeout. So a helper thread drops the groups. Groups that are still referenced are kept
 until the timeout has passed: otherwise the thread that drops the last reference would sleep.
 """
 
@@ -30,7 +30,7 @@ _LEFTOVER_SLACK_S: Final = 5.0
 
 
 class _AcrossAttempts:
-    """The parts that outlive an attempt."""
+    """The objects that outlive an attempt."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -63,17 +63,16 @@ def form(
     ``form`` raised an error.
 
     Args:
-        backend: "gloo" for CPU tensors, "nccl" for CUDA tensors. The group of all ranks then also
-            has gloo for CPU tensors.
-        store_host: Where the rendezvous store listens.
-        attempt: An attempt that was never formed or aborted in this process.
+        backend: "gloo" for CPU tensors, "nccl" for CUDA tensors. With NCCL, the group of all ranks
+            also has gloo for CPU tensors.
+        attempt: An attempt that this process has never formed.
         ring_path: File of the record ring; replaces an existing file.
         timeout_s: A collective fails by itself after this time. It is a last resort, because faults
             are usually found and aborted much sooner. An aborted group's memory is also kept for
             this time.
 
     Raises:
-        AbortedError: ``abort`` was called for this attempt, before or meanwhile.
+        AbortedError: ``abort`` was called for this attempt, earlier or while this waited.
         CollectiveError: The store or a member did not answer within ``timeout_s``.
     """
     assert backend in BACKENDS, f"backend {backend!r} is not in {sorted(BACKENDS)}"
@@ -117,7 +116,7 @@ def abort(attempt: int) -> int:
     Any thread may call this at any time and repeatedly. Threads that wait in a collective of the
     attempt, or in its ``form``, raise ``AbortedError`` within milliseconds. Every later call,
     including a later ``form`` of it, raises the same error. Other attempts are not affected. The
-    number does not include waits in slices, which end by themselves within 5 ms.
+    number does not include waits in slices, which notice the abort themselves within 5 ms.
     """
     with _process.lock:
         _process.aborted.add(attempt)
@@ -128,14 +127,10 @@ def abort(attempt: int) -> int:
 
 
 def check() -> None:
-    """Raise an error if the attempt was aborted.
+    """Raise ``AbortedError`` if the attempt was aborted, or the failed collective that aborted it.
 
     Call this once the host has the result of a collective on a device, because an abort ends such
     collectives by force, with arbitrary results.
-
-    Raises:
-        AbortedError: The attempt was aborted.
-        CollectiveError: The attempt aborted itself, because a collective failed on the device.
     """
     current = _process.current
     if current is not None and current.aborted.is_set():
@@ -143,18 +138,13 @@ def check() -> None:
 
 
 def locate(place: tuple[int, int, int], node: str) -> None:
-    """Record this rank's place. The training thread calls this between ``form`` and ``leave``.
-
-    Args:
-        place: The rank's (dp, pp, tp) in the mesh.
-        node: The rank's machine.
-    """
+    """Record this rank's machine and its place in the mesh (dp, pp, tp)."""
     assert _process.current is not None, "form() an attempt first"
     _process.current.ring.locate(place, node)
 
 
 def span(op: str, *, step: int = 0, micro_batch: int = 0, tokens: int = 0) -> None:
-    """Record that the training thread begins work of its own, or with "" that it ends the last.
+    """Record that the training thread begins its own work, which ends the last; "" only ends it.
 
     Outside an attempt this does nothing.
 
@@ -188,7 +178,7 @@ def leave() -> None:
 
     First drop every reference to models, optimizers, meshes and exceptions of the attempt: they
     hold its groups, and with them sockets and threads. Call this in the thread that trained,
-    because DTensor keeps a cache per thread. Outside an attempt it does nothing.
+    because DTensor has a cache per thread. Outside an attempt it does nothing.
     """
     with _process.lock:
         current, _process.current = _process.current, None

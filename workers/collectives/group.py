@@ -1,9 +1,9 @@
-"""Implements the recorded process group, which torch.distributed calls, over gloo and NCCL.
+"""Record every call of a process group, over gloo and NCCL.
 
 One Python subclass of ``ProcessGroup`` sees every collective of plain calls, functional
 collectives, DTensor, FSDP2 and DeviceMesh's sub-groups. torch 2.13 calls some collectives by new
 names (``all_gather_single``) and some by old ones (``_allgather_base``). The class has both;
-otherwise calls would go unrecorded.
+otherwise calls would not be recorded.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _COLLECTIVES: Final = {
 }
 #: Collectives that may be called without the sizes of their splits.
 _SPLIT: Final = frozenset({"alltoall_base", "all_to_all_single"})
-#: Stands for any member.
+#: Stands for any member as the sender.
 _ANY: Final = -1
 #: Collectives that name their outputs first; their payload is the second argument.
 _OUTPUT_FIRST: Final = frozenset({"all_gather", "all_to_all", "gather", "reduce_scatter"})
@@ -66,11 +66,9 @@ _DTYPES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPES)
 class RecordedGroup(dist.ProcessGroup):
     """A process group that records every call and whose waits an abort ends.
 
-    Args:
-        inner: The C++ group that does the work.
-        backends: Its backends by device type, "cpu" and perhaps "cuda".
-        ranks: Global ranks of the members, in group order.
-        rank: This process's place among them.
+    The C++ group ``inner`` does the work; ``backends`` are its backends by device type, "cpu" and
+    perhaps "cuda". ``ranks`` are the global ranks of the members, in group order, and ``rank`` is
+    this process's index in them.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class RecordedGroup(dist.ProcessGroup):
         self._set_default_backend(next(iter(backends.values()))[0])
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the backend name that the group was made with."""
+        """Return the name of the backend with which the group was made."""
         return BACKENDS[self._attempt.backend]
 
     def abort(self) -> None:
@@ -107,11 +105,11 @@ class RecordedGroup(dist.ProcessGroup):
         self._attempt.abort()
 
     def on_device(self) -> Any:
-        """Return the backend of the device, or None; the attempt aborts it."""
+        """Return the device's backend, or None."""
         return self._backends["cuda"][1] if "cuda" in self._backends else None
 
     def connect_pairs(self) -> None:
-        """Connect each member with every other; see the function ``exchange``."""
+        """Connect each member with every other, by the function ``exchange``."""
         if self.on_device() is None or len(self._ranks) == 1:
             return
         received, sent = torch.zeros(2, len(self._ranks), device="cuda")
@@ -145,7 +143,8 @@ class RecordedGroup(dist.ProcessGroup):
         return held
 
     def _start_coalescing(self, device: torch.device) -> None:
-        # Without its end, this thread would stay in NCCL's group: see ``batch_isend_irecv``.
+        # Without the matching end, this thread would stay in NCCL's group; ``batch_isend_irecv``
+        # ends it.
         self._inner._start_coalescing(device)  # noqa: SLF001 - torch's name
         self._coalesced = []
 
@@ -179,13 +178,13 @@ class RecordedGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Any], values: list[Any], opts: Any = None
     ) -> dist.Work:
-        """Do as ``reduce_scatter_single`` for each pair."""
+        """Reduce each pair as ``reduce_scatter_single`` does."""
         return self._reduce_scatter(outputs, values, opts, single=False)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Any], values: list[Any], opts: Any = None
     ) -> dist.Work:
-        """Do as ``reduce_scatter_single`` for each pair."""
+        """Reduce each pair as ``reduce_scatter_single`` does."""
         return self._reduce_scatter(outputs, values, opts, single=False)
 
     def reduce_scatter(  # type: ignore[override]  # the overload that torch calls
@@ -206,11 +205,11 @@ class RecordedGroup(dist.ProcessGroup):
         )
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
-        """Send to the member ``peer``, by its place in the group."""
+        """Send to the member ``peer``, by its index in the group."""
         return self._point_to_point("send", self._rank, peer, tensors, tag)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
-        """Receive from the member ``peer``, by its place in the group."""
+        """Receive from the member ``peer``, by its index in the group."""
         return self._point_to_point("recv", peer, self._rank, tensors, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
@@ -239,9 +238,9 @@ class RecordedGroup(dist.ProcessGroup):
         on_device: bool = False,
         pair: int | None = None,
     ) -> Call | None:
-        """Record a call; return None if it is recorded in a CUDA graph, which runs later.
+        """Record a call; return None while a CUDA graph is captured, which runs later.
 
-        An event of a graph cannot be queried: the error would look like a failed device.
+        An event in a graph cannot be queried: the error would look like a failed device.
         """
         size_bytes, dtype = payload
         attempt = self._attempt
@@ -277,8 +276,8 @@ class RecordedGroup(dist.ProcessGroup):
                 call, lambda: reduce(*tensors, opts), on_device=True, waits_at_once=waits
             )
         assert call is not None, "graphs are recorded on devices"
-        # Like gloo's own (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced), an
-        # all-reduce of a copy, but one that can be waited for in slices.
+        # gloo does this too (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced): an
+        # all-reduce of a copy. But this one can be waited for in slices.
         buffers = [value.clone(memory_format=torch.contiguous_format) for value in values]
         reduce_opts = dist.AllreduceOptions()
         reduce_opts.reduceOp = opts.reduceOp
@@ -312,7 +311,7 @@ class RecordedGroup(dist.ProcessGroup):
                 sliced=False,
             )
         except RuntimeError as error:
-            # gloo refuses at once when the peer's connection is closed.
+            # gloo refuses at once if the peer's connection is closed.
             if call is None:
                 raise
             raise call.failed(error) from error
@@ -346,7 +345,7 @@ class RecordedGroup(dist.ProcessGroup):
         if not on_device:
             return RecordedWork(call, [begin()], keep=keep, sliced=sliced)
         if self._coalesced is not None:
-            # It is launched, and can be waited for, when the coalescing ends.
+            # The call is launched, and can be waited for, when the coalescing ends.
             self._coalesced.append(call)
             return cast("dist.Work", begin())
         return self._launched([call], begin, waits_at_once=waits_at_once)
@@ -389,8 +388,8 @@ for _method, _op in _COLLECTIVES.items():
 def group_name(description: str, ranks: tuple[int, ...], world_size: int) -> str:
     """Return the name of a group, which is equal on all its members.
 
-    ``world``, or mesh axis and global ranks, as in ``dp_shard[0,2]``. Long groups are named by
-    first member, last member and size, which distinguishes the groups of an axis.
+    It is ``world``, or mesh axis and global ranks, as in ``dp_shard[0,2]``. Long groups are named
+    by first member, last member and size, and, if the ranks are not evenly spaced, by a checksum.
     """
     axis = description.removeprefix("mesh_")
     if axis in {"default_pg", "default"} and len(ranks) == world_size:
@@ -404,12 +403,11 @@ def group_name(description: str, ranks: tuple[int, ...], world_size: int) -> str
 
 
 def _return_work(option: Any) -> bool:
-    """Make NCCL return the work of a call; without it nothing shows the device's position.
+    """Make NCCL return the work of a call, because nothing else shows the device's position.
 
-    Return whether torch waits for the work in the call.
-
-    Since torch 2.8 a synchronous call returns no work. torch itself waits for it: the current
-    stream then waits for the device, as it would have.
+    Return whether torch waits for the work in the call. Since torch 2.8 a synchronous call returns
+    no work. With this, torch itself waits for it: the current stream then waits for the device, as
+    it would have.
     """
     if not hasattr(option, "asyncOp"):
         return False
@@ -450,7 +448,7 @@ def _on_device(value: Any) -> bool:
 def build_group(
     attempt: Attempt, store: dist.Store, rank: int, ranks: tuple[int, ...]
 ) -> RecordedGroup:
-    """Return a recorded group of ``ranks``, once all ranks have come."""
+    """Return a recorded group of ``ranks``, once all of them have come."""
     kinds = dist.ProcessGroup.BackendType
     backends: dict[str, Any] = {}
     if attempt.backend == "nccl":
@@ -483,11 +481,7 @@ def connect_pairs(group: dist.ProcessGroup) -> None:
     """Connect each pair of a group's GPUs. Groups that send, receive or exchange need this.
 
     NCCL would do so at the first exchange, in the training thread. There it would wait for a dead
-    member, and an abort does not end that within 30 s. On the host this does nothing.
-
-    Raises:
-        AbortedError: The attempt was aborted.
-        CollectiveError: A member did not come.
+    member, and an abort does not end that wait within 30 s. On the host this does nothing.
     """
     assert isinstance(group, RecordedGroup), "groups are made between form() and leave()"
     group.connect_pairs()
@@ -496,8 +490,8 @@ def connect_pairs(group: dist.ProcessGroup) -> None:
 def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
     """Send and receive like torch's function of this name, in one call of NCCL.
 
-    torch 2.13 coalesces only for its own class of groups. Uncoalesced, two ranks that each send and
-    then receive would wait for each other forever on a device.
+    torch 2.13 coalesces only for its own class of groups. On a device, two ranks that each send and
+    then receive would wait for each other forever without coalescing.
     """
     group = (p2p_op_list and p2p_op_list[0].group) or dist.group.WORLD
     device = p2p_op_list[0].tensor.device if p2p_op_list else torch.device("cpu")
@@ -510,13 +504,13 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
             peer = {"group_dst" if one.op is dist.isend else "group_src": one.group_peer}
             one.op(one.tensor, group=group, tag=one.tag, **peer)
     finally:
-        # An NCCL group that is not ended swallows all later calls of this thread.
+        # Unless NCCL's group is ended, it delays all later calls of this thread.
         work = group._end_coalescing(device)  # noqa: SLF001 - torch's name
     return [work]
 
 
 _torch_batch_isend_irecv = distributed_c10d.batch_isend_irecv
-# Scripts may import the name before there is a group; torch itself calls the second one.
+# Scripts may have imported the name from the first module; torch itself uses the second.
 dist.batch_isend_irecv = distributed_c10d.batch_isend_irecv = batch_isend_irecv
 
 

@@ -1,6 +1,6 @@
-"""Sets up NCCL for groups that outlive the failure of a member: creation, abort, device times.
+"""Set up NCCL for groups that outlive the failure of a member: creation, abort, device times.
 
-torch 2.13 is made for processes that end when a collective fails. So here the watchdog must not end
+torch 2.13 is made for processes that end when a collective fails. Here the watchdog must not end
 this process, a communicator can be aborted during creation, and all communicators of a process are
 aborted at the same time. Based on torch's ``ProcessGroupNCCL.cpp`` and ``NCCLUtils.cpp``.
 """
@@ -26,38 +26,37 @@ log = logging.getLogger(__name__)
 ENVIRONMENT: Final = {
     # By default (3) a collective that failed or timed out ends the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # It signals a failure to all ranks by a key of the store outside every attempt's prefix. Each
-    # process that reads the key ends, in this attempt and all later ones.
+    # The watchdog signals a failure to all ranks by a key of the store outside every attempt's
+    # prefix. Each process that reads the key ends, in this attempt and all later ones.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # It ends a process whose watchdog makes no progress, which happens while an abort waits for the
-    # driver.
+    # A monitor ends a process whose watchdog makes no progress, which happens while an abort waits
+    # for the driver.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # After a failure it sleeps four times this (60 s by default), and holds a lock for which
-    # releasing the group waits.
+    # After a failure the watchdog sleeps four times this (60 s by default), and holds a lock for
+    # which releasing the group waits.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # A failed device ends the process (``workers.process.device``), which can say why.
+    # A failed device ends the process (``workers.process.device``), which can report the reason.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # Communicators are created at once, see ``connect``; torch warns each time that unbatched sends
-    # and receives of a group are then serialised.
+    # ``connect`` creates communicators at once; torch then warns each time that unbatched sends and
+    # receives of a group are serialised.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 
-#: NCCL's channels of all ranks on one GPU.
+#: Bound on the sum of NCCL's channels of all ranks on one GPU.
 _CHANNELS_MAX: Final = 8
 
 
 def prepare(timeout: timedelta) -> None:
     """Set the variables that torch reads when it creates its first NCCL group in this process.
 
-    Args:
-        timeout: Bound on creating a communicator. torch reads it once; later calls do not change
-            it.
+    ``timeout`` bounds the creation of a communicator. torch reads it once; later calls do not
+    change it.
     """
     os.environ.update(ENVIRONMENT)
     # NCCL would connect ranks when a call first needs it: the host waits in that call for the
     # others, which may never come. With this setting it connects them while the communicator is
-    # created, which an abort ends. Only the first exchange of a pair still connects: see
-    # ``exchange``.
+    # created, which an abort ends. Only the first exchange of a pair still connects: ``exchange``
+    # does that.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(timeout.total_seconds()))
 
@@ -96,10 +95,7 @@ def connect(backend: Any, device: torch.device) -> None:
     """Create the communicator of a group; return when all members have come.
 
     This blocks up to the bound that ``prepare`` set, even if the communicator is aborted, because
-    torch holds its lock meanwhile. So call it where no other thread must wait for it.
-
-    Raises:
-        RuntimeError: A member did not come, or its connection failed.
+    torch holds its lock for that time. So call it where no other thread must wait for it.
     """
     backend.eager_connect_single_device(device)
     # The first collective waits until the communicator is ready. It only has to be enqueued.
@@ -109,9 +105,8 @@ def connect(backend: Any, device: torch.device) -> None:
 def exchange(group: Any, received: torch.Tensor, sent: torch.Tensor) -> None:
     """Exchange an element with each member, which connects the pairs; block as ``connect`` does."""
     options = dist.AllToAllOptions()
-    # In the current stream, so that the memory can be reused at once.
+    # The exchange runs in the current stream, so that the memory can be reused at once.
     options.asyncOp = False
-    # The call gives sizes; see ``workers.collectives.group``.
     sizes = [1] * len(sent)
     group.alltoall_base(received, sent, sizes, sizes, options)
 
@@ -132,18 +127,18 @@ def _abort(backend: Any) -> None:
     try:
         backend.abort()
     except RuntimeError as error:
-        # Kernels still running then fail, or the process is killed as hung.
+        # Kernels that still run then fail, or the process is killed as hung.
         log.warning("a group of NCCL could not be aborted: %s", error)
 
 
 def is_recording_graph() -> bool:
-    """Return whether this thread records a CUDA graph, which runs later."""
+    """Return whether this thread captures a CUDA graph, which runs later."""
     # Without a device the second call fails.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Start:
-    """A position in the stream that calls a collective. The device reaches the call there.
+    """The position in a stream at which the device reaches a collective.
 
     NCCL's kernel waits for this position. The host calls long before the device reaches it.
     """
@@ -155,7 +150,7 @@ class Start:
         self._event.record()
 
     def is_reached(self) -> bool:
-        """Return whether the device has reached it."""
+        """Return whether the device has reached the position."""
         return bool(self._event.query())
 
 

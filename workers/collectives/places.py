@@ -1,8 +1,8 @@
-"""Publishes the ranks' places in their script, for a rank that waits for the others.
+"""Publish each rank's place in its script, for the ranks that wait for each other.
 
-A collective that only some ranks call waits forever, and so do the other ranks in the next one. So
-a rank that has waited for long publishes its place, and ``meet`` finds out, without a time limit,
-whether the others can still come. A rank that waits for this one in a collective cannot.
+A collective that only some ranks call waits forever, and the other ranks wait in the next one. So a
+rank that has waited for long publishes its place, and ``meet`` finds out, without a time limit,
+whether the others can still come. A rank cannot come if it waits for this one in a collective.
 """
 
 from __future__ import annotations
@@ -23,37 +23,35 @@ import torch.distributed as dist
 
 from workers.records import RecordRing, Waited
 
-#: Time after which a wait for a collective is published, and the period of checking it.
+#: Time after which a wait for a collective is published, and the period of checking it, in seconds.
 _LONG_S: Final = 1.0
 _LOOK_S: Final = 0.25
-#: Period of checking a meeting; the others usually come within milliseconds.
+#: Period of checking a meeting; the others usually come within milliseconds. Then the period of
+#: checking whether they still can.
 _MEET_S: Final = 0.005
 _APART_S: Final = 0.25
-#: In place of a line, if the training thread is outside of the script.
+#: Stands for a line if the training thread is outside of the script.
 _BEHIND: Final = "the end of the script"
-#: Code that is not the script's.
+#: The folders of this package, and of the libraries: code that is not the script's.
 _OURS: Final = str(Path(__file__).parents[1])
 _LIBRARIES: Final = (
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     str(Path(torch.__file__).parent),
     "<frozen",
 )
-#: The built-in training is the user's script.
+#: The built-in training counts as the user's script.
 _BUILT_IN: Final = str(Path(__file__).parents[1] / "train/lm.py")
 
 
 class Places:
-    """Publishes this rank's place when it waits for long, and reads the places of the others.
+    """Publishes this rank's place when it has waited for long, and reads the places of the others.
 
-    The training thread makes it, and it works until ``close``.
-
-    Args:
-        ring: The calls of this rank.
-        is_over: Returns whether the attempt was aborted.
+    The training thread creates it, and it works until ``close``. ``is_over`` returns whether the
+    attempt was aborted.
 
     Attributes:
-        tell: Called with the line of the script at which this rank has long waited; "" when the
-            wait is over.
+        tell: Called with the line of the script at which this rank has waited for long; with ""
+            when the wait is over.
     """
 
     def __init__(
@@ -87,10 +85,9 @@ class Places:
     def meet(self, what: str) -> dict[int, str] | None:
         """Wait until every rank has called this equally often, for the same ``what``.
 
-        Returns:
-            None once all have. Otherwise the places of the ranks that cannot come, by rank, because
-            they wait for this one in a collective or meet for something else. {} if the store is
-            gone.
+        Return None once all have. Otherwise return the places, by rank, of the ranks that cannot
+        come: they wait for this one in a collective, or call this for something else. Return {} if
+        the attempt was aborted or the store is gone.
         """
         if self._world_size == 1:
             return None
@@ -101,7 +98,7 @@ class Places:
             return {}
 
     def say(self, name: str, text: str) -> None:
-        """Publish a text to all ranks. A text without news may be late."""
+        """Publish a text to all ranks. They may read it late."""
         if self._world_size > 1:
             self._put(f"said/{name}", text)
 
@@ -131,7 +128,7 @@ class Places:
                         is_told = True
                     apart_s = time.monotonic() + _APART_S
                     if self._apart(number, what):
-                        # Other ranks that wait there may be about to publish it.
+                        # Other ranks that wait there may be about to publish their places.
                         self._left.wait(2 * _LOOK_S)
                         self._store.add(counter, -1)
                         return self._apart(number, what)
@@ -165,7 +162,7 @@ class Places:
             if waited is not None and waited != told:
                 self._say_place(waited)
             elif waited is None and told is not None:
-                # The place in the store is stale.
+                # The place that the store holds is outdated.
                 self.tell("")
             told = waited
 

@@ -1,4 +1,4 @@
-"""Checks results of collectives before the host uses them or they become state.
+"""Check results of collectives before the host uses them or they become state.
 
 An abort ends a collective on a device by force, which makes its result arbitrary. The abort sets
 the attempt's flag first, so a check of the flag after the result is reliable.
@@ -17,8 +17,7 @@ from workers.collectives.forming import check
 def on_host(numbers: Tensor) -> list[float]:
     """Return the result of a collective, read from its device.
 
-    Raises:
-        AbortedError: The collective ran on a device and was aborted.
+    Raise ``AbortedError`` if the collective ran on a device and was aborted.
     """
     return reading(numbers)()
 
@@ -26,7 +25,7 @@ def on_host(numbers: Tensor) -> list[float]:
 def reading(numbers: Tensor) -> Callable[[], list[float]]:
     """Start to read a collective's result; return a function that waits for it, like ``on_host``.
 
-    The function does not wait for work enqueued meanwhile.
+    The function does not wait for work enqueued later.
     """
     if not numbers.is_cuda:
         # On the host, waiting for the collective has already raised.
@@ -48,8 +47,7 @@ def reading(numbers: Tensor) -> Callable[[], list[float]]:
 def settled(result: Tensor) -> Tensor:
     """Return the result of a collective, once its device has it.
 
-    Raises:
-        AbortedError: The collective ran on a device and was aborted.
+    Raise ``AbortedError`` if the collective ran on a device and was aborted.
     """
     if result.is_cuda:
         torch.cuda.current_stream(result.device).synchronize()

@@ -45,8 +45,8 @@ def new_gloo(
 ) -> dist.ProcessGroupGloo:
     """Return a group of gloo whose members reach this one at ``address``.
 
-    By default it is the address of the host's name. On Debian that is 127.0.1.1, which no other
-    machine reaches. GLOO_SOCKET_IFNAME overrides it.
+    By default that is the address of the host's name. On Debian that is 127.0.1.1, which no other
+    machine reaches. GLOO_SOCKET_IFNAME overrides ``address``.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -1,4 +1,4 @@
-"""Provides waits that an abort interrupts, and threads for calls that cannot be interrupted."""
+"""Wait so that an abort can interrupt; run calls that cannot be interrupted in threads."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-#: An idle helper thread ends after this long.
+#: How long an idle helper thread waits before it ends.
 _IDLE_S_MAX: Final = 2.0
 
 
 class Waiter:
-    """An event that is set by completion or by the abort of its attempt."""
+    """An event that is set when its work is done or its attempt is aborted."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -35,7 +35,7 @@ class Waiter:
 class Helpers:
     """Daemon threads for calls that block in C++ and cannot be interrupted.
 
-    An idle thread ends after a while, so that re-formations leave none behind.
+    An idle thread ends after a while, so that later attempts find no old threads.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""Represents each collective of a recorded group by a work that an abort can wake.
+"""Represent each collective of a recorded group by a work that an abort can wake.
 
 gloo's own ``abort`` leaves a waiter asleep until the timeout (torch 2.13; pytorch#130345), so no
 thread may wait inside gloo for long. Waits for a collective are cut into slices, and between two
-slices the waiter checks whether its attempt was aborted. A slice is free if the collective ends
-within it. A slice that runs out costs about 70 us, 1 % of a core while a rank waits. gloo closes
-the connection when a slice of a point-to-point work runs out. So a helper thread waits for such a
-work, and the caller waits for the helper or the abort.
+slices the waiter checks whether its attempt was aborted. A slice costs nothing if the collective
+ends within it. A slice that runs out costs about 70 us, 1 % of a core while a rank waits. gloo
+closes the connection when a slice of a point-to-point work runs out. So a helper thread waits for
+such a work, and the caller waits for the helper or the abort.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from workers.records import ABORTED, FAILED, FINISHED
 
 #: torch's ``WorkResult::SUCCESS``.
 _SUCCESS: Final = 0
-#: Time between two checks of the abort flag, which bounds the delay of an abort.
+#: Time between two checks of the abort flag; it bounds the delay of an abort.
 _SLICE: Final = timedelta(milliseconds=5)
 
 
 class Call:
-    """One collective, as the recorder and the errors name it.
+    """One collective, as records and errors name it.
 
     ``start`` is the position at which a device reaches the call; None on the host.
     """
@@ -95,7 +95,6 @@ class RecordedWork(dist.Work):
     """A collective in flight on the CPU.
 
     Args:
-        call: The collective's name and number.
         inner: gloo's works; several for a coalesced collective.
         finish: Called once, in the waiting thread, when all of ``inner`` are done.
         keep: Objects that must live as long as the transport may use them.
@@ -123,10 +122,7 @@ class RecordedWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the collective is done; return True.
 
-        Raises:
-            AbortedError: The attempt was aborted.
-            CollectiveError: The transport failed.
-            RuntimeError: ``timeout`` passed; the collective continues.
+        The collective continues if ``timeout`` passes and this raises gloo's RuntimeError.
         """
         if self._error is not None:
             raise self._error
@@ -171,7 +167,7 @@ class RecordedWork(dist.Work):
         return int(self._inner[0]._source_rank())  # noqa: SLF001 - torch's name
 
     def synchronize(self) -> None:
-        """Do the same as ``wait``, because there is no stream to order."""
+        """Wait, because there is no stream to order."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -238,15 +234,12 @@ class RecordedWork(dist.Work):
 
 
 class InFlight:
-    """Collectives that their device has not passed; the attempt polls ``is_reached``, ``settle``.
+    """Collectives that a device has not passed; the attempt polls ``is_reached`` and ``settle``.
 
     NCCL's work holds the outputs of its collective, and the host is some forty layers ahead of the
     device. So ``give_up`` releases the work if a mark in the caller's stream carries the same
     information. The newest work of a group is kept, because an error belongs to the communicator
     but only a work can describe it.
-
-    Args:
-        calls: Names and numbers of the collectives; several if they are coalesced.
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
@@ -271,7 +264,7 @@ class InFlight:
                         return False
                     call.reach()
         except RuntimeError:
-            # The device has failed. ``settle`` also sees this, and reports it.
+            # The device has failed. ``settle`` also notices this, and reports it.
             return False
         return True
 
@@ -313,12 +306,8 @@ class StreamWork(dist.Work):
     """Collectives in flight on a device. ``wait`` only orders streams, as NCCL's does.
 
     ``wait`` does not give the host the device's position, so the attempt polls ``in_flight``,
-    starting before ``begin``.
-
-    Args:
-        calls: Names and numbers of the collectives; several if they are coalesced.
-        waits_at_once: Whether torch waits for them in the call, so that the caller's stream has no
-            work between their start and their end.
+    starting before ``begin``. ``waits_at_once`` says whether torch waits in the call, so that the
+    caller's stream has no work between the collectives' start and their end.
     """
 
     def __init__(self, calls: Sequence[Call], *, waits_at_once: bool = False) -> None:
@@ -329,12 +318,7 @@ class StreamWork(dist.Work):
         self._inner: Any = None
 
     def begin(self, begin: Callable[[], Any]) -> None:
-        """Call NCCL, which returns its work.
-
-        Raises:
-            AbortedError: The attempt was aborted while NCCL made the host wait for the others.
-            RuntimeError: NCCL refuses.
-        """
+        """Call NCCL, which returns its work."""
         try:
             self._inner = self.in_flight.inner = begin()
         except RuntimeError as error:
@@ -382,7 +366,7 @@ class StreamWork(dist.Work):
         self._inner.synchronize()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return the inner work's future: it keeps the stream semantics."""
+        """Return the inner work's future, which orders streams as NCCL's does."""
         future: torch.futures.Future[Any] = self._inner.get_future()
         return future
 

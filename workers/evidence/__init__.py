@@ -1,4 +1,4 @@
-"""Takes evidence of a worker from outside: its stacks, even if it hangs, and its ring."""
+"""Take evidence of a worker from outside: its stacks, even if it hangs, and its ring."""
 
 from workers.evidence.evidence import RINGS, STACKS, Evidence, copies
 from workers.evidence.kernel import kernel_facts

@@ -1,4 +1,4 @@
-"""Collects the evidence of a node when an attempt ends, and stores it."""
+"""Collect the evidence of a node when an attempt ends, and store it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 from ucp_core.storage import Store, join
 
-#: Folders of an incident.
+#: The folders that an incident has.
 STACKS: Final = "stacks"
 RINGS: Final = "rings"
 
@@ -23,11 +23,7 @@ class Evidence:
     rings: Mapping[str, bytes]
 
     def store(self, store: Store, folder: str) -> None:
-        """Write a file for each worker's stacks and ring below ``folder``.
-
-        Raises:
-            StorageError: A file could not be written.
-        """
+        """Write a file for each worker's stacks and ring below ``folder``."""
         for worker, text in self.stacks.items():
             path = join(folder, STACKS, f"{worker}.txt")
             store.write_atomic(path, text.encode(), fsync=False)

@@ -1,4 +1,4 @@
-"""Reads the kernel's report on a process that cannot report itself."""
+"""Read the kernel's report on a process that cannot report itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Final
 
-#: Most threads to list individually; Ray's own are some dozens.
+#: Most threads to list individually; Ray alone has some dozens.
 _NUM_THREADS_MAX: Final = 256
 
 

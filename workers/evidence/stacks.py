@@ -1,4 +1,4 @@
-"""Takes the stacks of a process, which writes them on request, or before it obeys a fence.
+"""Take the stacks of a process, which writes them on request, or before it obeys a fence.
 
 A thread of the process waits at a pipe for requests and writes the stacks while it holds the
 interpreter lock. If another thread keeps that lock, a signal makes ``faulthandler`` write them
@@ -33,10 +33,10 @@ STACKS_SIGNAL: Final = signal.SIGRTMIN + 7
 
 _SUFFIX: Final = ".stacks"
 _REQUESTS_SUFFIX: Final = ".requests"
-#: A thread that has read a request, and has not written after this long, lacks the interpreter
+#: A thread that has read a request but has not written for this long cannot get the interpreter
 #: lock.
 _LOCKED_S: Final = 0.2
-#: A dump takes milliseconds. It is complete if its size was equal in two looks.
+#: A dump takes milliseconds. It is complete if its size did not change in this many more looks.
 _LOOK_S: Final = 0.002
 _SETTLED_LOOKS: Final = 2
 #: Header of the stacks that a process wrote before it obeyed a fence.
@@ -61,8 +61,8 @@ def stacks_path(directory: Path, worker: str) -> Path:
 def offer_stacks(path: Path) -> int:
     """Make this process append the stacks of all threads to ``path`` on request.
 
-    It also does so on a fatal fault, such as a segmentation fault. Returns the file, for
-    ``write_stacks``. Beginning an attempt empties it.
+    It also does so on a fatal fault, such as a segmentation fault. Return the file, for
+    ``write_stacks``. The file is emptied when an attempt begins.
     """
     # The file stays open while the process lives. Readers truncate it, so it must be open for
     # appending.
@@ -71,7 +71,7 @@ def offer_stacks(path: Path) -> int:
     faulthandler.enable(file=file, all_threads=True)
     with contextlib.suppress(FileExistsError):
         os.mkfifo(_requests_path(path), 0o600)
-    # For both directions: a pipe without a writer would be at its end.
+    # The pipe is opened in both directions, because without a writer it would be at its end.
     requests = os.open(_requests_path(path), os.O_RDWR | os.O_CLOEXEC)
     threading.Thread(target=_answer, args=(requests, file), daemon=True, name="stacks").start()
     return file
@@ -94,8 +94,8 @@ def _answer(requests: int, file: int) -> None:
 
 
 def write_stacks(file: int) -> None:
-    """Write the stacks of this process now: after it obeys a fence they do not show the hang."""
-    # A full disk costs the evidence, but must not keep a process from obeying the fence.
+    """Write the stacks of this process now, because after it obeys a fence they hide the hang."""
+    # If the disk is full, there is no evidence, but the process must still obey the fence.
     with contextlib.suppress(OSError):
         os.ftruncate(file, 0)
         os.write(file, _BEFORE)
@@ -127,15 +127,11 @@ def take_stacks(subjects: Iterable[Subject], within_s: float) -> dict[str, str]:
 
 
 class _Request:
-    """A request for the stacks of a process.
-
-    Args:
-        pipe: The writing end of its pipe; closed by the caller.
-    """
+    """A request for the stacks of a process. The caller closes ``pipe``, its writing end."""
 
     def __init__(self, pid: int, pipe: int) -> None:
         self._pid, self._pipe = pid, pipe
-        # An old request that is not read yet: its thread waits for the interpreter lock.
+        # If an old request is not read yet, its thread waits for the interpreter lock.
         self._read_at_s = time.monotonic() if self._num_unread() else None
         self._has_signalled = False
 
@@ -144,9 +140,9 @@ class _Request:
         os.write(self._pipe, b"?")
 
     def insist(self) -> None:
-        """Send the signal if the thread has read the request and cannot run.
+        """Send the signal if the thread has read the request but cannot run.
 
-        A process that has not read it yet may run, and the signal could end it.
+        If it has not read the request yet, the process may run, and then the signal could end it.
         """
         now_s = time.monotonic()
         if self._read_at_s is None:
@@ -170,7 +166,7 @@ def _ask(subject: Subject, opened: contextlib.ExitStack) -> _Request | None:
     if not subject.pid or process_state(subject.pid).letter in GONE | _HELD:
         return None
     with contextlib.suppress(OSError):
-        # This fails if no process reads there.
+        # This fails if no process reads from the pipe.
         pipe = os.open(_requests_path(subject.path), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         opened.callback(os.close, pipe)
         request = _Request(subject.pid, pipe)
@@ -194,7 +190,7 @@ def _told(subject: Subject) -> str:
     head = f"{subject.worker}, process {subject.pid}\n\n"
     with contextlib.suppress(OSError):
         if written := subject.path.read_text(errors="replace"):
-            # From here on the file holds a dump written after that time.
+            # From now on, the file only holds dumps that are written later.
             os.truncate(subject.path, 0)
             return head + written
     if not subject.pid:

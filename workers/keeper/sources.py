@@ -60,11 +60,11 @@ class MemorySources:
         keeper_directory: Directory of the node's keeper; None if it has none.
 
     Attributes:
-    skipped: ``(which part, why)`` of the holders that failed.
-    damaged: The failed holders whose bytes are not those that were written.
-    unread: The other failed holders; also all holders of a version whose parts contradict each
-    other.
-    taken_bytes: Bytes read of the version that was loaded, by kind of source.
+        skipped: ``(which part, why)`` of the holders that failed.
+        damaged: The failed holders whose bytes are not those that were written.
+        unread: The other failed holders; also all holders of a version whose parts contradict each
+            other.
+        taken_bytes: Bytes read of the version that was loaded, by kind of source.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Manages memory that outlives a trainer: arenas of buffers, and the versions in them."""
+"""Manage memory that outlives a trainer: arenas of buffers, and the versions in them."""
 
 from typing import TYPE_CHECKING
 

@@ -1,11 +1,11 @@
-"""An arena: memory of three buffers that outlives the trainer that writes it.
+"""Define the arena: memory of three buffers that outlives the trainer that writes it.
 
-It is an anonymous file (memfd). The size of /dev/shm does not limit it. It lives as long as the
-keeper *or* a trainer holds it, and is freed with its last holder. A buffer takes one version of one
-rank: a header page, the data, and the record that makes the data readable. It is valid if its
-header is intact and says "complete"; the checksums in the record verify the data.
+It is an anonymous file (memfd), so the size of /dev/shm does not limit it. It lives as long as the
+keeper *or* a trainer holds it. A buffer takes one version of one rank: a header page, the data, and
+the record that makes the data readable. It is valid if its header is intact and says "complete";
+the checksums in the record verify the data.
 
-The first header page also carries a few words between trainer and keeper, each with one writer and
+The first header page also has a few words between trainer and keeper, each with one writer and
 stored atomically: the pinned buffer, whether peers follow this arena, the version that they have
 copied, the version to keep, and the damaged buffers.
 
@@ -39,12 +39,12 @@ _MAGIC = b"evstarn1"
 _HEADER = struct.Struct("<8sQqqiiqq")
 _CRC = struct.Struct("<I")
 _EMPTY: Held | None = None
-#: Fault pages in for writing (Linux 5.14). The call blocks all other threads, so it is made for a
-#: few milliseconds at a time.
+#: Fault pages in for writing (Linux 5.14). The call blocks all other threads, so each call takes
+#: only a few milliseconds.
 _MADV_POPULATE_WRITE: Final = 23
 _POPULATE_BYTES: Final = 16 << 20
 #: Make a huge page now, whatever the settings for shared memory are (Linux 6.1). With pages of 4
-#: KiB, first reads of an arena by a process take four times as long.
+#: KiB, the first reads of an arena by a process take four times as long.
 _MADV_COLLAPSE: Final = 25
 _HUGE_BYTES: Final = 2 << 20
 _MAP_FIXED: Final = 0x10
@@ -54,7 +54,7 @@ _LIBC.mmap.argtypes = (
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
 )  # fmt: skip
 
-#: Place and number of the words between trainer and keeper.
+#: Offset and number of the words between trainer and keeper.
 _WORDS_AT: Final = 2048
 _NUM_WORDS: Final = 9
 #: Trainer: number of the pin, with buffer + 1 in the lowest byte. Keeper: the pin that it released.
@@ -74,11 +74,11 @@ _KEPT: Final = 8
 
 
 class Arena:
-    """Three buffers in one memfd, mapped here.
+    """Three buffers in one memfd, mapped into this process.
 
     Attributes:
         fd: The memfd; owned by this object.
-        body_bytes: Most bytes of a buffer's data and record together.
+        body_bytes: The most bytes of a buffer's data and record together.
     """
 
     def __init__(self, fd: int) -> None:
@@ -107,10 +107,8 @@ class Arena:
     def create(cls, name: str, *, body_bytes: int) -> Arena:
         """Return a new, empty arena, and claim its memory now.
 
-        First touch costs ten times as much as a copy, so the first snapshot must not do it.
-
-        Raises:
-            ArenaError: The machine does not have enough memory.
+        Touching memory for the first time costs ten times as much as a copy, so the first snapshot
+        must not do it. Raise ``ArenaError`` if the machine does not have enough memory.
         """
         pages = max(-(-body_bytes // PAGE_BYTES), 1) + 1
         fd = -1
@@ -131,13 +129,13 @@ class Arena:
         return arena
 
     def populate(self) -> None:
-        """Fault every page in, in this process; cheap if the file is populated already."""
+        """Fault every page in, in this process; cheap if the file already has its pages."""
         for start in range(0, len(self._memory), _POPULATE_BYTES):
             size_bytes = min(_POPULATE_BYTES, len(self._memory) - start)
             self._map.madvise(_MADV_POPULATE_WRITE, self._map_start + start, size_bytes)
 
     def _make_huge(self) -> None:
-        """Use huge pages where the machine has them."""
+        """Use huge pages if the machine has them."""
         for start in range(0, len(self._memory) - _HUGE_BYTES + 1, _HUGE_BYTES):
             # The range needs a page that can become huge.
             self._memory[start] = 0
@@ -166,15 +164,15 @@ class Arena:
             self._map.close()
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            # At a second call the number could belong to another file.
+            # The descriptor is cleared first: at a second call the number could belong to another
+            # file.
             os.close(fd)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
         """Yield a file descriptor that another thread's ``close`` does not close.
 
-        Raises:
-            OSError: The arena is closed.
+        Raise OSError if the arena is closed.
         """
         fd = os.dup(self.fd)
         try:
@@ -191,7 +189,7 @@ class Arena:
         return self._memory[start : start + self.body_bytes]
 
     def body_offset(self, buffer: int) -> int:
-        """Return where the buffer's body begins in the file."""
+        """Return the offset of the buffer's body in the file."""
         assert 0 <= buffer < NUM_BUFFERS, f"buffer {buffer} of {NUM_BUFFERS}"
         return buffer * self._buffer_bytes + PAGE_BYTES
 
@@ -239,7 +237,7 @@ class Arena:
     def choose(
         self, lineage: Sequence[tuple[int, int]], *, kept: tuple[int, int] | None = None
     ) -> int:
-        """Return the buffer to write next; see ``workers.memory.retention.choose_buffer``.
+        """Return the buffer to write next, as ``workers.memory.retention.choose_buffer`` does.
 
         Only the writer calls it, once every rank has finished its newest version.
         """
@@ -252,7 +250,7 @@ class Arena:
         self._words[_PIN] = ((self._words[_PIN] >> 8) + 1) << 8 | (buffer + 1)
 
     def pinned(self) -> int | None:
-        """Return the buffer that waits for storing, complete or not."""
+        """Return the buffer that waits for storing, complete or not; None if no buffer does."""
         try:
             pin, released = self._words[_PIN], self._words[_RELEASED]
         except ValueError:
@@ -278,21 +276,21 @@ class Arena:
         self._words[_COPIED] = _copied_word(held)
 
     def copy_behind(self) -> bool:
-        """Return whether a follower lacks the newest version."""
+        """Return whether a follower does not have the newest version yet."""
         return self.is_followed() and not self.is_copied()
 
     def is_copied(self) -> bool:
-        """Return whether peers, present or gone, have copied the newest version."""
+        """Return whether peers have copied the newest version, even if they are gone."""
         newest = self.newest()
         return newest is None or self._words[_COPIED] == _copied_word(newest)
 
     def keep(self, kept: tuple[int, int] | None) -> None:
-        """Set the version that all ranks and peers have; the trainer does so before it writes."""
+        """Set the version that all ranks and peers have. The trainer calls this before writing."""
         found = [held for held in self.versions() if (held.attempt, held.step) == kept]
         self._words[_KEPT] = _copied_word(found[0]) if found else 0
 
     def kept(self) -> tuple[int, int] | None:
-        """Return attempt and step of the kept version, if a buffer holds it."""
+        """Return attempt and step of the kept version; None if no buffer holds it."""
         try:
             word = self._words[_KEPT]
         except ValueError:
@@ -309,7 +307,7 @@ class Arena:
         return held.sequence if held is not None else 0
 
     def _read(self, buffer: int) -> Held | None:
-        """Return the header of a buffer, being written or not; None if it is not intact."""
+        """Return the header of a buffer, even if it is being written; None if it is not intact."""
         header = bytes(self._headers[buffer])
         seen, held = self._seen[buffer]
         if header != seen:
@@ -320,7 +318,7 @@ class Arena:
     def _write(self, buffer: int, *fields: int) -> None:
         packed = _HEADER.pack(_MAGIC, *fields)
         start = buffer * self._buffer_bytes
-        # This is one write: a reader that sees half of it finds a wrong crc32 and ignores it.
+        # A reader that sees half of this write finds a wrong crc32 and ignores the header.
         self._memory[start : start + _HEADER.size + _CRC.size] = packed + _CRC.pack(crc32(packed))
 
 

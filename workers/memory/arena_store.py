@@ -1,4 +1,4 @@
-"""Makes a buffer of an arena a store, in which ``RankSaver`` completes a part of a version.
+"""Make a buffer of an arena a store, in which ``RankSaver`` completes a part of a version.
 
 The buffer then holds a rank's part of a native distributed checkpoint (``ucp_core/SPEC.md``): the
 data file, then the record, which completes the buffer. There is no manifest: a version counts once
@@ -19,9 +19,8 @@ from workers.memory.arena import Arena
 class ArenaStore(RefusingStore):
     """Completes one rank's version in ``buffer``, which was begun and already holds the data.
 
-    Args:
-        check: Called before the buffer is completed. If it raises an error, the buffer stays
-            incomplete.
+    ``check`` is called before the buffer is completed. If it raises an error, the buffer stays
+    incomplete.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class ArenaStore(RefusingStore):
         self._data_bytes = -1
 
     def write_file(self, path: str, chunks: Iterable[Buffer], **_: bool) -> int:
-        """Note the size of the rank's data, which is at the start of the buffer, and return it."""
+        """Note and return the size of the rank's data, which is at the start of the buffer."""
         assert self._data_bytes < 0, f"{path}: the buffer holds its data already"
         self._data_bytes = sum(map(len, chunks))
         return self._data_bytes
@@ -55,7 +54,7 @@ class ArenaStore(RefusingStore):
         return True
 
     def read(self, path: str) -> bytes:
-        """Find nothing: a buffer holds no manifest."""
+        """Find nothing: a buffer has no manifest."""
         raise StorageError(f"{path} does not exist", path=path, missing=True)
 
     def sizes(self, _directory: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Checksums snapshots, as a process that shares their memory with a trainer.
+"""Checksum snapshots, in a process that shares their memory with a trainer.
 
 A request begins with ``HEAD``: the kind and two numbers.
 
@@ -33,7 +33,7 @@ except ImportError:  # a platform without isal wheels
 
 crc32: Any = zlib.crc32
 combine: Any = getattr(zlib, "crc32_combine", None)
-#: One thread checksums 4 GB a second, and a GPU's bus brings 50. Small machines have one.
+#: One thread checksums 4 GB/s, and a GPU's bus brings 50. Small machines have few cores.
 NUM_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 ATTACH, DETACH, SUM = 1, 2, 3
 HEAD = struct.Struct("<IIQ")
@@ -48,7 +48,7 @@ def serve(connection: socket.socket) -> None:
     """Answer until the trainer ends."""
     requests: SimpleQueue[tuple[int, int, int, list[int], bytes] | None] = SimpleQueue()
     # The trainer sends several requests before it reads an answer. This process must receive them
-    # meanwhile, or both would wait for each other once the socket is full.
+    # in the meantime, or both would wait for each other once the socket is full.
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
     arenas: dict[int, mmap.mmap] = {}
     while (request := requests.get()) is not None:
@@ -82,11 +82,7 @@ def _receive(connection: socket.socket, requests: SimpleQueue[Any]) -> None:
 def answer_to(
     arenas: dict[int, mmap.mmap], places: list[tuple[int, int, int]], block_bytes: int
 ) -> str:
-    """Return the checksums of each place, given as arena, offset and size.
-
-    Raises:
-        TypeError: A thread has failed.
-    """
+    """Return the checksums of each place, given as arena, offset and size."""
     blocks = [
         (arena, low, min(low + block_bytes, offset + num_bytes))
         for arena, offset, num_bytes in places
@@ -149,7 +145,7 @@ def _mapped(fd: int, size_bytes: int) -> mmap.mmap:
 
 
 if __name__ == "__main__":
-    # The trainer decides when it ends.
+    # The trainer decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ConnectionError):
         serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Has a process that maps the same memory make the checksums of snapshots beside the trainer.
+"""Let a process that maps the same memory compute the checksums of snapshots.
 
 A thread of the trainer would take the interpreter from training at every block. For 1 GB in blocks
 of 256 KiB, that costs a training thread that is busy in Python 40 ms; a process costs it 5 ms. The
@@ -26,10 +26,10 @@ from workers.memory.arena import Arena, address_of
 from workers.memory.checksum_process import ATTACH, DETACH, HEAD, PLACE, SUM
 
 _SCRIPT: Final = Path(__file__).with_name("checksum_process.py")
-#: A buffer of this size is worth a process, and views of this size together are worth a request.
+#: Smallest buffer for which a process is started, and fewest bytes for which it gets a request.
 _BUFFER_BYTES_MIN: Final = 16 << 20
 _ASKED_BYTES_MIN: Final = 1 << 20
-#: A bucket takes some ms. The trainer gives a process up that does not answer for this long.
+#: A bucket takes some ms. The trainer stops using a process that does not answer for this long.
 _ANSWER_S: Final = 10.0
 #: An answer for 4 GB has 160 KB.
 _ANSWER_BYTES: Final = 256 << 10
@@ -39,20 +39,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """Memory to checksum, perhaps repeatedly, and its checksums once they are made."""
+    """Memory to checksum, perhaps repeatedly, and the checksums once they are known."""
 
     views: Sequence[memoryview]
     block_bytes: int
     sums: list[Sums] | None = None
-    #: The request, and the numbers of the memory's arenas at the process.
+    #: The request, and the numbers that the process uses for the memory's arenas.
     request: bytes | None = None
     numbers: frozenset[int] = frozenset()
 
 
 class Checksums:
-    """Makes checksums of blocks: in another process if that pays, else in this one. Thread-safe.
+    """Computes checksums of blocks: in another process if that pays, else here. Thread-safe.
 
-    If that process dies or does not answer, this process makes all later checksums.
+    If that process dies or does not answer, this process computes all later checksums.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Checksums:
         return self.answer(question)
 
     def ask(self, question: Question) -> None:
-        """Send a request to the process, which may be one that was sent before.
+        """Send a request to the process, even if it was sent before.
 
         The memory must not change until the answer is read.
         """
@@ -119,7 +119,7 @@ class Checksums:
                 self._open.append(question)
 
     def answer(self, question: Question) -> list[Sums]:
-        """Return the checksums, and make them here if the process has not made them."""
+        """Return the checksums, computed here if the process has not done so."""
         with self._lock, self._giving_up():
             while question in self._open:
                 self._receive(self._open[0])
@@ -157,7 +157,7 @@ class Checksums:
         return self._connection
 
     def _prepare(self, question: Question) -> None:
-        """Make the request, an empty one if it does not pay or the process lacks the memory."""
+        """Build the request; it is empty if it does not pay or the process lacks the memory."""
         views = question.views
         places = [place for view in views if (place := self._place(view)) is not None]
         question.request = b""
@@ -174,7 +174,7 @@ class Checksums:
         question.sums = list(zip(map(int, wholes.split(" ")), blocks, strict=True))
 
     def _place(self, view: memoryview) -> tuple[int, int, int] | None:
-        """Return the number of the arena, and the view's place in it."""
+        """Return the number of the view's arena, the view's offset in it, and its size."""
         if not view:
             return min(self._attached), 0, 0
         address = address_of(view)

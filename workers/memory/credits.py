@@ -1,9 +1,9 @@
-"""Limits how many ranks of a node move their snapshots at the same time, by credits.
+"""Limit how many ranks of a node move their snapshots at the same time, by credits.
 
-Eight devices that copy at once would fill the memory bus that training needs. So a rank moves a
-snapshot only while it holds one of a few credits. Credits are file locks in the keeper's directory,
-which the kernel releases when a process dies. They are advisory: a rank that gets none for a while
-goes ahead, because a stopped rank keeps its credit.
+If eight devices copied at once, they would fill the memory bus that training needs. So a rank moves
+a snapshot only while it holds one of a few credits. Credits are file locks in the keeper's
+directory, which the kernel releases when a process dies. They are advisory: a rank that gets none
+for a while continues without one, because a stopped rank keeps its credit.
 
 Source: the node level of REFT's hierarchical snapshots (arXiv 2310.12670).
 """
@@ -32,7 +32,7 @@ class Credits:
     def __init__(self, directory: Path, num: int | None = None) -> None:
         self._folder = directory / _FOLDER
         self._num = num or min(_NUM_MAX, max(1, (os.cpu_count() or 1) // 2))
-        #: The open files, kept because a snapshot takes credits several times.
+        #: The open files. They stay open because a snapshot takes credits several times.
         self._fds: list[int] = []
 
     def __del__(self) -> None:
@@ -61,7 +61,7 @@ class Credits:
                     return None
                 time.sleep(_AGAIN_S)
         except OSError:
-            # A full disk or missing descriptors are no reason to skip the snapshot.
+            # A full disk or a lack of descriptors is no reason to skip the snapshot.
             return None
 
     def _open(self) -> None:

@@ -1,4 +1,4 @@
-"""Uses CUDA for snapshots: a stream for copies beside the computation, and pinned memory."""
+"""Use CUDA for snapshots: a stream for copies beside the computation, and pinned memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.memory.arena import NUM_BUFFERS, Arena
 
 
 class Mark(Protocol):
-    """A place in a stream."""
+    """A position in a stream."""
 
     def wait(self) -> None:
         """Wait until the device has reached the mark. Any thread may call this."""
@@ -22,7 +22,7 @@ class Mark(Protocol):
         """Return whether the device has reached the mark."""
 
     def since(self, other: Mark) -> float:
-        """Return the seconds between two reached marks."""
+        """Return the seconds from ``other`` to this mark; the device has reached both."""
 
 
 class CopyStream(Protocol):
@@ -34,21 +34,18 @@ class CopyStream(Protocol):
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:
         """Enqueue copies into the first of each pair, after ``after`` and all earlier copies.
 
-        Any thread may call this, one at a time.
-
-        Returns:
-            A mark after the copies.
+        Any thread may call this, one at a time. Return a mark after the copies.
         """
 
     def hold(self, mark: Mark) -> None:
         """Make later work of training wait for ``mark``."""
 
     def gap(self) -> None:
-        """Enqueue a small computation behind the copies: see ``Leaving.pieces``."""
+        """Enqueue a small computation after the copies, for ``Leaving.pieces``."""
 
 
 class CudaStream:
-    """A CUDA stream of its own."""
+    """A separate CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,14 +107,13 @@ class _Event:
 def register(arena: Arena) -> None:
     """Pin the buffers with the CUDA driver: copies into them run at the full speed of the bus.
 
-    Raises:
-        ArenaError: The driver refuses.
+    Raise ``ArenaError`` if the driver refuses.
     """
     for buffer in range(NUM_BUFFERS):
         body = torch.frombuffer(arena.body(buffer), dtype=torch.uint8)
         error = torch.cuda.cudart().cudaHostRegister(body.data_ptr(), body.numel(), 0)
         if int(error) != 0:
-            # Otherwise the pinned buffers would make the next try fail.
+            # The buffers that were pinned would make the next try fail.
             unregister(arena, num_buffers=buffer)
             raise ArenaError(
                 f"CUDA does not pin {body.numel()} bytes of snapshot memory: error "

@@ -1,4 +1,4 @@
-"""Gets the keeper's memory for a process of the node: the client of the descriptor socket.
+"""Get the keeper's memory for a process of the node: the client of the descriptor socket.
 
 The keeper hands out arenas as file descriptors, over a unix socket (``descriptor_socket``). A
 connection carries one request: a JSON packet each way, with a descriptor if memory changes hands.
@@ -14,8 +14,8 @@ A datagram socket beside it receives notices, which get no answer:
 
     {"do": "finished", "arena": "w0007.0"}
 
-A notice only makes the keeper look. The socket may drop one while others are unread, because those
-make the keeper look even later.
+A notice only makes the keeper check the arenas. The socket may drop a notice while others are
+unread, because those make the keeper check even later.
 
 ``workers.keeper.descriptor_server`` is the server.
 """
@@ -32,12 +32,12 @@ from typing import Any, Final
 from workers.errors import ArenaError
 from workers.memory.arena import Arena
 
-#: Short: a socket's whole path has at most 107 bytes, and a node's directory takes most of them.
+#: The name is short, because a socket's path has at most 107 bytes, most of them for the folder.
 _SOCKET: Final = "fds"
 PACKET_BYTES: Final = 4096
 #: Faulting in an arena of 100 GB takes half a minute. A refusal comes at once.
 _RESERVE_S: Final = 120.0
-#: Most seconds of every other exchange, at either end: neither process waits longer for the other.
+#: Limit for every other exchange, at either end, in seconds.
 ANSWER_S: Final = 5.0
 
 
@@ -54,13 +54,12 @@ def notice_socket(path: Path) -> Path:
 def reserve(path: Path, arena_name: str, *, body_bytes: int, attempt: int) -> Arena:
     """Reserve an arena at the keeper and return it; it outlives this process.
 
+    Raise ``ArenaError`` if the keeper refuses, or is not running.
+
     Args:
         arena_name: ``"{worker}.{generation}"``; a larger arena is a new generation.
         body_bytes: Bytes that a buffer must hold.
         attempt: The attempt that uses the arena; the keeper refuses older attempts.
-
-    Raises:
-        ArenaError: The keeper refuses, or is not running.
     """
     request = {
         "do": "reserve",
@@ -74,37 +73,27 @@ def reserve(path: Path, arena_name: str, *, body_bytes: int, attempt: int) -> Ar
 
 
 def open_arena(path: Path, arena_name: str) -> Arena:
-    """Return an arena of the node for reading.
-
-    Raises:
-        ArenaError: The keeper has no arena of that name, or is not running.
-    """
+    """Return an arena of the node for reading; raise ``ArenaError`` if the keeper has none."""
     return _arena(_ask(path, {"do": "open", "arena": arena_name}))
 
 
 def adopt(path: Path, arena_name: str, arena: Arena) -> None:
-    """Hand an arena to a keeper that was restarted.
-
-    Raises:
-        ArenaError: The keeper is not running.
-    """
+    """Hand an arena to a keeper that was restarted; raise ``ArenaError`` if it is not running."""
     _ask(path, {"do": "adopt", "arena": arena_name}, fds=[arena.fd])
 
 
 def leave_arena(path: Path, arena_name: str) -> None:
-    """Tell the keeper that an arena is no longer written, so that it may free it.
+    """Report that an arena is no longer written, so that the keeper may free it.
 
-    Raises:
-        ArenaError: The keeper is not running.
+    Raise ``ArenaError`` if the keeper is not running.
     """
     _ask(path, {"do": "leave", "arena": arena_name})
 
 
 def notify(path: Path, arena_name: str) -> bool:
-    """Tell the keeper that a buffer of an arena was finished. This never waits or raises an error.
+    """Notify the keeper of a finished buffer. This never waits or raises an error.
 
-    Returns:
-        Whether a keeper is running, even if its queue of notices is full.
+    Return whether a keeper is running, even if its queue of notices is full.
     """
     packet = json.dumps({"do": "finished", "arena": arena_name}).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:

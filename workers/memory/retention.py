@@ -1,4 +1,4 @@
-"""Decides which snapshot memory may be overwritten, and which may be freed. Pure.
+"""Decide which snapshot memory may be overwritten, and which may be freed. Pure.
 
 Two rules protect the newest version that all ranks may have. A writer keeps its newest version that
 counts, and begins the next one only when all ranks have finished that version. A keeper frees an
@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from ucp_core import lineage as lineage_rule
 from workers.protocol import Held
 
-#: Length of a node's id in the names of its copies.
+#: Number of characters of a node's id in the names of its copies.
 _NODE_CHARS = 12
 #: Stands for a node in the names of arenas that hold parities.
 _PARITY = "parity"
-#: Prefix that stands for a node in the names of arenas with shares that a worker saves for other
-#: ranks.
+#: Prefix that stands for a node in the names of arenas that hold shares of other ranks.
 _GUARD = "replica"
 #: Stands for a node in the names of arenas with a parity of such shares.
 _REPLICA_PARITY = f"{_GUARD}-{_PARITY}"
@@ -32,7 +31,7 @@ _PROVEN_VERSIONS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldArena:
-    """An arena with the facts that decide whether to free it."""
+    """An arena and the facts that decide whether to free it."""
 
     name: str
     in_use: bool  #: Whether a living worker writes it, or it copies one that is written.
@@ -86,13 +85,12 @@ def in_use(
     listed: Mapping[str, Collection[str]],
     attempt: int = 0,
 ) -> frozenset[str]:
-    """Return the arenas that a worker writes, and their copies and parities.
+    """Return those of a node's arenas that a worker writes, and their copies and parities.
 
     Args:
-        names: All arenas of a node.
         living: The newest generation, or 0, that each living worker of this node has reserved.
             Memory for other ranks is listed under its ``owner_of``.
-        listed: Arenas of other nodes to copy, by the beginning of the node's id.
+        listed: Arenas of other nodes to copy, by the first characters of the node's id.
         attempt: The current attempt: a keeper's parities have an attempt as generation.
     """
     newest: dict[str, tuple[int, str]] = {}
@@ -112,16 +110,13 @@ def in_use(
 def reapable(
     arenas: Sequence[HeldArena], *, lineage: Sequence[tuple[int, int]], stored_step: int = 0
 ) -> list[str]:
-    """Return the names of the unused arenas that may be freed.
+    """Return the names of those of a node's unused arenas that may be freed.
 
     An arena is freed if no version in it can be needed: the arenas that stay (for a copy or
     parities: those of that kind, if any) hold two newer versions of a later attempt; or storage has
     a newer version; or nothing in it counts and a later attempt holds a version.
 
-    Args:
-        arenas: All arenas of a node.
-        lineage: ``(attempt, resume_step)`` of every attempt so far.
-        stored_step: The newest step that is committed to storage and counts; 0 if none.
+    ``stored_step`` is the newest step that is committed to storage and counts; 0 if none.
     """
     staying = [arena for arena in arenas if arena.in_use]
     protecting = [arena for arena in staying if _protects(arena)]
@@ -143,12 +138,12 @@ def split_name(name: str) -> tuple[str, str, int]:
 
 
 def copy_name(node: str, arena: str) -> str:
-    """Return the name that a copy of another node's arena has on this node."""
+    """Return the name of a copy of another node's arena on this node."""
     return f"{node[:_NODE_CHARS]}/{arena}"
 
 
 def is_copy(arena: str) -> bool:
-    """Return whether an arena holds a copy from another node's rank."""
+    """Return whether an arena holds another node's data: a copy, a share or parities."""
     return "/" in arena
 
 

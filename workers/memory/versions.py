@@ -1,4 +1,4 @@
-"""Reads versions in memory like checkpoints.
+"""Read versions in memory as checkpoints.
 
 A version in memory is a native distributed checkpoint whose files are buffers of arenas. It is
 opened and loaded as any other, under any layout, and every block is verified.
@@ -37,19 +37,18 @@ class Part(Protocol):
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
         """Read from ``offset_bytes`` of the buffer's body into the targets, one after the other.
 
-        Raises:
-            StorageError: The part is gone.
+        Raise ``StorageError`` if the part is gone.
         """
 
 
 def mapped_part(part: Part) -> Mapped | None:
-    """Return the data of a part that this process maps (it has ``mapped``), else None."""
+    """Return the data of a part that this process maps, else None."""
     find: Callable[[], Mapped | None] | None = getattr(part, "mapped", None)
     return None if find is None else find()
 
 
 def ask_part(part: Part, ranges: Sequence[tuple[int, int]]) -> None:
-    """Announce the next reads to a remote part (it has ``ahead``); see ``transfer``."""
+    """Announce the next reads to a part on another node."""
     ask: Callable[[Sequence[tuple[int, int]]], None] | None = getattr(part, "ahead", None)
     if ask is not None:
         ask(ranges)
@@ -63,7 +62,7 @@ class LocalPart:
     held: Held
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
-        """Copy, and check that the buffer was not overwritten meanwhile."""
+        """Copy, and check that the buffer was not overwritten in the meantime."""
         body = np.frombuffer(self.arena.body(self.held.buffer), dtype=np.uint8)
         for target in targets:
             stop = offset_bytes + len(target)
@@ -135,7 +134,7 @@ def _record(part: Part) -> Manifest:
 class MemoryTier(RefusingStore):
     """The data files of one version by name, as a read-only store."""
 
-    #: Larger requests gain nothing beyond the second-level cache.
+    #: Larger requests would not fit the second-level cache.
     request_bytes = 4 << 20
 
     def __init__(self, files: Mapping[str, Part]) -> None:
@@ -159,7 +158,7 @@ class MemoryTier(RefusingStore):
             part.fill(offset_bytes, buffers)
 
     def ahead(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Make a peer send the ranges that this thread reads next."""
+        """Ask a peer for the ranges that this thread reads next."""
         ask_part(self._part(path), ranges)
 
     def mapped(self, path: str) -> Mapped | None:

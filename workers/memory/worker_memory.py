@@ -1,4 +1,4 @@
-"""Holds a worker process's memory at the keeper of its node."""
+"""Hold a worker process's memory at the keeper of its node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.memory.checksums import Checksums
 from workers.memory.cuda import register, unregister
 from workers.memory.descriptors import adopt, descriptor_socket, leave_arena, notify, reserve
 
-#: A keeper is back in about a second, in 12 if many start at once; recovery waits for it.
+#: A keeper is back in about a second, or in 12 s if many start at once; recovery waits for it.
 _HAND_OVER_S_MAX: Final = 30.0
 _AGAIN_S: Final = 0.05
 
@@ -26,10 +26,7 @@ class SnapshotMemory:
     Args:
         directory: Directory of this node's keeper.
         worker: Worker id, or a name of ``workers.memory.retention`` for further memory.
-        checksums: Makes checksums; by default a new ``Checksums`` object for this process.
-
-    Attributes:
-        checksums: Makes the checksums of the memory's data.
+        checksums: Computes checksums; by default a new ``Checksums`` object for this process.
     """
 
     def __init__(self, directory: Path, worker: str, checksums: Checksums | None = None) -> None:
@@ -46,14 +43,14 @@ class SnapshotMemory:
 
     @property
     def name(self) -> str:
-        """Return the keeper's name of the arena."""
+        """Return the name that the keeper uses for the arena."""
         return f"{self.worker}.{self._generation}"
 
     def beside(self, names: Sequence[str]) -> list[SnapshotMemory]:
         """Return further memory for the shares that this worker saves for other ranks.
 
-        Memory under names not given here is released. The keeper holds it while its versions may be
-        needed.
+        Memory under names not given here is released. The keeper holds it as long as its versions
+        may be needed.
         """
         for name, memory in self._beside.items():
             if name not in names:
@@ -66,10 +63,8 @@ class SnapshotMemory:
     def ensure(self, body_bytes: int, *, attempt: int, for_cuda: bool) -> Arena:
         """Return an arena whose buffers hold ``body_bytes``, with its present versions.
 
-        Growing makes a new arena; the keeper holds the old one while its versions may be needed.
-
-        Raises:
-            ArenaError: The keeper refuses, or is not there.
+        If it must grow, it is a new arena; the keeper holds the old one as long as its versions may
+        be needed. Raise ``ArenaError`` if the keeper refuses, or is not running.
         """
         if self._arena is None or self._arena.body_bytes < body_bytes:
             self.leave()
@@ -84,10 +79,8 @@ class SnapshotMemory:
     def tell(self) -> bool:
         """Notify the keeper of a finished buffer; hand the memory to a restarted keeper.
 
-        It never raises an error. Without a keeper the memory lives as long as this process.
-
-        Returns:
-            Whether the keeper has the memory.
+        Return whether the keeper has the memory. This never raises an error. Without a keeper the
+        memory lives as long as this process.
         """
         for memory in list(self._beside.values()):
             memory.tell()
@@ -100,7 +93,7 @@ class SnapshotMemory:
             except ArenaError:
                 return False
             self._keeper = keeper
-        # A new keeper without the memory may have received the notice.
+        # A new keeper that does not have the memory yet may have received the notice.
         return notify(self._socket, self.name) and self._running() == keeper
 
     def _running(self) -> tuple[int, int] | None:
@@ -117,7 +110,7 @@ class SnapshotMemory:
         return self._arena is not None
 
     def is_told(self) -> bool:
-        """Return whether the running keeper has all of the memory; from any thread."""
+        """Return whether the running keeper has all of the memory. Any thread may call this."""
         keeper = self._running()
         mine = self._arena is None or (keeper is not None and keeper == self._keeper)
         return mine and all(memory.is_told() for memory in list(self._beside.values()))

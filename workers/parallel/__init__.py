@@ -1,4 +1,4 @@
-"""The device mesh of an attempt and the model sharded over it."""
+"""Build the device mesh of an attempt, and shard the model over it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank holds a part of every sequence."""
+"""Share sequences by context parallelism: each rank holds a part of every sequence."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _IGNORED: Final = -100
 
 
 class SequenceParts:
-    """This rank's parts of the sequences in an attempt.
+    """Cuts this rank's parts out of the sequences of an attempt.
 
-    Args:
-        names: Entries of a batch with positions along dim 1.
-        context: The ranks with the other parts; None if this rank has whole sequences.
+    ``names`` are the entries of a batch with positions along dim 1. ``context`` are the ranks with
+    the other parts; None if this rank has whole sequences.
     """
 
     def __init__(self, names: Sequence[str], mesh: Mesh, context: Context | None) -> None:
@@ -34,11 +33,10 @@ class SequenceParts:
         self._is_asked = False
 
     def of(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of ``batch``, with shifted labels; see ``Session.part``.
+        """Return this rank's part of ``batch``, with shifted labels, for ``Session.part``.
 
-        Raises:
-            LayoutRefusedError: Sequences do not divide evenly, a row packs several of them, or one
-                is padded on the left.
+        Raise ``LayoutRefusedError`` if sequences do not divide evenly, a row packs several of them,
+        or one is padded on the left.
         """
         self._is_asked = True
         found = dict(batch)
@@ -46,7 +44,8 @@ class SequenceParts:
         if "labels" in self._names and labels is not None:
             if shifted is None:
                 shifted = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-            # transformers computes a loss only if there are labels, and takes it from shift_labels.
+            # transformers computes a loss only if there are labels, but takes them from
+            # shift_labels.
             found["labels"] = found["shift_labels"] = shifted
         names = self._names | ({"shift_labels"} if "labels" in self._names else set())
         held = [name for name in sorted(names) if isinstance(found.get(name), Tensor)]
@@ -93,7 +92,7 @@ class SequenceParts:
         return whole[:, self._place * size : (self._place + 1) * size].contiguous()
 
     def _refuse_masked(self, batch: dict[str, Any]) -> None:
-        """Remove a mask of padding at the end; refuse any other mask, and packed sequences.
+        """Remove a mask that only hides padding at the end; refuse others, and packed sequences.
 
         Causal attention needs no mask for padding at the end, because no token sees later ones.
         """
@@ -114,8 +113,7 @@ class SequenceParts:
 def apply_sequence_plan(model: nn.Module, mesh: Mesh, plan: ModelPlan) -> SequenceParts:
     """Run the attention of ``model`` over the ranks that share its sequences.
 
-    Raises:
-        LayoutRefusedError: Several ranks share them, and the model has no plan for that.
+    Raise ``LayoutRefusedError`` if several ranks share them, and the model has no plan for that.
     """
     context = Context(mesh.context) if mesh.context is not None else None
     use_context(context)

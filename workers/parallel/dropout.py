@@ -1,4 +1,4 @@
-"""Dropout in modules that tensor parallelism cuts: each rank draws for its own part."""
+"""Draw dropout in modules that tensor parallelism cuts: each rank draws for its own part."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def is_cut(module: nn.Module, style: ParallelStyle) -> bool:
 def draw_by_part(module: Any, mesh: DeviceMesh) -> None:
     """Make a dropout draw another mask on each rank of ``mesh``.
 
-    Its seed is a number that all ranks draw alike, so a repeated pass draws the same mask, and
-    later draws for uncut tensors stay equal over the ranks.
+    Its seed is a number that all ranks draw alike. So a repeated pass draws the same mask, and
+    later draws for uncut tensors stay equal on all ranks.
     """
     module.forward = partial(_drop, module, module.forward, mesh.get_local_rank())
 

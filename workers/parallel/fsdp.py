@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 SMALL_BYTES_MAX: Final = 64 << 20
 #: Each module in an outermost container of these types becomes an FSDP unit.
 _BLOCK_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
-#: The names under which wrappers (torch 2.13, peft 0.21) and pipeline stages keep the wrapped
-#: module.
+#: The names under which wrappers (torch 2.13, peft 0.21) and pipeline stages keep a module.
 WRAPPERS: Final = re.compile(
     r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|base_layer)\."
     r"|^(_stage_\d+\.)?base_model\.model\.|^_stage_\d+\."
@@ -51,8 +50,8 @@ class LocalShard:
 
     fqn: str  #: Name of the parameter in the model; see ``own_names``.
     shape: tuple[int, ...]
-    #: This rank's elements, in the order of ``local``; several boxes if it has a slice of each part
-    #: of a fused weight. Otherwise one box, which may be empty.
+    #: This rank's elements, in the order of ``local``. There are several boxes if the rank has a
+    #: slice of each part of a fused weight. Otherwise there is one, which may be empty.
     boxes: tuple[Box, ...]
     replicas: tuple[int, ...]  #: All ranks with the same elements, this one included, in order.
     parameter: nn.Parameter  #: The parameter in the model; it receives the gradient.
@@ -71,7 +70,7 @@ class LocalShard:
         return found
 
     def _starts(self, dim: int) -> dict[int, int]:
-        """Map an index along a dim of the tensor to the one in ``local``."""
+        """Map the start of each run of indices along a dim to its index in ``local``."""
         runs = sorted({(box.start[dim], box.stop[dim]) for box in self.boxes})
         lengths = [stop - start for start, stop in runs]
         places = itertools.accumulate(lengths, initial=0)
@@ -83,12 +82,12 @@ class LocalShard:
         gradient: Any = self.parameter.grad
         if gradient is None or is_whole(self.shape):
             return gradient  # type: ignore[no-any-return]
-        # ``to_local`` goes through autograd: 20 us per parameter and step.
+        # This saves 20 us per parameter and step, because ``to_local`` calls autograd.
         return gradient._local_tensor  # type: ignore[no-any-return]  # noqa: SLF001
 
 
 def is_whole(shape: tuple[int, ...]) -> bool:
-    """Return whether FSDP2 leaves a parameter alone: it has no dims or no elements."""
+    """Return whether FSDP2 leaves a parameter whole, because it has no dims or no elements."""
     return not shape or 0 in shape
 
 
@@ -100,20 +99,17 @@ def shard_model(
     A small model is one unit and stays gathered: many small collectives would cost more than few
     large ones, and dropping the gathered copy would save little memory.
 
+    Return whether the model stays gathered until the last backward pass of a step. Raise
+    ``TaskError`` if two models share a parameter.
+
     Args:
-        model: The model; each module in its outermost containers becomes a unit. An
-            ``nn.ModuleDict`` at the top computes nothing: its modules are models of their own. If a
-            script has made its own units, the rest becomes one. Experts that live on some ranks
-            only are units inside of it, gathered and reduced by the ranks with the same experts.
+        model: Each module in its outermost containers becomes a unit. An ``nn.ModuleDict`` at the
+            top computes nothing: its modules are separate models. If a script has made its own
+            units, the rest becomes one. Experts that live only on some ranks are units of their
+            own, gathered and reduced by the ranks with the same experts.
         precision: "fp32", or "bf16" to compute in bfloat16; parameters and gradient sums stay
             float32.
         reshard_after_forward: Whether to drop a unit's gathered parameters after its forward pass.
-
-    Returns:
-        Whether the model stays gathered until the last backward pass of a step.
-
-    Raises:
-        TaskError: Two models share a parameter.
     """
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -143,7 +139,7 @@ def shard_model(
             )
         if isinstance(root, FSDPModule):
             continue
-        # The backward pass starts with the root's own parameters.
+        # The root's own parameters stay gathered, because the backward pass starts with them.
         fully_shard(
             root,
             mesh=mesh.sharding,
@@ -155,8 +151,8 @@ def shard_model(
         # Libraries look up a model by its class's name, which FSDP2 changes.
         kind, (_, theirs) = type(module), type(module).__bases__
         kind.__name__, kind.__qualname__ = theirs.__name__, theirs.__qualname__
-        # Gradients are sums over tokens; the training step divides by the number of tokens. For a
-        # rank alone torch would copy them once more, to divide by 1.
+        # Gradients are sums over tokens; the training step divides by the number of tokens. If a
+        # rank is alone, torch would copy them once more to divide by 1.
         if mesh.sharding.size() > 1:
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -169,7 +165,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     Parameters and buffers are uninitialised; ``workers.train.session`` fills them.
     """
     with keeping_shared(model):
-        # Like ``to_empty``, which for DTensors would plan a sharding for each of their shapes.
+        # This is like ``to_empty``, which would plan a sharding for the shape of each DTensor.
         model._apply(partial(_empty_like, device=device))  # noqa: SLF001
 
 
@@ -190,7 +186,7 @@ def _empty_like(tensor: Tensor, *, device: torch.device) -> Tensor:
 def keeping_shared(model: nn.Module) -> Iterator[None]:
     """Make modules that shared a parameter share the new one.
 
-    ``_apply`` and ``parallelize_module`` create one for every place (torch 2.13).
+    ``_apply`` and ``parallelize_module`` create one for every module that has it (torch 2.13).
     """
     shared = _shared(model)
     yield
@@ -203,8 +199,7 @@ def keeping_shared(model: nn.Module) -> Iterator[None]:
 def local_shards(model: nn.Module, mesh: Mesh) -> list[LocalShard]:
     """Return this rank's shard of every parameter, sorted by name; shared parameters occur once.
 
-    Raises:
-        TaskError: A trained parameter is not float32.
+    Raise ``TaskError`` if a trained parameter is not float32.
     """
     found: list[LocalShard] = []
     for fqn, parameter in sorted(own_names(model.named_parameters()).items()):
@@ -233,12 +228,11 @@ def local_shards(model: nn.Module, mesh: Mesh) -> list[LocalShard]:
 def own_names(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
     """Return values by the names that the model's own modules give them, without wrappers.
 
-    ``torch.compile`` and activation checkpointing wrap modules in another one. A model resumed with
-    or without these has the same parameters. The same holds for ``peft``: the base model of an
-    adapter keeps its names.
+    ``torch.compile`` and activation checkpointing wrap a module in another one. A model that is
+    resumed with or without these has the same parameters. The same holds for ``peft``: the base
+    model of an adapter keeps its names.
 
-    Raises:
-        TaskError: Two values would have the same name.
+    Raise ``TaskError`` if two values would have the same name.
     """
     found: dict[str, _T] = {}
     for name, value in named:
@@ -285,14 +279,14 @@ def drop_gathered(model: nn.Module) -> None:
 def take_frozen(group: Group | None) -> None:
     """Keep what a script froze or unfroze while parameters were gathered.
 
-    FSDP2 forgets it when it gathers them again.
+    FSDP2 would forget it when it gathers them again.
     """
     for one in group.fsdp_params if group is not None and group.is_unsharded else ():
         one.sharded_param.requires_grad_(one.unsharded_param.requires_grad)
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """Return the models in ``model`` each of which a script calls by itself."""
+    """Return the models in ``model`` that a script calls separately."""
     if type(model) is not nn.ModuleDict:
         return [model]
     inside = {name: set(root.modules()) for name, root in model.items()}
@@ -308,11 +302,11 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 
 
 def _without_warning(roots: list[nn.Module]) -> list[nn.Module]:
-    """Return ``roots``; hide FSDP2's warning about views where such a mistake raises anyway.
+    """Return ``roots``; hide FSDP2's warning about views if such a mistake raises an error anyway.
 
-    FSDP2 warns about `out += x` outside of a unit. Within one model, the backward pass of the unit
-    raises, and the step refuses a model without gradients. With several models, one of them could
-    silently get none.
+    FSDP2 warns about `out += x` outside of a unit. With one model, the backward pass of the unit
+    raises an error, and the step refuses a model without gradients. With several models, one of
+    them could silently get none.
     """
     if len(roots) == 1:
         warnings.filterwarnings("ignore", _VIEW_WARNING)
@@ -335,8 +329,8 @@ def _experts(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules that each become a unit: those in the model's outermost containers.
 
-    A Hugging Face model names the classes of its layers, which come first. If there are neither
-    these nor a container, the containers inside of its modules count. A module that shares a
+    A Hugging Face model names the classes of its layers, which take precedence. If there are
+    neither these nor a container, the containers inside its modules count. A module that shares a
     parameter with another one stays in the root's unit.
     """
     shared = [{module for module, _ in places} for places in _shared(model)]

@@ -1,4 +1,4 @@
-"""Models of ``transformers`` bring their own plans for tensors, experts, sequences and stages.
+"""Cut models of ``transformers`` by their own plans for tensors, experts, sequences and stages.
 
 Adapters of ``peft`` are cut like the matrices that they change. Written for transformers 5.24.
 """
@@ -27,8 +27,7 @@ _WHOLE: Final = {
     "colwise_gather_output", "colwise_rep", "embedding_colwise", "embedding_rowwise", "replicate",
     "rowwise_rep", "rowwise_split_input",
 }  # fmt: skip
-#: The matrix of an adapter that is cut like its base, by the base's style. The other matrix is
-#: whole.
+#: By style of the base: the matrix of an adapter that is cut like it. The other matrix is whole.
 _CUT_ADAPTERS: Final = {
     "colwise": "lora_B", "packed_colwise": "lora_B", "rowwise": "lora_A", "packed_rowwise": "lora_A"
 }  # fmt: skip
@@ -49,13 +48,8 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 def cut_tensors(model: nn.Module, mesh: Mesh) -> bool:
     """Cut the models of ``transformers`` in ``model``, on the meta device, by their own plans.
 
-    Leave experts to ``cut_experts`` if that cuts them.
-
-    Returns:
-        Whether any of them has a plan.
-
-    Raises:
-        LayoutRefusedError: Attention heads or adapters cannot be cut.
+    Experts that ``cut_experts`` cuts are left to it. Return whether any model has a plan. Raise
+    ``LayoutRefusedError`` if attention heads or adapters cannot be cut.
     """
     assert mesh.tensor is not None, "there are ranks to cut for"
     degree = mesh.tensor.size()
@@ -78,13 +72,8 @@ def cut_tensors(model: nn.Module, mesh: Mesh) -> bool:
 def cut_experts(model: nn.Module, mesh: ExpertMesh) -> bool:
     """Give each rank an equal share of the experts of ``transformers`` models, by their own plans.
 
-    Ranks send each token to the ranks of its experts and get the results back.
-
-    Returns:
-        Whether a plan covers experts.
-
-    Raises:
-        LayoutRefusedError: The experts cannot be cut.
+    Ranks send each token to the ranks of its experts and get the results back. Return whether a
+    plan covers experts. Raise ``LayoutRefusedError`` if the experts cannot be cut.
     """
     degree, is_found = mesh.ranks.size(), False
     for one in pretrained(model):
@@ -111,12 +100,8 @@ def _own_modules(model: nn.Module) -> dict[str, nn.Module]:
 def share_sequences(model: nn.Module, degree: int) -> bool:
     """Run the attention of ``transformers`` models in ``model`` over parts of sequences.
 
-    Returns:
-        Whether there is such a model.
-
-    Raises:
-        LayoutRefusedError: A layer other than attention mixes positions, or the model takes
-            neither positions nor our attention.
+    Return whether there is such a model. Raise ``LayoutRefusedError`` if a layer other than
+    attention mixes positions, or the model takes neither positions nor our attention.
     """
     found = list(pretrained(model))
     for one in found:
@@ -141,7 +126,7 @@ def share_sequences(model: nn.Module, degree: int) -> bool:
 
 
 def _set_attention(modules: Iterable[nn.Module]) -> None:
-    """Make modules use our attention; another model may share their configuration."""
+    """Make modules use our attention. They get their own configuration, which others may share."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(HUB_NAME, hub_attention)
@@ -163,7 +148,7 @@ def has_stages(model: nn.Module) -> bool:
 def keep_stage(model: nn.Module, number: int, num_stages: int) -> None:
     """Remove from a ``transformers`` model what a pipeline stage does not have.
 
-    Modules that the forward pass calls keep their names and do nothing.
+    Modules that the forward pass calls keep their names but do nothing.
     """
     (inner,) = pretrained(model)
     plan = {name: (inner.get_submodule(name), takes) for name, (takes, _) in inner.pp_plan.items()}
@@ -189,7 +174,7 @@ def keep_stage(model: nn.Module, number: int, num_stages: int) -> None:
 
 
 class _Absent(nn.Module):
-    """Stands in for a module of another stage.
+    """Replaces a module of another stage.
 
     The last layer before a stage returns what that stage received.
     """
@@ -213,7 +198,8 @@ def _stage_forward(
 ) -> Any:
     """Compute a stage: the first one takes token ids, others hidden states.
 
-    On the meta device only the shape matters, and layers keep it: a mask would need values.
+    On the meta device only the shape matters. Layers keep it, so they are skipped: a mask would
+    need values.
     """
     kwargs["use_cache"] = False
     if embed is not None:
@@ -230,7 +216,7 @@ def _stage_forward(
         return given
     kwargs.pop("input_ids", None)
     kwargs["inputs_embeds"] = given
-    # The first stage did what the model does between embedding and layers.
+    # The first stage has computed what the model does between embedding and layers.
     before.received = given
     try:
         return forward(**kwargs)
@@ -255,11 +241,9 @@ def _size(module: nn.Module | None) -> int:
 
 
 def refuse_stages(model: nn.Module, num_ranks: int, per_rank: int) -> None:
-    """Raise unless ``keep_stage`` can cut a model into ``per_rank`` stages for each rank.
+    """Raise ``LayoutRefusedError`` unless each rank can have ``per_rank`` stages of a model.
 
-    Raises:
-        LayoutRefusedError: There are more stages than layers, or the loss needs the routers of all
-            stages.
+    This fails if there are more stages than layers, or the loss needs the routers of all stages.
     """
     (inner,) = pretrained(model)
     num_layers = len(_layers(inner))
@@ -327,7 +311,7 @@ def _refuse_experts(name: str, module: nn.Module, styles: Mapping[str, str], deg
 def _styles(
     named: Mapping[str, nn.Module], plan: Mapping[str, str], axis: str, degree: int
 ) -> dict[nn.Module, dict[str, str]]:
-    """Return the styles of each module's parameters by name, with its own style under ""."""
+    """Return the styles of each module's parameters by name, and its own style under ""."""
     found: dict[nn.Module, dict[str, str]] = {}
     for name, module in named.items():
         generic = _NUMBER.sub("*", name)
@@ -336,12 +320,13 @@ def _styles(
         if adapter is not None and any(True for _ in module.parameters(recurse=False)):
             style = _adapter_style(name, adapter[2], plan.get(adapter[1]), (axis, degree))
         if style and hasattr(module, "modules_to_save"):
-            # A trained copy beside the frozen original: both stay whole.
+            # Both the trained copy and the frozen original stay whole.
             style = _adapter_style(name, "modules_to_save", style, (axis, degree))
         parameters = dict(module.named_parameters(recurse=False))
         sizes = [extent for one in parameters.values() for extent in one.shape]
         if style in _WHOLE and any(extent % degree for extent in sizes):
-            # A vocabulary that does not divide may stay whole; every rank then computes all of it.
+            # A vocabulary that does not divide evenly may stay whole; every rank then computes all
+            # of it.
             continue
         own = {each: rule for each in parameters if (rule := plan.get(f"{generic}.{each}", style))}
         if style or own:

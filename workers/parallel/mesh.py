@@ -1,4 +1,4 @@
-"""The device mesh of an attempt."""
+"""Build the device mesh of an attempt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DATA_AXES: Final = ("dp_replicate", "dp_shard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMesh:
-    """The meshes for experts."""
+    """The meshes for experts: other views of the same ranks."""
 
     #: The ranks that share the experts evenly; each gets the tokens of its experts from the others.
     ranks: DeviceMesh
@@ -33,7 +33,7 @@ class ExpertMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """The mesh that the model is sharded over, and this rank's place in it."""
+    """The mesh that the model is sharded over, and this rank's position in it."""
 
     #: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``. Ranks with other parts
     #: of a sequence have other shards, so ``dp_shard`` includes ``cp``.
@@ -52,12 +52,12 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Return this rank's place along data parallelism, ``0 <= data_rank < layout.dp``."""
+        """Return this rank's position along data parallelism, ``0 <= data_rank < layout.dp``."""
         return self.layout.data_rank(self.rank)
 
     @property
     def replicas(self) -> ProcessGroup | None:
-        """Return the group of ranks that hold the same state; None if no other rank does."""
+        """Return the group of the replicas of the model; None if there is only one."""
         return self.sharding.get_group(0) if self.layout.dp_replicate > 1 else None
 
     def exchanging(self, *, deterministic: bool) -> list[ProcessGroup]:
@@ -71,28 +71,28 @@ class Mesh:
 
     @property
     def sharers(self) -> tuple[int, ...]:
-        """Return the ranks with the same uncut tensors, such as buffers, this one included."""
+        """Return the ranks with the same uncut tensors, such as buffers, with this one."""
         return replicas_over(self.layout, self.rank, ())
 
     @property
     def counts(self) -> bool:
-        """Return whether the loss of this rank counts; others may have the same samples."""
+        """Return whether this rank's loss counts. One of the ranks with equal samples does."""
         place = self.layout.coordinates(self.rank)
         return place["tp"] == 0 and place["pp"] == self.layout.pp - 1
 
     @property
     def tensor_rank(self) -> int:
-        """Return this rank's place among those with parts of the same tensors."""
+        """Return this rank's position among those with parts of the same tensors."""
         return self.layout.coordinates(self.rank)["tp"]
 
     @property
     def stage(self) -> int:
-        """Return this rank's place in its pipeline, which is the number of its first stage."""
+        """Return this rank's position in its pipeline, which is the number of its first stage."""
         return self.layout.coordinates(self.rank)["pp"]
 
     @property
     def part(self) -> int:
-        """Return which part of each sequence this rank has, counted from 0."""
+        """Return which part of each sequence this rank has, from 0."""
         return self.layout.coordinates(self.rank)["cp"]
 
     def cuts_of(self, tensor: DTensor) -> list[Cut]:
@@ -144,7 +144,7 @@ def _context(layout: ParallelLayout, attempt: int) -> ProcessGroup:
 
 
 def _experts(layout: ParallelLayout, same_tokens: DeviceMesh, attempt: int) -> ExpertMesh:
-    """Return the meshes for experts, which are other views of the same ranks."""
+    """Return the meshes for experts."""
     ranks = torch.arange(layout.world_size)
     inner = [axis for axis in ("cp", "tp") if getattr(layout, axis) > 1]
     ranks = ranks.view(layout.pp, layout.dp_replicate, layout.efsdp, layout.ep, -1)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the stages of a model, and the passes of micro-batches through them.
+"""Cut a model into pipeline stages, and pass micro-batches through them.
 
 A script calls its stages as if they were the whole model. torch's schedules decide when a stage
 computes which pass, and send activations and gradients between stages (1F1B: at most as many open
@@ -36,7 +36,7 @@ from workers.parallel.torch_names import tree_map
 
 _Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
-# torch logs the whole schedule with every error in it, and a lost peer is one.
+# A lost peer is an error, and torch logs the whole schedule with every error in it.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 #: The number of micro-batches in a round of an evaluation, per rank of the pipeline.
 _ROUND: Final = 2
@@ -45,14 +45,13 @@ Around: TypeAlias = Callable[[int], AbstractContextManager[Any]]
 
 
 class Stages:
-    """The stages of a model on the meta device, which becomes one of them for a while.
+    """The stages of a model on the meta device.
 
-    This way the model is built once, not once per stage.
+    The model is built once, not once per stage, and temporarily becomes each stage.
 
     Args:
-        num_ranks: The degree of pipeline parallelism.
-        per_rank: The number of stages on each rank. Rank ``r`` has stages ``r``, ``r + num_ranks``,
-            and so on.
+        per_rank: The number of stages on each rank. Rank ``r`` has the stages ``r``, ``r +
+            num_ranks``, and so on.
 
     Raises:
         TaskError: There is no plan, a parameter belongs to no stage or several, or stages share
@@ -82,16 +81,13 @@ class Stages:
         _refuse_misfits(whole, held, num_ranks)
 
     def keep(self, model: nn.Module, number: int) -> None:
-        """Remove from ``model``, a copy of the whole one, what stage ``number`` lacks."""
+        """Remove from ``model``, a copy of the whole one, what stage ``number`` does not have."""
         self._keep_stage(model, number, self.num_stages)
 
     def of_rank(
         self, rank: int, build: Callable[[], nn.Module], around: Around = nullcontext
     ) -> StageModel:
-        """Return the stages of a rank, each cut out of a model from ``build``, on the meta device.
-
-        ``around`` returns a context manager for the forward pass of a stage, given its number.
-        """
+        """Return the stages of a rank, cut out of models from ``build`` on the meta device."""
         held: dict[int, nn.Module] = {}
         for number in range(rank, self.num_stages, self._num_ranks):
             with torch.device("meta"):
@@ -104,10 +100,8 @@ class Stages:
     ) -> list[tuple[Tensor, ...]]:
         """Return the inputs of all stages up to ``number`` and the outputs of that one, on meta.
 
-        Args:
-            args: The arguments of the whole model.
-            kwargs: The keyword arguments; every stage gets them.
-            dtype: The dtype of FSDP2's computation; None for the dtype of the parameters.
+        ``args`` and ``kwargs`` are those of the whole model; every stage gets the latter. ``dtype``
+        is that of FSDP2's computation; None for the dtype of the parameters.
         """
 
         def without_value(value: Any) -> Any:
@@ -167,18 +161,15 @@ def _copied(value: Any) -> Any:
 
 
 class StageModel(nn.Module):
-    """The stages of a rank, called by a script as if they were the whole model.
+    """The stages of a rank, which a script calls as if they were the whole model.
 
-    Only the last stage computes a loss. So the function of the loss runs for every stage: for the
+    Only the last stage computes a loss. But the function of the loss runs for every stage: for the
     last one it gets the outputs of the whole model, for others it ends where it calls the model.
 
-    Args:
-        held: The rank's stages by number.
-        num_stages: The number of stages over all ranks.
-
     Attributes:
-        stages: The rank's stages, whose parameters have their own names for ``own_names``.
-        numbers: The numbers of the stages, in ascending order.
+        stages: The rank's stages. ``own_names`` removes this level from the parameters' names.
+        numbers: The numbers of the rank's stages, in ascending order.
+        num_stages: The number of stages on all ranks.
     """
 
     def __init__(
@@ -210,7 +201,7 @@ class StageModel(nn.Module):
         return self.stages[f"_stage_{number}"]
 
     def share_buffers(self) -> None:
-        """Make a buffer of several stages one tensor, which the first of them saves."""
+        """Make a buffer that several stages have one tensor, which only the first of them saves."""
         held: dict[str, Tensor | None] = {}
         for stage in self.stages.values():
             for path, module in stage.named_modules():
@@ -228,11 +219,7 @@ class StageModel(nn.Module):
             return getattr(next(stages.children()), name)
 
     def called_with(self, loss_of: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with which ``loss_of`` calls the model.
-
-        Raises:
-            TaskError: It does not call the model.
-        """
+        """Return the arguments with which ``loss_of`` calls the model; else raise ``TaskError``."""
         self._is_asked = True
         try:
             loss_of()
@@ -245,10 +232,8 @@ class StageModel(nn.Module):
     def compute(self, number: int, loss_of: Callable[[], Any], received: tuple[Tensor, ...]) -> Any:
         """Return the output of a stage for a micro-batch; of the last stage, the loss.
 
-        Args:
-            number: The stage.
-            loss_of: The script's function of the loss for the micro-batch.
-            received: Outputs of the stage before; empty on the first.
+        ``loss_of`` is the script's function of the loss. ``received`` are the outputs of the stage
+        before; they are empty on the first stage.
         """
         if number == self.num_stages - 1:
             self._received = received
@@ -265,7 +250,7 @@ class StageModel(nn.Module):
 
 
 class _CalledSignal(BaseException):
-    """The script called the model; not an Exception, so that the script's handlers let it pass."""
+    """The script called the model. It is no Exception, so the script's handlers do not catch it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__("the model was called")
@@ -274,7 +259,7 @@ class _CalledSignal(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassHooks:
-    """Callbacks around each pass; two integers are the numbers of the stage and the micro-batch."""
+    """Callbacks around each pass. Two integers are the numbers of the stage and the micro-batch."""
 
     begin: Callable[[int, int], None]  #: Called before a forward pass.
     #: Called on the last stage with the number of the micro-batch and the result of the script's
@@ -292,11 +277,7 @@ class PassHooks:
 class Pipeline:
     """Runs passes through the stages. Every rank has one and makes the same calls at the same time.
 
-    Args:
-        dtype: The dtype of activations; None for the dtype of the parameters.
-
-    Attributes:
-        model: The stages of this rank.
+    ``dtype`` is that of activations; None for the dtype of the parameters.
     """
 
     def __init__(
@@ -317,8 +298,8 @@ class Pipeline:
     ) -> None:
         """Run a forward and a backward pass of every micro-batch and accumulate gradients.
 
-        Raises:
-            TaskError: There are fewer micro-batches than pipeline ranks, or their shapes differ.
+        Raise ``TaskError`` if there are fewer micro-batches than pipeline ranks, or their shapes
+        differ.
         """
         num_ranks = self._mesh.layout.pp
         if len(batches) < num_ranks:
@@ -338,7 +319,7 @@ class Pipeline:
     ) -> None:
         """Run a forward pass of every micro-batch.
 
-        They run in rounds, since a schedule keeps what its micro-batches send until its end.
+        They run in rounds, because a schedule keeps what its micro-batches send until it ends.
         """
         in_round = _ROUND * self._mesh.layout.pp
         schedules: dict[int, tuple[_Schedule, list[_Passes]]] = {}
@@ -360,9 +341,7 @@ class Pipeline:
     ) -> tuple[_Schedule, list[_Passes]]:
         """Return a schedule for micro-batches of this number and shape.
 
-        Args:
-            of_one: Its class if a rank has one stage.
-            of_several: Its class if a rank has several.
+        Its class is ``of_one`` if a rank has one stage, else ``of_several``.
         """
         model = self.model
         args, kwargs = model.called_with(lambda: loss_of(batches[0]))
@@ -381,7 +360,7 @@ class Pipeline:
     ) -> _Stage:
         num_stages = self.model.num_stages
         loss = (torch.empty((), device="meta"),)
-        # With given shapes, torch runs no pass of its own to find them.
+        # If the shapes are given, torch runs no pass to find them.
         return _Stage(
             _Passes(self.model, number, outputs),
             number,
@@ -394,10 +373,11 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, made to know the number of each pass and to receive into memory of that pass.
+    """torch's stage, which notes the number of each pass and receives into memory of that pass.
 
-    torch's own has a buffer for everything that any micro-batch receives, forward and backward, as
-    long as the schedule lives. These are on the meta device except for open passes.
+    torch's own stage has a buffer for everything that any micro-batch receives, forward and
+    backward, as long as the schedule lives. Here buffers are on the meta device except for open
+    passes.
     """
 
     submod: _Passes
@@ -463,8 +443,8 @@ class _Stage(PipelineStage):
 class _Passes(nn.Module):
     """The module that torch's stage calls for a forward pass.
 
-    The sharded model is not its child, since torch would then decide when FSDP2 reduces gradients;
-    the step does that.
+    The sharded model is not its child: otherwise torch would decide when FSDP2 reduces gradients,
+    but the step does that.
     """
 
     number: int
@@ -514,7 +494,7 @@ class _Passes(nn.Module):
             returned = self.hooks.weigh(number, returned)
         self.hooks.end_forward()
         if self._is_last:
-            # torch 2.11 refuses a loss whose dtype differs from the declared one; its gradient is 1
+            # torch 2.11 refuses a loss whose dtype differs from the declared one. Its gradient is 1
             # in every dtype.
             return returned.float()
         outputs = returned if isinstance(returned, tuple) else (returned,)

@@ -1,8 +1,8 @@
-"""The elements of a tensor that a rank has, and the ranks with the same, from DTensor placements.
+"""Find the elements of a tensor that a rank has, and the ranks with the same, from placements.
 
 torch's ``__create_chunk_list__`` returns one chunk per rank, which is wrong for fused weights under
 tensor parallelism: a rank has a slice of each fused part (torch 2.13). This module follows the
-placements instead, axis by axis, as torch splits a tensor.
+DTensor's placements instead, axis by axis, as torch splits a tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cut:
 
 
 def cuts_of(tensor: DTensor) -> list[Cut]:
-    """Return how the mesh axes cut ``tensor``, in the order in which they do."""
+    """Return how the mesh axes cut ``tensor``, in the order of the cuts."""
     mesh: Any = tensor.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     place = mesh.get_coordinate()
@@ -74,7 +74,7 @@ def boxes_of(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[Box, ...]:
 
 
 def replicas_over(layout: ParallelLayout, rank: int, cuts: Iterable[Cut]) -> tuple[int, ...]:
-    """Return the ranks with the same elements as ``rank``, itself included, in order.
+    """Return the ranks with the same elements as ``rank``, including it, in order.
 
     They differ from it only along axes that do not cut the tensor. Pipeline stages have different
     tensors.
@@ -86,7 +86,7 @@ def replicas_over(layout: ParallelLayout, rank: int, cuts: Iterable[Cut]) -> tup
 
 
 def _part_of(runs: Sequence[Run], cut: Cut) -> list[Run]:
-    """Return the part of a dim that a cut leaves of ``runs``."""
+    """Return the part of ``runs``, along a dim, that remains after a cut."""
     length = sum(stop - start for start, stop in runs)
     left: list[Run] = []
     for piece in range(cut.num_pieces):

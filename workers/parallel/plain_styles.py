@@ -1,9 +1,9 @@
-"""Tensor-parallel matrices, computed on plain tensors.
+"""Compute tensor-parallel matrices on plain tensors.
 
 torch's column- and row-wise styles give the same weights and values (Megatron-LM, arXiv 1909.08053,
-section 3). But for every new mesh torch plans the sharding of each operation again, which takes 0.1
-s of processor time per rank in the first step of an attempt, one pipeline stage after the other;
-each operation costs more, too.
+section 3). But for every new mesh torch plans the sharding of each operation again. In the first
+step of an attempt this takes 0.1 s of processor time per rank, one pipeline stage after the other.
+Each operation also costs more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Forward = Callable[[Any, ProcessGroup, Tensor], Tensor]
 def are_plain(styled: Iterable[tuple[nn.Module, ParallelStyle]]) -> bool:
     """Return whether all these modules can compute on plain tensors.
 
-    None can if a style hands DTensors from module to module.
+    None can if a style passes DTensors from module to module.
     """
     return all(_forward_of(module, style) is not None for module, style in styled)
 
@@ -53,14 +53,15 @@ def cut_plainly(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> No
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        # Like nn.Parameter, which also detaches the tensor; torch plans a sharding for that.
+        # nn.Parameter does this too, but it also detaches the tensor, for which torch plans a
+        # sharding.
         cut._is_param = True  # noqa: SLF001
         module.register_parameter(name, cut.requires_grad_(parameter.requires_grad))
     module.forward = partial(forward, module, mesh.get_group())
 
 
 def _forward_of(module: nn.Module, style: ParallelStyle) -> _Forward | None:
-    """Return how a module with ``style`` computes on plain tensors; None if this style does not."""
+    """Return how a module with ``style`` computes on plain tensors; None if it cannot."""
     is_column = type(style) is ColwiseParallel
     if not isinstance(style, ColwiseParallel | RowwiseParallel) or not style.use_local_output:
         return None

@@ -1,4 +1,4 @@
-"""How a model is cut along axes that depend on its structure, such as tensor parallelism."""
+"""Cut a model along axes that depend on its structure, such as tensor parallelism."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from workers.parallel.plain_styles import are_plain, cut_plainly
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """How a model is cut."""
+    """How to cut a model."""
 
     #: A style of ``torch.distributed.tensor.parallel`` for each module that tensor parallelism
     #: cuts, by its name; ``*`` stands for one part of a name. Other modules are whole on every
     #: rank. ``nn.Dropout`` with ``ColwiseParallel()`` draws for each rank's part. Models of
-    #: ``transformers`` bring their own.
+    #: ``transformers`` have their own.
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
     #: Called with the whole model on the meta device, the number of a stage and the number of
     #: stages; removes what that stage lacks and renames nothing. Every stage but the first is
@@ -53,15 +53,11 @@ def apply_tensor_plan(
 ) -> None:
     """Cut the weights of ``model``, on the meta device, over tensor- and expert-parallel ranks.
 
-    Does nothing if every rank has whole weights, unless the plan has a function of its own. Call it
-    before ``shard_model``, which shards the result.
+    If every rank has whole weights, only the plan's ``parallelize`` is called. Call this before
+    ``shard_model``, which shards the result. ``names`` are those of all modules of the whole model.
 
-    Args:
-        names: Names of all modules of the whole model.
-
-    Raises:
-        TaskError: There is no plan, it names a module that does not exist, or a weight does not
-            divide evenly.
+    Raise ``TaskError`` if there is no plan, it names a module that does not exist, or a weight does
+    not divide evenly.
     """
     with keeping_shared(model):
         if plan.parallelize is not None:

@@ -24,7 +24,7 @@ __all__ = [
 
 
 class NoGroup:
-    """Stands in for the group of a module without parameters of its own."""
+    """Replaces the group of a module without parameters of its own."""
 
     fsdp_params: tuple[Any, ...] = ()
     reduce_grads = False

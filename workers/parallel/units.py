@@ -1,12 +1,12 @@
-"""Makes every rank gather and reduce the same parameters in the same order, whatever it runs.
+"""Make every rank gather and reduce the same parameters in the same order, whatever it runs.
 
 A rank may skip modules that other ranks run: experts, a modality's encoder, a layer under
 stochastic depth. FSDP2 assumes that all ranks use the same parameters in a pass: its reduce-scatter
 covers those with a gradient, and a unit that did not run has no collectives (torch 2.13,
 pytorch#158719).
 
-Here units follow the order in which the model registers them. Before a rank runs a unit it joins
-those before it that it skipped: it gathers them, and in the backward pass it reduces zeros where
+Here units follow the order in which the model registers them. Before a rank runs a unit, it joins
+the earlier ones that it skipped: it gathers them, and in the backward pass it reduces zeros while
 other ranks reduce gradients. No rank needs to know what others skip, and a rank that skips nothing
 does exactly what FSDP2 does.
 """
@@ -29,25 +29,24 @@ from workers.parallel.torch_names import Group, NoGroup, in_backward, param_grou
 class Used:
     """The parameters of the whole model that a micro-batch of the step used on this rank.
 
-    Args:
-        shards: This rank's shard of every parameter.
-        shapes: Shapes of all parameters of the whole model, by name.
+    ``shapes`` are those of all parameters of the whole model, by name.
     """
 
     def __init__(self, shards: Sequence[LocalShard], shapes: Mapping[str, tuple[int, ...]]) -> None:
         numbers = {name: number for number, name in enumerate(sorted(shapes))}
         self._shards = {numbers[shard.fqn]: shard for shard in shards}
         self.places = {id(shard.parameter): numbers[shard.fqn] for shard in shards}
-        # FSDP2 leaves some alone; they do not matter here.
+        # FSDP2 leaves some parameters whole; they always count as used.
         self._unmarked = bytearray(len(numbers))
         for number, shard in self._shards.items():
             self._unmarked[number] = is_whole(shard.shape)
         self.marks = bytearray(self._unmarked)
-        #: Numbers of the parameters that all ranks agreed are frozen; one may have changed since.
+        #: Numbers of the parameters that all ranks agreed are frozen. Some may have changed since
+        #: then.
         self.frozen: frozenset[int] = frozenset()
 
     def numbers(self) -> Tensor:
-        """Return 1 for each used parameter, else 0, float64; callers sum it over the ranks."""
+        """Return 1 for each used parameter, else 0, as float64; callers sum it over the ranks."""
         return torch.frombuffer(self.marks, dtype=torch.uint8).double()
 
     def drop_unused(self, sums: Sequence[float]) -> bool:
@@ -63,7 +62,7 @@ class Used:
 
 @dataclass(slots=True)
 class _Use:
-    """How this rank uses a unit in one pass."""
+    """This rank's use of a unit in one pass."""
 
     calls: int = 0  #: Its forward passes with gradients; none if the rank only joins it.
     ends: int = 0  #: How many of these autograd has finished in the backward pass.
@@ -76,14 +75,13 @@ class _Use:
 class Units:
     """The FSDP units of one model, or of several in a ``ModuleDict``, that a script calls.
 
-    Args:
-        used: Records the parameters that have a gradient.
+    ``used`` records the parameters that have a gradient.
     """
 
     def __init__(self, model: nn.Module, used: Used) -> None:
         self.used = used
         self.uses: dict[_Inside, _Use] = {}
-        #: Units that were reduced before the backward pass reported all their gradients.
+        #: Units that were reduced before the backward pass had reported all their gradients.
         self.early: list[_Unit] = []
         self._groups: set[Group] = set()
         self._by_pass: dict[int, dict[_Inside, _Use]] = {}
@@ -91,7 +89,7 @@ class Units:
         _add(model, self._top, self, set())
 
     def add(self, group: Group) -> None:
-        """Add a unit that FSDP2 gathers as one."""
+        """Add the parameters of a unit, which FSDP2 gathers together."""
         self._groups.add(group)
 
     def begin_step(self) -> None:
@@ -140,7 +138,7 @@ class _Inside:
     def __init__(self, units: Units) -> None:
         self._units = units
         self.children: list[_Unit] = []
-        #: The first unit neither run nor joined so far; outside of a forward pass there is none.
+        #: The first unit that was neither run nor joined so far in this forward pass.
         self._next = 0
 
     @property
@@ -167,7 +165,7 @@ class _Inside:
         self.join_before(len(self.children))
 
     def settle_after(self, number: int, *, is_final: bool = False) -> None:
-        """Reduce the units behind the one with this number, last one first."""
+        """Reduce the units after the one with this number, in reverse order."""
         use = self.use
         num_open = len(self.children) if use.num_open is None or is_final else use.num_open
         for one in reversed(self.children[number + 1 : num_open]):
@@ -219,7 +217,7 @@ class _Unit(_Inside):
         state._root_pre_forward, state._register_pre_backward_hook = begun, ended  # noqa: SLF001
 
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Join the units that the rank skipped before, and gather this one."""
+        """Join the units that the rank skipped before this one, and gather this one."""
         if self.is_open or in_backward():
             return self._pre_forward(module, args, kwargs)
         self._parent.join_before(self._number)
@@ -229,7 +227,7 @@ class _Unit(_Inside):
         if torch.is_grad_enabled():
             use = self.use
             use.calls += 1
-            # torch wraps inputs that need a gradient to learn when they have it.
+            # torch wraps inputs that need a gradient, so that it notices when they have it.
             use.is_late |= begun[0] is args and begun[1] is kwargs
         return begun
 
@@ -253,7 +251,7 @@ class _Unit(_Inside):
             state._state_ctx.iter_forward_root = None  # noqa: SLF001
 
     def begin_backward(self, *how: Any) -> None:
-        """Reduce the units that the rank skipped behind this one, and gather it."""
+        """Reduce the units that the rank skipped after this one, and gather this one."""
         use = self.use
         if not use.has_begun:
             use.has_begun = True
@@ -276,8 +274,7 @@ class _Unit(_Inside):
     def settle(self, *, is_final: bool) -> bool:
         """Reduce the unit if the rank skipped it, or if torch does not notice that it is complete.
 
-        Returns:
-            Whether the unit is a skipped root, whose backward pass this call has finished.
+        Return whether the unit is a skipped root, whose backward pass this call has finished.
         """
         use = self.use
         if use.has_ended:
@@ -307,7 +304,7 @@ class _Unit(_Inside):
         self._units.early = []
 
     def refuse_more(self) -> None:
-        """Raise ``TaskError`` if a gradient was not reduced."""
+        """Raise ``TaskError`` if a gradient came too late to be reduced."""
         for one in self._group.fsdp_params:
             if one.unsharded_param.grad is not None:
                 name = one._param_fqn  # noqa: SLF001
@@ -343,7 +340,8 @@ class _Unit(_Inside):
                 marks[place] = 1
                 dtypes.add(gradient.dtype)
             elif one.sharded_param.requires_grad or place not in self._units.used.frozen:
-                # Also one that only this rank has just frozen: other ranks have a gradient for it.
+                # This includes one that only this rank has just frozen: other ranks have a gradient
+                # for it.
                 lacking.append(one)
         if len(dtypes) > 1:
             # Gradients of earlier passes are summed in the dtype of the reduction.

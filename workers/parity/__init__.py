@@ -1,4 +1,4 @@
-"""Computes parity over the parts of a version, arranges it in buffers, and rebuilds lost parts."""
+"""Compute parity of the parts of a version, arrange it in buffers, and rebuild lost parts."""
 
 from workers.parity.rebuild import damaged, lost_parts, write
 from workers.parity.record import (

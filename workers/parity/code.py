@@ -1,11 +1,11 @@
-"""Computes XOR parity over files of unequal length, and restores one or any two lost members.
+"""Compute XOR parity of files of unequal length, and restore one or any two lost members.
 
 Files count as padded with zeros to the length of the parity. P is the XOR of all files. Q is the
 XOR of all files, the i-th multiplied by A**i. A is the companion matrix of x^4 + x + 1 over GF(2),
-and works on the four packets of a block. x generates GF(16), so A**i and the sum of two different
+applied to the four packets of a block. x generates GF(16), so A**i and the sum of two different
 powers are invertible: P and Q restore any two of up to 15 members.
 
-Everything is uint8: numpy's XOR is as fast as on uint64, and faster where memory is not aligned.
+Everything is uint8: numpy's XOR is as fast as on uint64, and faster if memory is not aligned.
 Parity does not show which member is wrong, so verify results by checksums.
 
 Source: bit-matrix codes (Bloemer et al., ICSI TR-95-048; Plank and Xu, NCA 2006).
@@ -28,7 +28,7 @@ Q: Final = 1
 GROUP_MAX: Final = 15
 _PACKETS: Final = 4
 #: Size of a block of Q; part of the format. The last block of a file also has four packets. A
-#: packet of a source and of each parity fit the second-level cache.
+#: packet of a source and one of each parity fit the second-level cache.
 BLOCK_BYTES: Final = _PACKETS * (128 << 10)
 #: The size of a parity is a multiple of this, so that the last block has four equal packets.
 _GRAIN_BYTES: Final = 64
@@ -46,17 +46,14 @@ def parity_bytes(lengths: Sequence[int]) -> int:
 
 
 def add(parity: Parities, index: int, data: Buffer, offset_bytes: int = 0) -> None:
-    """Add some bytes of member ``index`` to a parity that began as zeros.
+    """Add some bytes of member ``index`` to a parity that was zeros at first.
 
     Add each byte of a member once, in any order and any division. Adding the same bytes again
     removes them, so adding the XOR of old and new bytes updates a parity.
 
-    Args:
-        parity: Writable buffers of ``parity_bytes`` each: P, P and Q, or ``{Q: ...}`` alone.
-        offset_bytes: Place of the bytes in the member.
-
-    Raises:
-        ParityError: The bytes do not lie within the parity, or there is no such member.
+    ``parity`` has writable buffers of ``parity_bytes`` each: P, P and Q, or ``{Q: ...}`` alone.
+    ``offset_bytes`` is the position of the bytes in the member. Raise ``ParityError`` if the bytes
+    do not lie within the parity, or there is no such member.
     """
     targets, size = _parities(parity)
     source = _array(data)
@@ -78,7 +75,7 @@ def rebuild(
 ) -> None:
     """Restore lost members from all others and one parity for each.
 
-    Compute a lost parity again instead of restoring it. The arguments may be windows that begin and
+    A lost parity is not restored but computed again. The arguments may be windows that begin and
     end at multiples of ``BLOCK_BYTES``, or at the end.
 
     Args:
@@ -104,7 +101,7 @@ def rebuild(
     outputs = dict(zip(missing, map(_array, targets), strict=True))
     for index, member in (sources | outputs).items():
         _check_member(known, size, index, len(member))
-    # One lost member needs one parity, and P is cheaper.
+    # P is cheaper, if one parity is enough.
     used = dict(sorted(known.items())[: len(missing)])
     scratch = {which: np.empty(min(size, BLOCK_BYTES), np.uint8) for which in (*used, -1)}
     for start, stop in _blocks(0, size, size):
@@ -214,10 +211,7 @@ def _array(buffer: Buffer) -> _Array:
 
 
 def _powers() -> tuple[tuple[int, ...], ...]:
-    """Return the columns of A**0 to A**14, each a bit set of rows.
-
-    Column c is the element times x**c.
-    """
+    """Return the columns of A**0 to A**14, as bit sets of rows; column c is x**i times x**c."""
     elements = [1]
     while len(elements) < GROUP_MAX + _PACKETS:
         double = elements[-1] << 1

@@ -1,4 +1,4 @@
-"""Computes parts that no memory holds from a group's parities and remaining parts.
+"""Compute parts that no memory holds from a group's parities and remaining parts.
 
 Each node of a group contributes one part of a version, and keeps parities as
 ``workers.parity.stripes`` arranges them: each of k nodes keeps 1/(k-1) of a part, and any one node
@@ -31,8 +31,8 @@ from workers.protocol import Held, Member
 #: Bytes of each part to read at once: whole blocks of either parity.
 _WINDOW_BYTES: Final = 8 * BLOCK_BYTES
 #: Bytes of one part to read before the next part's turn; whole windows. A node that gets no request
-#: for 2 s takes this one for gone. Turns of four windows cost a twelfth more than whole blocks over
-#: loopback; in a group of 8 with two parities a round takes 1.5 s at 120 MB/s.
+#: for 2 s assumes that this one is gone. Turns of four windows cost a twelfth more than whole
+#: blocks over loopback; in a group of 8 with two parities a round takes 1.5 s at 120 MB/s.
 _TURN_BYTES: Final = 4 * _WINDOW_BYTES
 #: With one parity and one lost member, a window need not be whole blocks.
 _GRAIN_BYTES: Final = 64
@@ -48,17 +48,11 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
     """Compute the parities of ``record.place`` into ``body``, and write the record after them.
 
     Read from each part only the blocks that the parities cover, in turns: a node that gets no
-    request for long takes this one for gone, and its rank overwrites the part.
+    request for long assumes that this one is gone, and its rank overwrites the part.
 
-    Args:
-        parts: The members of the record by place, without the node's own.
-        body: Body of the buffer, ``buffer_bytes`` long.
-
-    Returns:
-        Data bytes and record bytes, for finishing the buffer.
-
-    Raises:
-        StorageError: A part is gone.
+    ``parts`` are the members of the record by place, without the node's own. ``body`` has
+    ``buffer_bytes``. Return data bytes and record bytes, for finishing the buffer. Raise
+    ``StorageError`` if a part is gone.
     """
     stripes = record.stripes
     size, target = stripes.block_bytes, np.frombuffer(body, dtype=np.uint8)
@@ -139,9 +133,7 @@ class _Plan:
 class Group:
     """The remaining parities (at least one) and parts of a version of one group.
 
-    Raises:
-        ParityError: A record is damaged, or contradicts another one or a part.
-        StorageError: A parity is gone.
+    Raise ``ParityError`` if a record is damaged, or contradicts another one or a part.
     """
 
     def __init__(self, parities: Sequence[Part], parts: Sequence[Part]) -> None:
@@ -179,11 +171,7 @@ class Group:
             )
 
     def lost(self) -> list[ParityPart]:
-        """Return the parts that no memory holds.
-
-        Raises:
-            ParityError: More parts are lost than the remaining parities can restore.
-        """
+        """Return the parts that no memory holds; raise ``ParityError`` if there are too many."""
         plans = {stripe: self._plan(stripe) for stripe in range(len(self.record.members))}
         return [
             ParityPart(self.record, place, plans, self._record(place, member))
@@ -194,7 +182,7 @@ class Group:
     def _record(self, place: int, member: Member) -> _BlockRange | None:
         """Return the place of a lost member's record; None if it is computed with the data.
 
-        Every parity of the group has a copy after it. Take the first intact copy.
+        Every parity of the group has a copy of it. Take the first intact copy.
         """
         if not self.record.with_records:
             return None
@@ -226,12 +214,12 @@ class Group:
                 num_missing=len(missing),
                 num_parities=len(left),
             )
-        # P comes first if it is there, because it is cheaper.
+        # P comes first if it exists, because it is cheaper.
         return _Plan(present, missing, dict(list(left.items())[: len(missing)]))
 
 
 class ParityPart:
-    """A computed part of one rank; see ``workers.memory.versions.Part``.
+    """A computed part of one rank.
 
     ``held`` is the lost buffer's header, except for its place.
     """
@@ -291,9 +279,8 @@ def _is_whole(record: _BlockRange) -> bool:
 def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPart]:
     """Return the parts of a version that no memory holds, from all groups of the parities.
 
-    Raises:
-        ParityError: A record is damaged or contradicts a part, or a group has lost too much.
-        StorageError: A parity is gone.
+    Raise ``ParityError`` if a record is damaged or contradicts a part, or a group has lost too
+    much, and ``StorageError`` if a parity is gone.
     """
     groups: dict[ParityRecord, list[Part]] = {}
     for parity in parities:
@@ -306,11 +293,9 @@ def damaged(parities: Sequence[_P], members: Sequence[_P]) -> list[_P]:
 
     Call it after a part was computed wrongly from ``parities`` and ``members``. Parity does not
     show which source is wrong, but every part has checksums. So this reads and verifies the parts,
-    and blames a parity if the computation succeeds without it. It reads everything several times,
-    and finds nothing if several parities are damaged.
-
-    Raises:
-        StorageError: A source is gone.
+    and considers a parity damaged if the computation succeeds without it. It reads everything
+    several times, and finds nothing if several parities are damaged. Raise ``StorageError`` if a
+    source is gone.
     """
     if found := [part for part in members if not is_sound(part)]:
         return found
@@ -319,7 +304,7 @@ def damaged(parities: Sequence[_P], members: Sequence[_P]) -> list[_P]:
         try:
             computed = lost_parts(others, members)
         except ParityError:
-            # Without this parity too few are left.
+            # Without this parity, too few are left.
             continue
         if computed and all(map(is_sound, computed)):
             return [each]
@@ -327,11 +312,7 @@ def damaged(parities: Sequence[_P], members: Sequence[_P]) -> list[_P]:
 
 
 def is_sound(part: Part) -> bool:
-    """Return whether the bytes of a part match the checksums in its record.
-
-    Raises:
-        StorageError: The part is gone.
-    """
+    """Return whether the bytes of a part match the checksums in its record."""
     held = part.held
     packed = bytearray(held.record_bytes)
     part.fill(held.data_bytes, [memoryview(packed)])

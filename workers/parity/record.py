@@ -1,7 +1,7 @@
-"""Reads and writes the record after a buffer's parities: the parts that they cover, and the blocks.
+"""Read and write the record after a buffer's parities: the parts that they cover, and the blocks.
 
 Parities that a keeper computes cover data and records of the members. A rank that computes a parity
-from its own replica knows the other members' data, but not their records: it leaves a draft, and
+from its own replica knows the other members' data, but not their records: it writes a draft, and
 the keeper adds the whole records between the parity and its record.
 """
 
@@ -51,11 +51,11 @@ class ParityRecord(Covered):
 
     @property
     def parities_bytes(self) -> int:
-        """Return the size of all parities of a node."""
+        """Return the size of all parities that a node keeps."""
         return self.tolerance * self.stripes.block_bytes
 
     def record_start(self, place: int) -> int:
-        """Return the place of a member's record in a buffer with records."""
+        """Return the offset of a member's record in a buffer with records."""
         before = self.members[:place]
         return self.parities_bytes + sum(each.record_bytes for each in before if each is not None)
 
@@ -76,11 +76,7 @@ class ParityRecord(Covered):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ParityRecord:
-        """Return the record in ``data``.
-
-        Raises:
-            ParityError: The record is damaged.
-        """
+        """Return the record in ``data``; raise ``ParityError`` if it is damaged."""
         text, value = data[:-_CRC_BYTES], data[-_CRC_BYTES:]
         if crc32(text) != int.from_bytes(value, "little"):
             raise ParityError("the record of a parity is damaged: take another source")
@@ -98,8 +94,7 @@ def buffer_bytes(lengths: Sequence[int], *, tolerance: int) -> int:
 def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:
     """Write a draft at the end of a buffer with room for all members' records.
 
-    Returns:
-        Data bytes and record bytes, to finish the buffer with.
+    Return data bytes and record bytes, for finishing the buffer.
     """
     record_bytes = _record_bytes_max(len(record.members))
     data_bytes = len(body) - record_bytes
@@ -108,14 +103,13 @@ def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:
 
 
 def complete_draft(made: Part, parts: Mapping[int, Part], body: memoryview) -> None:
-    """Add the records of all members, by place, to a parity that was made from a replica.
+    """Add the records of all members, by place, to a parity that was computed from a replica.
 
-    It does nothing if they are there. Until the buffer is begun again, when this version no longer
-    counts, no other process writes to it.
+    It does nothing if they are there. No other process writes to the buffer until it is begun
+    again, and then this version no longer counts.
 
-    Raises:
-        ParityError: The parity has other members, or no room for their records.
-        StorageError: A part, or the buffer, was overwritten.
+    Raise ``ParityError`` if the parity has other members, or no room for their records, and
+    ``StorageError`` if a part, or the buffer, was overwritten.
     """
     draft, held = _read(made), made.held
     if not draft.is_draft:
@@ -150,9 +144,8 @@ def _record_bytes_max(num_members: int) -> int:
 def read_record(parity: Part) -> ParityRecord:
     """Return the record of the parities in a buffer.
 
-    Raises:
-        ParityError: The record is damaged, a draft, or from another version than the buffer.
-        StorageError: The buffer was overwritten.
+    Raise ``ParityError`` if the record is damaged, a draft, or from another version than the
+    buffer, and ``StorageError`` if the buffer was overwritten.
     """
     record = _read(parity)
     if record.is_draft:

@@ -1,11 +1,11 @@
-"""Arranges rotated parity: the blocks that each node of a group stores.
+"""Arrange rotated parity: which blocks each node of a group stores.
 
 A group of n nodes has n stripes. Stripe i keeps its parity on node i, a second parity on node i +
 1, and one data block on each other node. So with m parities every node holds n - m data blocks,
-which are its part, and m parities. Losing m nodes costs a stripe at most m of its blocks.
+which are its part, and m parities. If m nodes are lost, a stripe loses at most m of its blocks.
 
 If all n nodes hold the same state (data-parallel replicas), each saves one part of it and computes
-its parities from its own replica without network. Otherwise the blocks travel to the nodes that
+its parities from its own replica without network. Otherwise the blocks are sent to the nodes that
 keep their parity.
 
 Source: RAIM5 of REFT (arXiv 2310.12670) for replicas, SCR's XOR scheme otherwise; both have only

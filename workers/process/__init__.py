@@ -1,4 +1,4 @@
-"""A worker process: its Ray actor, its start, its end."""
+"""Run a worker process: its Ray actor, its start, its end."""
 
 from typing import TYPE_CHECKING
 

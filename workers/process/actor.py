@@ -1,8 +1,8 @@
-"""The worker's Ray actor: orders in, outcomes out. Training runs in a separate thread.
+"""Define the worker's Ray actor, which takes orders and returns outcomes.
 
-The actor's methods are coroutines on Ray's event loop, so they answer while the training thread is
-stuck in a collective. One thread runs every attempt from start to end: torch keeps sharding caches
-per thread, and only the thread that filled them can clear them.
+Training runs in a separate thread. The actor's methods are coroutines on Ray's event loop, so they
+answer while the training thread is stuck in a collective. One thread runs every attempt from start
+to end: torch has sharding caches per thread, and only the thread that filled them can clear them.
 
 ``orchestrator.shell.capacity.workers`` calls ``hello``, ``hold``, then for each attempt ``enter``,
 ``attend`` and perhaps ``fence`` or ``yield_at_boundary``.
@@ -45,21 +45,19 @@ log = logging.getLogger(__name__)
 
 #: How long an otherwise ready worker waits for the top level of its script.
 _SCRIPT_S = 20.0
-#: A process that ends itself first lets its last outcome leave.
+#: Before a process ends itself, it waits this long, so that its last outcome is sent.
 _ANSWER_S = 1.0
 
-#: The reservation holds the resources. A dead worker is replaced, not restarted. Each dead
-#: controller leaves pending calls behind, so there is room for many.
+#: The reservation holds the resources. A dead worker is replaced, not restarted. Calls of dead
+#: controllers stay pending, so there is room for many.
 OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000}
 
 
 class Worker:
     """One training process. Between two membership changes it needs no orchestrator.
 
-    Args:
-        worker: Worker id, as ``w0007``.
-        directory: Shared-memory directory for this node's progress records and rings.
-        on_cpu: Whether it never gets a GPU.
+    ``worker`` is its id, such as ``w0007``. ``directory`` in shared memory is for this node's
+    progress records and rings. ``on_cpu`` says that the process never gets a GPU.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class Worker:
         # This must come before any library reads it.
         forget_place(os.environ)
         with contextlib.suppress(OSError):
-            # Last: a script may import from there, but nothing there may shadow a library.
+            # The folder comes last: a script may import from it, but it must not shadow a library.
             sys.path.append(str(Path.cwd()))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         # Objects created by imports stay. Searching them for garbage repeatedly takes a quarter of
@@ -80,7 +78,7 @@ class Worker:
         from workers.records import ProgressRecord
 
         Path(directory).mkdir(parents=True, exist_ok=True)
-        # This comes first: it shows from outside that a long start makes progress.
+        # This comes first, because it shows from outside that a long start makes progress.
         progress = ProgressRecord.create(progress_path(Path(directory), worker), worker=worker)
         progress.trains_here()
         from workers.process.runner import AttemptRunner
@@ -107,8 +105,8 @@ class Worker:
         gc.enable()
         termination.explain_handlers()
         termination.on_termination(self._runner.terminate)
-        # After that an attempt waits for the script: a process that is not ready for too long would
-        # be killed.
+        # A slow script is not waited for any longer: a process that is not ready for too long would
+        # be killed. An attempt then waits for the script.
         self._has_read.wait(_SCRIPT_S)
 
     async def hello(self) -> dict[str, Any]:
@@ -124,7 +122,7 @@ class Worker:
         await asyncio.Event().wait()
 
     async def enter(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> None:
-        """Join an attempt, unless it was joined or fenced before."""
+        """Join an attempt, unless it was joined or fenced earlier."""
         attempt = assignment.attempt
         if attempt not in self._ordered and not self._runner.is_fenced(attempt):
             self._ordered.add(attempt)
@@ -139,7 +137,7 @@ class Worker:
     async def notes(self, attempt: int, num_heard: int) -> tuple[Noted, ...]:
         """Return the notes of the training in ``attempt``, without the first ``num_heard``.
 
-        Returns once there are more, or () once the attempt is left.
+        Return once there are more, or return () once the attempt is left.
         """
         return await self._runner.notes.after(attempt, num_heard, left=self._future(attempt))
 
@@ -157,7 +155,7 @@ class Worker:
             self._future(attempt).set_result(Fenced(attempt=attempt, step=0))
 
     async def yield_at_boundary(self, attempt: int, durable: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Leave ``attempt`` at the next step boundary that all its ranks agree on.
+        """Leave ``attempt`` at the next step boundary on which all its ranks agree.
 
         The state is then in storage if ``durable``, otherwise at least in the keepers' memory.
         """
@@ -166,8 +164,8 @@ class Worker:
     async def keep_pace(self, attempt: int, pace: Pace) -> SaveCosts | None:
         """Set how often ``attempt`` saves; call it on one of its ranks.
 
-        Returns:
-            The cost of its steps and saves; None if the worker is not in ``attempt``.
+        Return the cost of its steps and saves; None if the worker is not in ``attempt`` or has
+        none.
         """
         return self._runner.keep_pace(attempt, pace)
 
@@ -190,7 +188,7 @@ class Worker:
             # The attempt may end before ``attend`` is called.
             self._future(assignment.attempt).set_result(outcome)
             if isinstance(outcome, Superseded):
-                # No controller takes this process over, and others need its device.
+                # No controller takes over this process, and others need its device.
                 log.critical("this worker ends; the run continues elsewhere: %s", outcome.why)
                 time.sleep(_ANSWER_S)
                 os._exit(1)

@@ -1,7 +1,8 @@
-"""A device that failed for good ends its process; a standby takes over.
+"""Find out whether the device of this process has failed for good.
 
-After an illegal access, a failed assertion, or an error of its memory or links, every later CUDA
-call of the process fails. Other errors, such as running out of memory, pass.
+The process then ends, and a standby takes over: after an illegal access, a failed assertion, or an
+error of its memory or links, every later CUDA call fails. Other errors, such as running out of
+memory, pass.
 """
 
 from __future__ import annotations
@@ -30,5 +31,5 @@ def has_failed() -> bool:
 
 
 def is_of_script(outcome: Outcome) -> bool:
-    """Return whether the script made the device fail, as it would any other device."""
+    """Return whether the script made the device fail, which it would do on any device."""
     return isinstance(outcome, Raised) and _ASSERTION in outcome.error

@@ -1,4 +1,4 @@
-"""Environment variables that training processes need when they start.
+"""Set environment variables that training processes need when they start.
 
 Above about the size of the last-level cache, glibc copies past the caches. Blocks of a snapshot are
 smaller, so copying one reads the memory that it overwrites, and evicts what the next step needs. A

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and how workers share them."""
+"""Find the GPUs of this machine, and decide how workers share them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-#: One of these exists if a driver does; without one, the import of torch is avoided.
+#: One of these exists if a driver does. Without a driver, torch is not imported.
 _DRIVERS: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
@@ -26,9 +26,9 @@ def gpus_here() -> tuple[str, ...]:
 
 
 def gpus_of_node(node: int, num_nodes: int, gpus: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the GPUs of one of ``num_nodes`` simulated nodes, which divide the machine's.
+    """Return the GPUs of one of ``num_nodes`` simulated nodes, which divide the machine's GPUs.
 
-    With fewer GPUs than nodes, several nodes have the same one.
+    If there are fewer GPUs than nodes, several nodes have the same one.
     """
     own = len(gpus) // max(1, num_nodes)
     if own or not gpus:

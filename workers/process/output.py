@@ -1,7 +1,8 @@
 """Copy the output of a script to ``RUN_DIR/logs/``, one log per attempt and rank.
 
-A local file system gets ``logs/attempt-0001/rank0.log``, which grows. Object stores rewrite a file
-to append to it, so they get numbered pieces: ``rank0-0001.log``, ``rank0-0002.log``, ...
+A local file system gets ``logs/attempt-0001/rank0.log``, to which text is appended. Object stores
+rewrite a file to append to it, so they get numbered pieces: ``rank0-0001.log``, ``rank0-0002.log``,
+...
 
 A separate thread writes. Printing never waits for storage and never fails because of it: refused
 output is retried, and output beyond ``PENDING_BYTES_MAX`` is dropped and counted.
@@ -21,11 +22,12 @@ from typing import Any, Final, TextIO
 from ucp_core.storage import LocalStore, Store, join
 from workers.protocol import LOGS
 
-#: Limit for output that waits for the storage, per rank.
+#: Limit for a rank's output that waits for the storage.
 PENDING_BYTES_MAX: Final = 1 << 20
-#: A person at a terminal notices no delay; one print per step costs one write in ten steps.
+#: Time between two writes: a person at a terminal notices no delay, and if each step prints a line,
+#: one write has those of about ten steps.
 LOCAL_S: Final = 0.2
-#: An object is a request and is billed as one.
+#: Time between two pieces: each is a request, which costs money.
 PIECE_S: Final = 10.0
 #: How long the end of an attempt, or of the process, waits for the last write.
 _CLOSE_S_MAX: Final = 2.0
@@ -36,9 +38,7 @@ log = logging.getLogger(__name__)
 class OutputLog:
     """The log of one rank in one attempt.
 
-    Args:
-        attempt: The attempt; part of the path, so no later attempt writes to the same log.
-        interval_s: Time between two writes; None for the store's default.
+    ``interval_s`` is the time between two writes; None for the store's default.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class OutputLog:
         atexit.register(self.close)
 
     def add(self, text: str) -> None:
-        """Have ``text`` written soon. Any thread may call it; it does not block."""
+        """Have ``text`` written soon. Any thread may call this; it does not block."""
         if os.getpid() != self._pid:
-            # A fork lacks the writing thread, and may have inherited a held lock.
+            # A forked process does not have the writing thread, and may have inherited a held lock.
             return
         data = text.encode(errors="backslashreplace")
         with self._lock:
@@ -79,7 +79,7 @@ class OutputLog:
         self._has_more.set()
 
     def close(self, wait_s: float = _CLOSE_S_MAX) -> None:
-        """Write what is left and end the thread; return after ``wait_s`` at the latest."""
+        """Write the rest and end the thread; return after ``wait_s`` at the latest."""
         atexit.unregister(self.close)
         self._is_closed.set()
         self._has_more.set()
@@ -119,7 +119,7 @@ class OutputLog:
 
 
 class HeldOutput:
-    """Output from before there was a log: the first log gets it."""
+    """Output from before there was a log; the first log gets it."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -129,7 +129,7 @@ class HeldOutput:
         self._texts.append(text)
 
     def hand_over(self, output: OutputLog) -> None:
-        """Give everything to ``output``."""
+        """Pass everything to ``output``."""
         texts, self._texts = self._texts, []
         output.add("".join(texts))
 
@@ -155,8 +155,8 @@ class _Copied:
         return getattr(self.stream, name)
 
 
-#: Keyed by the name in ``sys``. A script's logging handlers keep the stream of their first attempt,
-#: so each stream is wrapped once.
+#: The wrapped streams by their name in ``sys``. A script's logging handlers keep the stream of
+#: their first attempt, so each stream is wrapped only once.
 _copied: Final[dict[str, _Copied]] = {}
 
 

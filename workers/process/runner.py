@@ -54,7 +54,7 @@ class Notes:
         self._lock = threading.Lock()
         self._attempt = 0
         self._notes: tuple[Noted, ...] = ()
-        #: Done with the next note.
+        #: It is done with the next note.
         self._news: Future[None] = Future()
 
     def add(self, note: Noted) -> None:
@@ -68,7 +68,7 @@ class Notes:
     async def after(self, attempt: int, num_heard: int, *, left: Future[Any]) -> tuple[Noted, ...]:
         """Return the notes of ``attempt`` without the first ``num_heard``, once there are some.
 
-        () once ``left`` is done and there are none.
+        Return () once ``left`` is done and there are none.
         """
         while True:
             with self._lock:
@@ -83,10 +83,8 @@ class Notes:
 class AttemptRunner:
     """Runs one attempt at a time in the caller's thread.
 
-    Args:
-        directory: Shared-memory directory for the progress record and the ring.
-        node: Ray node id, hex.
-        progress: The record of its process; None makes one.
+    ``directory`` in shared memory is for the progress record and the ring. ``node`` is a Ray node
+    id in hexadecimal. If ``progress`` is None, the runner creates the record.
     """
 
     def __init__(
@@ -137,9 +135,8 @@ class AttemptRunner:
     def prepare(self, *, on_cpu: bool) -> None:
         """Do one-time work that would slow down the first attempt.
 
-        Raises ``WorkerError`` if that fails.
-
-        No warm-up on GPUs: only the first reservation says which GPU it is.
+        Raise ``WorkerError`` if that fails. There is no warm-up on GPUs, because the GPU is only
+        known once it is reserved.
         """
         self._progress.trains_here()
         settings = self._context.settings
@@ -149,15 +146,15 @@ class AttemptRunner:
             open_built_in(settings)
         if on_cpu:
             warm_up(settings)
-        # Imports stay: garbage collection after an attempt need not scan them.
+        # Imports stay, so garbage collection after an attempt need not scan them.
         gc.collect()
         gc.freeze()
 
     def run_top_level(self) -> None:
         """Run the script up to its call of ``everstep.run``, so that no attempt waits for it.
 
-        Never fails: the script raises its errors again in the attempt. Its output goes to the log
-        of the first attempt.
+        This never fails: the script raises its errors again in the attempt. Its output goes to the
+        log of the first attempt.
         """
         with log_of(self._held):
             came_there = run_top_level(self._context.settings)
@@ -166,13 +163,13 @@ class AttemptRunner:
             self._held = HeldOutput()
 
     def run(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> Outcome:
-        """Train in the attempt until this worker leaves it; never raises.
+        """Train in the attempt until this worker leaves it; never raise an error.
 
-        Ends the process if its device fails for good, or if its node has no room for an attempt.
+        End the process if its device fails for good, or if its node has no room for an attempt.
         """
         if device.has_failed():
             os._exit(device.EXIT_CODE)
-        # Takes effect because this process has imported torch, but not used CUDA yet.
+        # This takes effect because the process has imported torch, but not used CUDA yet.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         self.attempt = assignment.attempt
         self._progress.assign(assignment.attempt, assignment.rank)
@@ -189,7 +186,7 @@ class AttemptRunner:
             with log_of(output):
                 outcome = run_attempt(assignment, context)
         except NodeShortError as error:
-            # No outcome either: the run continues with workers of other nodes.
+            # There is no outcome here either: the run continues with workers of other nodes.
             _end(output, f"{error}; so this process ends\n")
         except BaseException as error:  # noqa: BLE001  the edge: a bug of ours is an outcome too
             outcome = Raised(
@@ -206,12 +203,13 @@ class AttemptRunner:
         if isinstance(outcome, Raised):
             output.add(outcome.traceback)
         if device.has_failed() and not device.is_of_script(outcome):
-            # No outcome: the error is not the script's. The run continues without this worker.
+            # There is no outcome, because the error is not the script's. The run continues without
+            # this worker.
             _end(
                 output, f"the GPU failed, so this process ends, and another takes over: {outcome}\n"
             )
         if isinstance(outcome, Completed | Raised | Superseded):
-            # This process may be ended next.
+            # This process may be ended next, so its output is written first.
             output.close()
         else:
             # A recovering run does not wait for storage.
@@ -232,7 +230,7 @@ class AttemptRunner:
             ):
                 left.wait()
         except (HeldError, StorageError) as error:
-            # A script that took the run over has a newer claim, which ends this one.
+            # A script that took over the run has a newer claim, which ends this one.
             log.warning("the lock on the run directory is not held: %s", error)
 
     def formed(self, attempt: int) -> Formed | None:
@@ -240,9 +238,10 @@ class AttemptRunner:
         return self._formed.get(attempt)
 
     def fence(self, attempt: int) -> None:
-        """End ``attempt`` here: its collectives fail at once, its writes are not committed.
+        """End ``attempt`` here: its collectives fail at once, and its writes are not committed.
 
-        One exception: it takes a final snapshot in memory before it reports that it left.
+        There is one exception: this worker takes a final snapshot in memory before it reports that
+        it has left.
         """
         with self._lock:
             self._fenced.add(attempt)
@@ -253,14 +252,13 @@ class AttemptRunner:
         return attempt in self._fenced
 
     def yield_at_boundary(self, attempt: int, *, durable: bool) -> None:
-        """Ask the training thread to leave ``attempt`` at the next boundary all ranks agree on.
+        """Request that the training thread leaves ``attempt`` at the next boundary.
 
-        Args:
-            durable: Whether the state must be in storage then; cannot be taken back.
+        With ``durable`` the state must then be in storage; this cannot be revoked.
         """
         with self._lock:
             if durable:
-                # Written before the request: a reader of the request must see this.
+                # This comes before the request, because a reader of the request must see it.
                 self._durably.add(attempt)
             self._yielding.add(attempt)
 
@@ -272,14 +270,11 @@ class AttemptRunner:
 
     @property
     def exit_code(self) -> int:
-        """Return the reason with which the process ends if a signal asked for it."""
+        """Return the exit code with which the process ends if a signal requested it."""
         return termination.exit_code(self._signal)
 
     def _leaves(self, attempt: int) -> bool:
-        """Return whether to leave ``attempt``.
-
-        A call or a signal asked for it, or it has long lost its controller.
-        """
+        """Return whether to leave ``attempt``: on request, by a signal, or without a lease."""
         if self._signal:
             self.yield_at_boundary(attempt, durable=False)
         if attempt not in self._yielding and has_run_out(self._directory):
@@ -301,7 +296,7 @@ class AttemptRunner:
 
 
 def _end(output: OutputLog, words: str) -> NoReturn:
-    """End this process with words in its log."""
+    """End this process, with ``words`` at the end of its log."""
     output.add(words)
     output.close()
     os._exit(device.EXIT_CODE)

@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT of a worker process, and signal handlers of scripts.
+"""Handle SIGTERM and SIGINT in a worker process, and signal handlers of scripts.
 
-Only a process's main thread may set a signal handler. In a Ray worker that is Ray's own thread;
-actors and scripts run in others. Ray's handler would end the process in the middle of a step.
+Only a process's main thread may set a signal handler. In a Ray worker that thread is Ray's; actors
+and scripts run in others. Ray's handler would end the process in the middle of a step.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def exit_code(number: int) -> int:
 def on_termination(act: Callable[[int], None]) -> None:
     """Call ``act`` in the main thread on SIGTERM and SIGINT, which mean the same.
 
-    Does nothing if this is another version of Ray.
-
-    Ray's handler is called once with a replacement action: installing ours.
+    Ray's handler is called once, with a replacement action that installs ours. If this version of
+    Ray has another handler, do nothing.
     """
     module: Any = ray._private.worker  # noqa: SLF001  no public way
     handler: Any = signal.getsignal(signal.SIGTERM)
@@ -53,7 +52,7 @@ def on_termination(act: Callable[[int], None]) -> None:
 
 
 def explain_handlers() -> None:
-    """Tell a script that sets a signal handler what to do instead."""
+    """Raise an error that explains what to do, if a script sets a signal handler in a thread."""
     real = signal.signal
 
     def set_handler(number: int, handler: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Warm-up: imports, a tiny attempt alone and the script's top level, before a worker is ready.
+"""Warm up a process before its worker is ready: imports, a tiny attempt, the script's top level.
 
 The first attempt of a process is slower than later ones: torch imports modules on first use, tokens
 are loaded, and caches of kernels and sharding are filled. After the warm-up a standby joins as fast
@@ -30,18 +30,15 @@ from workers.train import attempt_alone, task_of
 WARM_UP_ATTEMPT = 0
 #: Folders of packages that contain no user's project.
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
-#: Enough text that some is held out.
+#: Enough documents that some are held out.
 _NUM_DOCUMENTS: Final = 16
 
 
 def warm_up(settings: Settings) -> None:
     """Train one step of a tiny model in this process; only warm caches remain.
 
-    The model, its text and its settings are the warm-up's own. From the run it takes the settings
-    that choose other kernels.
-
-    Raises:
-        WorkerError: It failed, so this worker cannot train.
+    The model and its text belong to the warm-up. From the run it takes the settings that select
+    other kernels. Raise ``WorkerError`` if it fails, because then this worker cannot train.
     """
     with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
         line = json.dumps({"text": "warm-up " * 8})
@@ -68,9 +65,9 @@ def warm_up(settings: Settings) -> None:
 
 
 def open_built_in(settings: Settings) -> None:
-    """Read the text of the built-in training, and import what its model needs. Never fails.
+    """Read the text of the built-in training, and import what its model needs. Never fail.
 
-    Otherwise the whole attempt waits for both. Errors are left for the attempt to report.
+    Otherwise the whole attempt waits for both. The attempt reports any errors.
     """
     with contextlib.suppress(Exception):
         open_texts(settings.data)
@@ -80,16 +77,16 @@ def open_built_in(settings: Settings) -> None:
 
 
 def import_for(script: str) -> None:
-    """Import the installed packages that a script imports at its top level. Never fails.
+    """Import the installed packages that a script imports at its top level. Never fail.
 
     Otherwise an attempt waits while a new member runs the script, and Hugging Face's libraries take
-    ten seconds of a core to import. The script's own modules are left to the script: they may look
-    at the GPU, which is not known yet (``run_top_level``).
+    ten seconds of a core to import. The script's own modules are not imported: they may look for a
+    GPU, which is not known yet (``run_top_level``).
     """
     try:
         tree = ast.parse(Path(script).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        # The attempt reports it.
+        # The attempt reports the error.
         return
     for node in tree.body:
         names = [alias.name for alias in getattr(node, "names", ())]
@@ -108,8 +105,8 @@ def import_for(script: str) -> None:
 def run_top_level(settings: Settings) -> bool:
     """Run the script up to its call of ``everstep.run``; return whether it got there.
 
-    Otherwise an attempt waits while a new member reads and prepares its data. Only for processes
-    without a GPU: a script that looks for one would take any, and keep it.
+    Otherwise an attempt waits while a new member reads and prepares its data. This is only for
+    processes without a GPU: a script that looks for one would take any, and keep it.
     """
     try:
         task_of(settings)

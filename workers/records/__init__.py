@@ -1,4 +1,4 @@
-"""Keeps a process's records of itself, which others can read even after it stopped or died."""
+"""Keep a process's records of itself, which others can read even after it stopped or died."""
 
 from workers.records.lease import Lease, has_run_out, lease_s
 from workers.records.processes import descendants, process_state

@@ -1,4 +1,4 @@
-"""Computes the costs of a rank's steps from the spans of its own work."""
+"""Compute the costs of a rank's steps from the spans of its own work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.protocol import StepCost
 class Span(NamedTuple):
     """A finished span; ``own_s`` is its time without the rank's waits for others.
 
-    On a device it is 0.0 if unknown. ``tokens`` is the number of tokens read, or 0 if unknown.
+    On a device ``own_s`` is 0.0 if unknown. ``tokens`` is the number of tokens read; 0 if unknown.
     """
 
     op: str
@@ -35,10 +35,8 @@ class Costs:
     ) -> tuple[StepCost, ...]:
         """Return the costs of the steps that end with these spans, oldest first.
 
-        Args:
-            spans: The spans after those added before.
-            has_gap: Whether spans before them are lost, which leaves their step unknown.
-            on_device: Whether the device time of some spans is unknown.
+        ``spans`` follow those added before. ``has_gap`` says that spans before them are lost, so
+        the cost of their step is unknown. On a device, only spans with a known device time count.
         """
         if has_gap:
             self._spans, self._has_gap = [], True
@@ -55,7 +53,7 @@ class Costs:
 
 
 def _cost(step: int, spans: Sequence[Span]) -> StepCost | None:
-    """Return the duration of a step from its spans; None without a forward pass.
+    """Return the cost of a step from its spans; None without a forward or backward pass.
 
     Several pipeline stages on one rank each have a span of each micro-batch, and all are added.
     """
@@ -75,9 +73,7 @@ def _cost(step: int, spans: Sequence[Span]) -> StepCost | None:
 
 
 def _device_cost(step: int, spans: Sequence[Span]) -> StepCost | None:
-    """Return the duration of a step from its spans.
-
-    None if no forward or no backward pass is known.
+    """Return the cost of a step from its spans; None if no forward or no backward pass is known.
 
     The first pass may gather parameters in its forward, the last one reduce in its backward, so the
     fastest forward and the fastest backward may come from different passes.

@@ -1,10 +1,10 @@
-"""Stores in shared memory how long a node's trainers may continue without a controller.
+"""Store in shared memory how long a node's trainers may continue without a controller.
 
 A live controller calls each keeper every few seconds, and the keeper renews the lease. When the
 lease runs out, trainers leave at the next step boundary, even if the keeper is also gone.
 
-A lease is as long as Ray waits for an absent head: a head that returns in time takes over trainers
-that never stopped.
+A lease runs out somewhat before Ray stops waiting for an absent head. If the head returns in time,
+it takes over trainers that never stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 from workers.protocol import LEASE_S, LEAVE_SHARE
 from workers.records.ring import map_draft
 
-#: Ray's default: the processes of a node end this many seconds after the head is gone.
+#: The time in seconds after the loss of the head at which Ray ends the processes of a node.
 VARIABLE: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 _NAME: Final = "lease"
@@ -41,10 +41,8 @@ def lease_s(environment: Mapping[str, str]) -> float:
 class Lease:
     """The keeper's end of the lease: one time of the machine's monotonic clock, in ns.
 
-    A lease that an earlier keeper left in ``directory`` continues.
-
-    Raises:
-        OSError: There is no room for the file.
+    A lease that an earlier keeper left in ``directory`` continues. Raise OSError if there is no
+    room for the file.
     """
 
     def __init__(self, directory: Path, lease_s: float = LEASE_S) -> None:

@@ -1,4 +1,4 @@
-"""Reads the kernel's account of processes and threads from outside."""
+"""Read the kernel's data on processes and threads from outside."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _EXITING: Final = 4
 
 
 class ProcessState(NamedTuple):
-    """The kernel's account of a process or of one of its threads.
+    """The kernel's data on a process or on one of its threads.
 
-    ``exit_status`` is as ``waitpid`` returns it, and None for a process that lives or is gone. The
-    kernel knows it before it has freed the process's memory, which takes 0.4 s per GiB.
+    ``exit_status`` is as ``waitpid`` returns it; None if the process lives or is gone. The kernel
+    has it before it has freed the process's memory, which takes 0.4 s per GiB.
     """
 
     letter: str
@@ -28,10 +28,7 @@ class ProcessState(NamedTuple):
 
 
 def process_state(pid: int, *, thread: int = 0) -> ProcessState:
-    """Return the kernel's state letter, start time in ticks, and processor time; X if gone.
-
-    With ``thread``, return those of that thread of the process.
-    """
+    """Return the state of a process, or of one of its threads; the letter is X if it is gone."""
     place = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
     try:
         stat = _read_at_once(place)
@@ -47,7 +44,7 @@ def process_state(pid: int, *, thread: int = 0) -> ProcessState:
 
 
 def num_runs(pid: int, thread: int) -> int:
-    """Return how often a thread of a process got a processor; 0 if the kernel does not say."""
+    """Return how often a thread of a process got a processor; 0 if the thread is gone."""
     try:
         return int(_read_at_once(f"/proc/{pid}/task/{thread}/schedstat").split()[2])
     except (FileNotFoundError, ProcessLookupError):
@@ -72,7 +69,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def _read_at_once(path: str) -> bytes:
-    """Read a small file of the kernel, in a third of the time of a file object."""
+    """Read a small file of the kernel, in a third of the time that a file object takes."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, _KERNEL_BYTES_MAX)

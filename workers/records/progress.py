@@ -1,4 +1,4 @@
-"""Stores a worker's progress in a record that the keeper reads from outside.
+"""Store a worker's progress in a record that the keeper reads from outside.
 
 A worker sends no heartbeats. It writes a small file in shared memory that stays readable while the
 process is stopped and after it died. The training thread stores its progress. A separate thread
@@ -84,7 +84,7 @@ class ProgressView:
 class ProgressRecord:
     """The writing end, thread-safe; a store takes about 1 us and no system call.
 
-    Made by ``create``; it beats until ``close``.
+    ``create`` makes it. It beats until ``close``.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -119,10 +119,9 @@ class ProgressRecord:
     def assign(self, attempt: int, rank: int) -> None:
         """Store that the worker enters ``attempt`` as ``rank``; (0, -1) when it is in none.
 
-        Call this in the thread that trains.
-
-        Resets step duration, loss and facts, except for the last evaluation's: the first step of an
-        attempt has its own bound. The last completed step stays until ``resumed`` or ``completed``.
+        Call this in the thread that trains. It resets step duration, loss and facts, except for the
+        last evaluation's: the first step of an attempt has a separate time limit. The last
+        completed step stays until ``resumed`` or ``completed``.
         """
         with self._lock:
             self._attempt, self._rank = attempt, rank
@@ -175,13 +174,10 @@ class ProgressRecord:
             self._store()
 
     def waits_at(self, place: str) -> None:
-        """Store the line of the script at which the worker waits for others.
-
-        "" if it does not wait.
-        """
+        """Store the script's line at which the worker waits for others; "" if it does not wait."""
         text = place.encode()[:_PLACE_BYTES_MAX]
         with self._lock:
-            # A reader accepts a text whose length is equal before and after reading.
+            # A reader accepts a text only if its length is equal before and after reading.
             _WORD.pack_into(self._memory, _PLACE_AT, 0)
             self._memory[_PLACE_AT + 8 : _PLACE_AT + 8 + len(text)] = text
             _WORD.pack_into(self._memory, _PLACE_AT, len(text))
@@ -212,7 +208,7 @@ class ProgressRecord:
 
 
 class ProgressReader:
-    """The reading end, kept open (``open_progress``); a look takes microseconds."""
+    """The reading end, which ``open_progress`` returns. A view takes microseconds."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -279,7 +275,6 @@ def report_on(
     """Return an observation of ``worker`` from outside its process.
 
     Args:
-        worker: Worker id.
         view: The worker's progress record; None counts as a process that is gone.
         ring: The content of the worker's record ring; ignored if it is from another attempt.
         now_ns: The machine's monotonic clock, up to which ages count.
@@ -329,7 +324,7 @@ def _read_state(memory: mmap.mmap) -> tuple[Any, ...] | None:
     for _ in range(_READ_TRIES_MAX):
         copies = [memory[at : at + _STATE.size] for at in _COPIES_AT]
         again = [memory[at : at + _STATE.size] for at in _COPIES_AT]
-        # Check twice, because a store first zeroes the copy from its head on.
+        # The copies are read twice, because a store first zeroes a copy from its head on.
         states = [_STATE.unpack(a) for a, b in zip(copies, again, strict=True) if a == b]
         whole = [state for state in states if state[0] == state[-1] > 0]
         if whole:

@@ -1,4 +1,4 @@
-"""Writes the record ring: a process's collectives and own work, readable after it stopped or died.
+"""Write the record ring: a process's collectives and own work, readable after it stopped or died.
 
 There is one file per worker and attempt, mapped into memory: a header, one state per process group,
 and the last records, of 64 bytes each. The writer makes no system call, so a record survives
@@ -6,8 +6,8 @@ SIGSTOP and SIGKILL of the writer. These are the communicator and operation reco
 2406.04594, section 3), kept outside the communication library.
 
 A record is a collective, or a span of the rank's own work: data, forward, backward, optimizer.
-Spans follow each other and do not nest. A span knows how long it blocked the training thread, from
-the call of a wait to its end: the rest is the rank's own time. Collectives that were started ahead
+Spans follow each other and do not nest. A span says how long it blocked the training thread, from
+the call of a wait to its end: the rest is the rank's own time. Collectives that were started early
 overlap with computation, so their times say nothing about that. On a device the host's times are
 not the device's, so a forward or backward span also has the device's time, if known.
 
@@ -105,14 +105,14 @@ class _GroupWriter:
         self.on_device = False
 
     def now_waited(self) -> tuple[int, int]:
-        """Return number and entered_ns of the wait; on a device, of the first collective."""
+        """Return number and entered_ns of the wait; on a device, of the first one in flight."""
         if self.on_device and self.in_flight and self.in_flight[0].entered_ns:
             return self.in_flight[0][:2]
         return self.waited
 
 
 class _InFlight(NamedTuple):
-    """A call whose end was not seen. It has not been entered if ``entered_ns`` is 0."""
+    """A call whose end was not seen. If ``entered_ns`` is 0, it has not been entered."""
 
     seq: int
     entered_ns: int
@@ -160,7 +160,7 @@ class RecordRing:
         needed = int(records_per_s(path) * _HELD_S)
         num_records = min(max(needed, NUM_RECORDS), NUM_RECORDS_MAX)
         if num_records > NUM_RECORDS:
-            # Shared memory may be small (64 MiB in a container): a shorter past is better than
+            # Shared memory may be small (64 MiB in a container); fewer records are better than
             # none.
             with contextlib.suppress(OSError):
                 size_bytes = self._records_at + num_records * RECORD.size
@@ -200,8 +200,8 @@ class RecordRing:
     ) -> tuple[int, int]:
         """Record a call of a collective; return its number in the group, and its record's number.
 
-        On a device a collective is entered when the device reaches it, see ``reach``: the host is
-        far ahead. Until then it is counted as ahead.
+        On a device a collective is entered when the device reaches it, as ``reach`` records,
+        because the host is far ahead. Until then it is counted as ahead.
         """
         if group < 0:
             return 0, -1
@@ -222,16 +222,11 @@ class RecordRing:
             return seq, number
 
     def span(self, op: str, *, step: int = 0, micro_batch: int = 0, tokens: int = 0) -> int:
-        """Record that the last span ends, and that ``op`` of a micro-batch begins, if not "".
+        """Record that the last span ends, and that ``op`` of a micro-batch begins unless it is "".
 
         Call it in the thread that made the ring. Later collectives belong to this step and
-        micro-batch.
-
-        Args:
-            tokens: Number of tokens that the ending span has read.
-
-        Returns:
-            The number of the span's record, -1 if none begins.
+        micro-batch. ``tokens`` is the number of tokens that the ending span has read. Return the
+        number of the span's record; -1 if none begins.
         """
         with self._lock:
             now_ns = time.monotonic_ns()
@@ -273,7 +268,7 @@ class RecordRing:
         return number
 
     def _end(self, number: int, flags: int, now_ns: int, blocked_ns: int) -> int:
-        """Record the end; return the record's place, or 0 if it is already overwritten."""
+        """Record the end; return the record's offset, or 0 if it is already overwritten."""
         at = self._records_at + number % self._num_records * RECORD.size
         if self._words[at // 8] != number + 1:
             return 0
@@ -302,8 +297,8 @@ class RecordRing:
     def wait(self, group: int, seq: int) -> None:
         """Record that a thread waits for the collective ``seq`` of ``group``.
 
-        Do not call this if the result comes at once. A collective that was started ahead must not
-        make its rank look like a waiting one.
+        Do not call this if the result comes at once: a rank that started a collective early must
+        not look like one that waits.
         """
         if group < 0:
             return
@@ -316,10 +311,7 @@ class RecordRing:
         """Record the end of the collective ``seq`` of ``group``.
 
         ``FINISHED`` also ends the group's earlier ones: this rank has the result of a later one, so
-        every member has called the earlier ones.
-
-        Args:
-            blocked_ns: Time for which the calling thread was blocked until now.
+        every member has called the earlier ones. The calling thread was blocked for ``blocked_ns``.
         """
         with self._lock:
             if blocked_ns and threading.get_ident() == self._trainer:
@@ -338,10 +330,7 @@ class RecordRing:
                 self._store(state)
 
     def waited(self, since_ns: int) -> Waited | None:
-        """Return a collective for which a thread has waited since then or longer.
-
-        Return None without one.
-        """
+        """Return a collective for which a thread has waited since then, if there is one."""
         with self._lock:
             for state in self._groups:
                 seq, entered_ns = state.now_waited()
@@ -384,10 +373,8 @@ class RecordRing:
 def map_draft(path: Path, size_bytes: int) -> tuple[Path, mmap.mmap]:
     """Return a new file to replace ``path``, and its memory, fully allocated.
 
-    If shared memory is full, the first store to an unallocated page would be a bus error.
-
-    Raises:
-        OSError: There is not enough memory.
+    Raise OSError if there is not enough memory. Otherwise the first store to an unallocated page
+    would be a bus error.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     with draft.open("w+b") as file:

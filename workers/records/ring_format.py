@@ -1,4 +1,4 @@
-"""Defines the layout of a record ring's file.
+"""Define the layout of a record ring's file.
 
 The file has a header, the state of each process group, the members of the groups, and the records.
 All numbers are little-endian. ``ring`` writes it, ``ring_reader`` reads it.
@@ -30,7 +30,7 @@ FAILED: Final = 2
 ABORTED: Final = 4
 FLAG_BITS: Final = 3
 
-#: A rank's own work; recorded like collectives, but in no group.
+#: A rank's own work, recorded like collectives, but in no group.
 SPANS: Final = ("data", "forward", "backward", "optimizer")
 #: The recorded operations; a record holds the index.
 OPS: Final = (
@@ -105,7 +105,7 @@ EXIT_WORD: Final = 7
 _KNUTH: Final = 0x9E3779B97F4A7C15
 _KNUTH_INVERSE: Final = pow(_KNUTH, -1, 1 << 32)
 _SEND: Final = OP_CODES["send"]
-#: Calls with one number have the same payload on all members; payloads of other calls may differ.
+#: In these calls, the payloads of one number are equal on all members; in others they may differ.
 _SAME_SIZE: Final = frozenset(
     OP_CODES[op] for op in ("all_reduce", "broadcast", "reduce", "send", "recv")
 )
@@ -139,14 +139,14 @@ def history_after(history: int, op: int, dtype: int, size_bytes: int) -> int:
 
 
 def history_before(history: int, op: int, dtype: int, size_bytes: int) -> int:
-    """Return the hash that ``history_after`` makes ``history`` of."""
+    """Return the hash from which ``history_after`` makes ``history``."""
     known = size_bytes if op in _SAME_SIZE else 0
     high, low = divmod(min(op, _SEND) | dtype << 4 | known << 12, 1 << 32)
     return ((history - (low * _KNUTH >> 32)) * _KNUTH_INVERSE ^ high) & 0xFFFFFFFF
 
 
 def packed_call(op: int, dtype: int, history: int) -> int:
-    """Return a call as the state of a group holds it."""
+    """Return a call in the form in which the state of a group holds it."""
     return op | dtype << 8 | history << 32
 
 
@@ -161,12 +161,12 @@ def unpacked_call(call: int) -> tuple[int, int, int, int]:
 
 
 def ints_offset(index: int) -> int:
-    """Return the place of a member of a group."""
+    """Return the offset of a member of a group."""
     return HEADER_BYTES + NUM_GROUPS_MAX * GROUP_BYTES + 4 * index
 
 
 def records_offset(num_ints: int) -> int:
-    """Return the place where the records begin."""
+    """Return the offset at which the records begin."""
     end = ints_offset(num_ints)
     return end + -end % 64
 

@@ -1,4 +1,4 @@
-"""Reads record rings from another process, or after the writer has ended."""
+"""Read record rings from another process, or after the writer has ended."""
 
 from __future__ import annotations
 
@@ -109,12 +109,9 @@ class RingReader:
         self._costs, self._last_span = Costs(), 0
 
     def look(self, *, now_ns: int | None = None) -> RingView:
-        """Return the current content of the ring.
+        """Return the current content of the ring, whether the writer runs, is stopped, or is gone.
 
-        Works while the writer runs, is stopped, or is gone.
-
-        Args:
-            now_ns: Monotonic time up to which ``waiting_s`` counts; by default now.
+        ``now_ns`` is the monotonic time up to which ``waiting_s`` counts; by default now.
         """
         try:
             found = os.stat(self._path)  # noqa: PTH116  a Path would cost as much again
@@ -178,9 +175,9 @@ def is_ring(path: str | os.PathLike[str]) -> bool:
 
 
 def read_ring(path: str | os.PathLike[str]) -> Ring:
-    """Return the content of the ring at ``path``, also after its writer left the attempt.
+    """Return the content of the ring at ``path``, even after its writer left the attempt.
 
-    Waits count up to the last record, because a copy does not show its time.
+    Waits count up to the last record, because a copy does not show when it was made.
     """
     records = read_records(path)
     with _mapped(path) as memory:
@@ -303,7 +300,7 @@ def _read_group(
     for _ in range(_READ_TRIES_MAX):
         copies = [STATE.unpack_from(memory, offset + i * STATE.size) for i in (0, 1)]
         again = [STATE.unpack_from(memory, offset + i * STATE.size) for i in (0, 1)]
-        # Check twice, because the store first zeroes the copy from its head on.
+        # The copies are read twice, because a store first zeroes a copy from its head on.
         whole = [a for a, b in zip(copies, again, strict=True) if a == b and a[0] == a[8]]
         if whole:
             break
@@ -314,7 +311,7 @@ def _read_group(
         return None
     op, dtype, history, num_ahead = unpacked_call(call)
     if index not in names:
-        # Read members only once: they never change, and a large run has thousands.
+        # Members are read only once: they never change, and a large run has thousands.
         names[index] = _read_name(memory, offset + 2 * STATE.size)
     name, ranks = names[index]
     return GroupState(

@@ -1,4 +1,4 @@
-"""Takes versions of the training state into memory, which keepers hold."""
+"""Take versions of the training state into memory, which keepers hold."""
 
 from typing import TYPE_CHECKING
 

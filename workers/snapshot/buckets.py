@@ -1,4 +1,4 @@
-"""Divides a state into the buckets in which it is copied off a device."""
+"""Divide a state into the buckets in which it is copied off a device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from workers.memory import Question
 
-#: Bytes of a bucket: two thirds of a millisecond on a bus of 50 GB/s.
+#: Bytes of a bucket, which take two thirds of a millisecond on a bus of 50 GB/s.
 BUCKET_BYTES: Final = 32 << 20
-#: Bytes of a piece of a bucket, for which copies of other streams wait.
+#: Bytes of a piece of a bucket. Copies of other streams wait until a piece is copied.
 PIECE_BYTES: Final = 32 << 20
 
 
 class TensorRange(NamedTuple):
-    """Bytes of one of several tensors."""
+    """Some bytes of one of several tensors."""
 
     tensor: int
     low: int
@@ -28,7 +28,7 @@ class TensorRange(NamedTuple):
 def into_buckets(
     sizes_bytes: Sequence[int], *, bucket_bytes: int, block_bytes: int
 ) -> list[tuple[TensorRange, ...]]:
-    """Divide tensors into buckets, in order. Divide tensors only at blocks.
+    """Divide tensors into buckets, in order. A tensor is only divided at blocks.
 
     ``bucket_bytes`` is a multiple of ``block_bytes``, the unit of the checksums.
     """
@@ -57,10 +57,9 @@ class Asked(NamedTuple):
 
 
 class Plan:
-    """The parts of each bucket of a state, made once because slicing takes longer than enqueueing.
+    """The parts of each bucket of a state, kept because slicing takes longer than enqueueing.
 
-    Args:
-        places: The addresses of the tensors' memory, because a tensor may move.
+    ``places`` are the addresses of the tensors' memory, because a tensor may move.
 
     Attributes:
         asked: The part of each bucket to checksum, by number, once it was requested.
@@ -84,7 +83,7 @@ class Plan:
         self.parts = [[part for part in bucket if part is not None] for bucket in parts]
 
     def pieces(self, number: int, block_bytes: int) -> list[list[tuple[Tensor, Tensor]]]:
-        """Return the parts of a bucket in pieces; the last result for it."""
+        """Return the parts of a bucket in pieces. They are computed once."""
         if number not in self._pieces:
             parts = self.parts[number]
             ranges = into_buckets(

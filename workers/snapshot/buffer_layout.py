@@ -1,8 +1,8 @@
-"""Lays out the tensors of a rank in a buffer, and copies within this machine's memory.
+"""Lay out the tensors of a rank in a buffer, and copy them within this machine's memory.
 
 Another thread (``workers.snapshot.device``) later checksums tensors of a block or more, because
-doing it while copying would make training wait a fifth longer. Smaller tensors are checksummed
-while copying: for each of them another thread would take the interpreter from training.
+training would wait a fifth longer if that were done while copying. Smaller tensors are checksummed
+while copying, because for each of them another thread would take the interpreter from training.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from workers.memory import NUM_BUFFERS, Arena, ArenaStore
 from workers.protocol import Assignment
 from workers.state import StateEntry
 
-#: Size of a block. A new layout needs parts of blocks, but blocks are read whole. With this size
-#: that reads a tenth to a third more than needed, with 1 MiB half as much again.
+#: Size of a block. A new layout needs parts of blocks, but blocks are read whole. With this size a
+#: tenth to a third more than needed is read, with 1 MiB half as much again.
 BLOCK_BYTES: Final = 256 << 10
-#: A record has room for twice the small values of the first snapshot, and for this.
+#: A record has room for twice the small values of the first snapshot, plus this.
 _RECORD_SPARE_BYTES: Final = 64 << 10
 
 #: From this size on, the copy releases the interpreter, which takes 2 us.
@@ -34,7 +34,7 @@ _LARGE_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A state to put into a buffer; see ``ucp_core.native.save_rank``."""
+    """A state to put into a buffer, as ``ucp_core.native.save_rank`` takes it."""
 
     step: int  #: The step after which it was taken.
     entries: Sequence[StateEntry]  #: The part of the state's tensors that this rank saves.
@@ -45,12 +45,12 @@ class Captured:
 
 
 def source_of(assignment: Assignment) -> dict[str, Any]:
-    """Return a checkpoint's note about its writer."""
+    """Return the note about its writer that a checkpoint has."""
     return {"writer": "everstep", "layout": assignment.layout.to_json()}
 
 
 class BufferLayout:
-    """The position of everything in a buffer, as ``save_rank`` writes it. Made once per layout."""
+    """The position of everything in a buffer, as ``save_rank`` writes it, for one layout."""
 
     def __init__(self, state: Captured, assignment: Assignment) -> None:
         self._entries = state.entries
@@ -87,7 +87,7 @@ class BufferLayout:
         self._host = HostTensors(self.sources, block_bytes=BLOCK_BYTES)
 
     def bytes(self) -> Sequence[memoryview] | None:
-        """Return the bytes of every tensor in place, in the order of the data; see ``views``."""
+        """Return the bytes of every tensor in place, in the order of the data, or None."""
         return self._host.views()
 
     def copy(self, buffer: int) -> list[Sums] | None:
@@ -95,7 +95,7 @@ class BufferLayout:
         return self._host.copy_to(self.data[buffer])
 
     def lay_out(self, arena: Arena) -> None:
-        """Find the place of every tensor in every buffer."""
+        """Find the position of every tensor in every buffer."""
         for buffer in range(NUM_BUFFERS):
             body = arena.body(buffer)
             block = torch.frombuffer(body, dtype=torch.uint8)
@@ -118,7 +118,7 @@ class BufferLayout:
         sums: Sequence[Sums],
         check: Callable[[], None],
     ) -> None:
-        """Write the record of the captured state, with its checksums; see ``ArenaStore``."""
+        """Write the record of the captured state, with its checksums, by an ``ArenaStore``."""
         self.saver.save(
             ArenaStore(arena, buffer, check=check),
             "",
@@ -166,15 +166,15 @@ class HostTensors:
     def copy_to(self, targets: Sequence[memoryview]) -> list[Sums] | None:
         """Copy every tensor to ``targets``; return its checksums.
 
-        A large tensor has no checksum yet: it is made later. Returns None, and copies nothing, if
-        the bytes are not accessible.
+        A large tensor gets ``NO_SUMS``: its checksums are computed later. If the bytes are not
+        accessible, copy nothing and return None.
         """
         sources = self.views()
         if sources is None:
             return None
         sums: list[Sums] = []
         for source, target in zip(sources, targets, strict=True):
-            # Most tensors of most models are small.
+            # Most tensors of most models are small, and this is faster for them.
             if len(source) < _LARGE_BYTES:
                 target[:] = source
             else:
@@ -190,6 +190,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _layout(entry: StateEntry) -> tuple[Any, ...]:
-    """Return the properties that decide an entry's place."""
+    """Return the properties that decide an entry's position."""
     tensor = entry.tensor
     return (entry.fqn, entry.slot, entry.shape, entry.box, tensor.dtype)

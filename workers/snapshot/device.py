@@ -1,22 +1,22 @@
-"""Copies a state off a device in buckets beside the computation, before the next update.
+"""Copy a state off a device in buckets beside the computation, before the next update.
 
-Between two updates the state does not change. Meanwhile a stream of its own copies it in buckets,
+Between two updates the state does not change. In this time a separate stream copies it in buckets,
 and each bucket is checksummed while the next ones are copied. Only a few are under way at once, and
 only while the rank holds one of the node's credits, so other users of the bus wait for a bucket and
-not for a state. When the update comes, the remaining buckets leave at once, and the device delays
-the update until then. The training thread does not wait.
+not for a state. When the update comes, the remaining buckets are enqueued at once, and the device
+delays the update until they are copied. The training thread does not wait.
 
 In a pipeline the step releases the buckets: a few after the update, the others after marks that the
 stage's blocks set at the beginning and end of passes (``workers.snapshot.passes``,
-``bucket_releases``). Marks are reached on the device, since the processor enqueues a pass long
-before; the device also measures its gaps between passes, for the releases of a later step. Without
-marks, and when a caller waits for the snapshot, buckets leave as fast as they can. Without marks
-there are few buckets: a device has gaps to fill only if it waits for other stages, and each mark
-and each bucket takes the interpreter from training (``tests/benchmarks/RESULTS.md``).
+``bucket_releases``). The device reaches the marks, while the processor enqueues a pass long before;
+the device also measures its gaps between passes, for the releases of a later step. Without marks,
+and when a caller waits for the snapshot, buckets leave as fast as they can. Without marks there are
+few buckets: a device has gaps to fill only if it waits for other stages, and each mark and each
+bucket takes the interpreter from training (``tests/benchmarks/RESULTS.md``).
 
 Tensors in this machine's memory were copied already (``workers.snapshot.buffer_layout``), and only
-missing checksums are made here, also by credits. The thread has normal priority: descheduled, it
-would hold the interpreter's lock and delay training.
+missing checksums are computed here, also by credits. The thread has normal priority: with a lower
+one it could be interrupted while it holds the interpreter's lock, and delay training.
 
 Source: the device level of REFT's hierarchical snapshots (arXiv 2310.12670).
 """
@@ -51,16 +51,16 @@ from workers.snapshot.buckets import BUCKET_BYTES, Asked, Plan, TensorRange, int
 
 #: Buckets under way: one is copied while the next one waits.
 IN_FLIGHT_MAX: Final = 2
-#: Bytes that leave on one credit, some 10 ms, before it is another rank's turn.
+#: Bytes that leave on one credit, which takes some 10 ms, before it is another rank's turn.
 _TURN_BYTES: Final = 512 << 20
 #: Fewest buckets of a turn: a new turn takes the interpreter from training, and the bus waits.
 _TURN_BUCKETS_MIN: Final = 4
-#: Most buckets of a state, or a few more, with marks and without; a larger state has more.
+#: Intended number of buckets of a state, with marks and without; a large state has more.
 _BUCKETS_MAX: Final = 16
 _FEW_BUCKETS: Final = 4
-#: 20 ms on a bus of 50 GB/s, for which other ranks wait.
+#: It takes 20 ms on a bus of 50 GB/s, for which other ranks wait.
 _BUCKET_BYTES_MAX: Final = 1 << 30
-#: The device's gaps are measured in one of this many snapshots, and in the first two. Measuring
+#: The device's gaps are measured in one of this many snapshots, and in the first ones. Measuring
 #: takes an event at every mark, and a first step is unlike later ones.
 _MEASURED_EVERY: Final = 16
 _MEASURED_FIRST: Final = 2
@@ -68,8 +68,8 @@ _MEASURED_FIRST: Final = 2
 #: Period of checking whether the last copy has ended.
 _END_LOOK_S: Final = 0.001
 
-#: Share of a step's marks over which buckets are spread, most of the forward passes of a single
-#: micro-batch. The sooner a snapshot is complete, the less a failure loses.
+#: Share of a step's marks over which buckets are spread, which is most of the forward passes of a
+#: single micro-batch. The sooner a snapshot is complete, the less a failure loses.
 SPREAD: Final = 0.5
 
 
@@ -97,13 +97,13 @@ def bucket_releases(num_buckets: int, gaps_s: Sequence[float], bucket_s: float) 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """How a state leaves a device, where a card has not shown yet which way costs least."""
+    """How a state leaves a device. No measurement on a GPU has shown yet which way costs least."""
 
-    #: In pieces with a small computation between any two. A copy engine takes copies in the order
-    #: in which they are ready, whatever the priority of their streams; in such a gap it takes those
-    #: of other streams (meta-pytorch/torchrec, issues 4303, 4315 and 4339).
+    #: Whether in pieces with a small computation between any two. A copy engine takes copies in the
+    #: order in which they are ready, whatever the priority of their streams; in such a gap it takes
+    #: those of other streams (meta-pytorch/torchrec, issues 4303, 4315 and 4339).
     pieces: bool = False
-    #: Behind the passes of every model, not only of a pipeline stage.
+    #: Whether behind the passes of every model, not only of a pipeline stage.
     passes: bool = False
 
 
@@ -127,7 +127,7 @@ class _Gate(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """A mark of a step, and whether the device is idle from there to the next."""
+    """A mark of a step, and whether it ends a pass, so that the device is idle until the next."""
 
     mark: Mark
     ends: bool
@@ -145,8 +145,9 @@ def _note(ranges: Sequence[TensorRange], sums: Sequence[Sums], found: list[Sums]
 class DeviceCopy:
     """Copies of a state off its device, one at a time.
 
-    The training thread calls ``begin``, ``passed`` and ``hold_update``, another thread ``run``. By
-    default the copies use a CUDA stream if a source is on a device, and are made at once otherwise.
+    The training thread calls ``begin``, ``passed`` and ``hold_update``, another thread ``run``. If
+    a source is on a device, copies use ``stream``, by default a CUDA stream; otherwise they are
+    made at once.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class DeviceCopy:
     ) -> None:
         self._node = node
         self._block_bytes = block_bytes
-        #: From the next ``begin`` on.
+        #: It applies from the next ``begin`` on.
         self.leaving = Leaving()
         self.counts = Counts()
         self._checksums = checksums or Checksums()
@@ -191,10 +192,8 @@ class DeviceCopy:
     ) -> None:
         """Note the tensors to copy, in their state after all work that the device has enqueued.
 
-        Args:
-            targets: Contiguous tensors in this machine's memory.
-            sources: Tensors of the same shapes.
-            num_checked: Number of the first ones that ``run`` checksums.
+        ``targets`` are contiguous tensors in this machine's memory. ``run`` checksums the first
+        ``num_checked`` of them.
         """
         with self._lock:
             self._todo.clear()
@@ -268,20 +267,19 @@ class DeviceCopy:
         known: Sequence[Sums] = (),
         hurries: bool = False,
     ) -> list[Sums]:
-        """Copy the tensors of ``begin``; return the checksums of each of ``data`` in the end.
+        """Copy the tensors of ``begin``; return the checksums of each of ``data`` afterwards.
+
+        Raise the device's error if it failed, or lacks memory for copying, and RuntimeError if the
+        copy was stopped.
 
         Args:
             data: Memory of the targets to checksum; other memory, if there are none.
             known: The checksums, or none, of each part of such other memory.
-            hurries: Whether to do without credits.
-
-        Raises:
-            Exception: The device failed, or lacks memory for copying.
-            RuntimeError: The copy was stopped earlier.
+            hurries: Whether to copy without credits.
         """
         used_s = time.thread_time()
         found = list(known) or [NO_SUMS] * len(data)
-        # A second call finds everything in place.
+        # A second call finds nothing left to copy.
         num_checked, self._num_checked = self._num_checked, 0
         patience_s = 0.0 if hurries else PATIENCE_S
         if hurries:
@@ -321,8 +319,8 @@ class DeviceCopy:
     ) -> None:
         """While ``has_next``, call ``go_on`` with the rest of a turn until it returns False.
 
-        Each turn holds a credit, and waits for it up to ``patience_s``. With None it needs no
-        credit, as for a single bucket, which is faster than waiting.
+        Each turn holds a credit, and waits for it up to ``patience_s``. None means no credit, as
+        for a single bucket: copying it is faster than waiting.
         """
         begun_s = time.monotonic()
         while has_next():
@@ -332,7 +330,7 @@ class DeviceCopy:
                 all(go_on(left) for left in range(turn, 0, -1))
                 begun_s = time.monotonic()
             if not has_one:
-                # The holder may be stopped: one wait is enough.
+                # The holder may be stopped, so one wait is enough.
                 patience_s = 0.0
 
     def _has_next(self) -> bool:
@@ -358,7 +356,7 @@ class DeviceCopy:
         data: Sequence[memoryview],
         asked: list[Asked],
     ) -> bool:
-        """Wait for the next bucket and checksum it while others follow; return if there was one.
+        """Wait for the next bucket and request its checksums; return whether there was one.
 
         Checksumming a bucket takes longer than copying the next one, which does not wait for it.
         """
@@ -395,9 +393,9 @@ class DeviceCopy:
         return bool(ranges)
 
     def wait(self) -> None:
-        """Wait until the copy is complete.
+        """Wait until the copy is complete; raise the error of ``run`` if it failed.
 
-        Any thread may call this. It raises the error of ``run``.
+        Any thread may call this.
         """
         with self._lock:
             self._queue_all()
@@ -409,7 +407,7 @@ class DeviceCopy:
     def end(self, limit_s: float) -> bool:
         """Stop copying; return whether all copies have ended within ``limit_s``.
 
-        A device that is stuck in a computation never reaches the copies after it.
+        If a device is stuck in a computation, it never reaches the copies after it.
         """
         with self._lock:
             if self._todo:
@@ -527,10 +525,7 @@ class DeviceCopy:
         return plan
 
     def _buckets_of(self, sizes_bytes: Iterable[int]) -> list[tuple[TensorRange, ...]]:
-        """Return the buckets.
-
-        Reuse the last result if sizes are unchanged, because most tensors are small.
-        """
+        """Return the buckets for these sizes; reuse the last result if the sizes are unchanged."""
         sizes = list(sizes_bytes)
         if sizes != self._sizes:
             self._sizes = sizes

@@ -1,4 +1,4 @@
-"""Decides whether a rank that leaves an attempt early takes a final snapshot, and where. Pure.
+"""Decide whether a rank that leaves an attempt early takes a final snapshot, and where. Pure.
 
 A rank that survives its attempt still has the state after its last step, of which there may be no
 snapshot. So it takes one more before it reports that it has left. If all ranks do so, no step is
@@ -19,15 +19,14 @@ from workers.protocol import Held
 FINAL_S_MAX: Final = 0.5
 #: A snapshot that is expected to take longer is not begun.
 _EXPECTED_S_MAX: Final = FINAL_S_MAX / 2
-#: Expected speed of copying and checksumming: an eighth of a quiet machine's.
+#: Expected speed of copying and checksumming: an eighth of an idle machine's.
 _BYTES_PER_S: Final = 1 << 30
 
 
 def is_quick(size_bytes: int, measured_s: float | None) -> bool:
     """Return whether a snapshot is short enough to be taken when leaving.
 
-    Args:
-        measured_s: Duration of the last snapshot without its waits; None if there was none.
+    ``measured_s`` is the duration of the last snapshot without its waits; None if there was none.
     """
     expected_s = size_bytes / _BYTES_PER_S if measured_s is None else measured_s
     return expected_s <= _EXPECTED_S_MAX
@@ -36,11 +35,9 @@ def is_quick(size_bytes: int, measured_s: float | None) -> bool:
 class Fallback:
     """The versions that the run can fall back on, as far as one rank of an attempt knows.
 
-    Args:
-        resumed: ``(attempt, step)`` of the version that the rank resumed from, (0, 0) if none.
-
     Attributes:
-        safe: ``(attempt, step)`` of the newest version that all ranks and their peers have.
+        safe: ``(attempt, step)`` of the newest version that all ranks and their peers have, at
+            first of the version that the rank resumed from; (0, 0) if none.
     """
 
     def __init__(self, attempt: int, resumed: tuple[int, int]) -> None:
@@ -57,7 +54,7 @@ class Fallback:
     def agree(self, *, is_behind: bool, is_without_memory: bool) -> None:
         """Note the agreement of all ranks about the snapshots so far."""
         if is_without_memory:
-            # One rank may have failed to complete it, and the others will not know.
+            # One rank may have failed to complete its snapshot, and the others will not know.
             self._taken = None
         elif not is_behind and self._taken is not None:
             self.safe = self._taken
@@ -68,7 +65,7 @@ class Fallback:
         """Return the buffer for one more snapshot; None if every buffer may be needed.
 
         Spare the newest version that all ranks have completed and copied, and everything newer.
-        Also, keepers take the first of two versions of an attempt for complete
+        Also, keepers assume that the first of two versions of an attempt is complete
         (``workers.memory.retention``), so no second one may follow a first one that may be
         incomplete.
 

@@ -1,4 +1,4 @@
-"""Saves other ranks' shares from a rank's own replica, without the network.
+"""Save other ranks' shares from a rank's own replica, without the network.
 
 Replicas on other nodes have the same state, and each saves one share of it. A rank copies some
 other shares into separate memory. They equal those ranks' own snapshots bit for bit, so the keeper
@@ -33,8 +33,8 @@ from workers.protocol import Assignment, Member
 from workers.snapshot.buffer_layout import BLOCK_BYTES, BufferLayout, Captured
 from workers.state import StateEntry
 
-#: Refused memory is requested again after this. The previous attempt's memory is freed once this
-#: one's versions are proven; until then no snapshot survives the loss of a node.
+#: Period of requesting refused memory again. The previous attempt's memory is freed once this one's
+#: versions are proven; until then no snapshot survives the loss of a node.
 _REFUSED_S: Final = 2.0
 #: Bytes to XOR at once, so that intermediate results stay in the cache.
 _WINDOW_BYTES: Final = 256 << 10
@@ -49,7 +49,7 @@ _Copies: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 class ForOthers:
-    """The copies, or the parity, that one rank saves in one attempt as its assignment says.
+    """The copies, or the parity, that one rank saves for others in one attempt.
 
     Only ``takes`` and ``capture`` are quick. The training thread calls these two, and never while
     another call runs.
@@ -123,7 +123,7 @@ class ForOthers:
         incomplete.
         """
         for block in self._blocks:
-            # A block is already complete if the fence came while another block was completed.
+            # A block may be complete already, if the fence came while a later block was completed.
             if block.is_open:
                 block.complete(state, check)
 
@@ -139,8 +139,8 @@ class _Block(ABC):
 
     memory: SnapshotMemory
     assignment: Assignment
-    #: The rank in its buffers' headers; below 0 for a parity, which a reader must not take for a
-    #: rank's part.
+    #: The rank in its buffers' headers; below 0 for a parity, so that readers do not mistake it for
+    #: a rank's part.
     rank: int
     body_bytes: int
     for_cuda: bool
@@ -187,7 +187,7 @@ class _Block(ABC):
         return True
 
     def lay_out(self, arena: Arena) -> None:  # noqa: B027  a parity has no places to find
-        """Find the places of tensors in new memory."""
+        """Find the positions of tensors in new memory."""
 
     @abstractmethod
     def fill(self) -> _Copies:
@@ -206,11 +206,11 @@ class _Copy(_Block):
     sums: Sequence[Sums] = ()
 
     def lay_out(self, arena: Arena) -> None:
-        """Find the places of the share's tensors."""
+        """Find the positions of the share's tensors."""
         self.layout.lay_out(arena)
 
     def fill(self) -> _Copies:
-        """Copy it."""
+        """Copy the share."""
         sums = self.layout.copy(self.buffer)
         self.sums = sums or [NO_SUMS for _ in self.layout.sources]
         if sums is not None:
@@ -239,7 +239,7 @@ class _Parity(_Block):
     on_device: Tensor | None = None
 
     def fill(self) -> _Copies:
-        """Compute it."""
+        """Compute the parity."""
         assert self.arena is not None
         block = self.arena.body(self.buffer)[: self.draft.parities_bytes]
         views = [layout.bytes() for layout in self.others.values()]
@@ -274,7 +274,7 @@ class _Parity(_Block):
     def _fold_on_device(self, block: memoryview) -> _Copies:
         """Compute the parity on the tensors' device; return (targets, sources) of its copy.
 
-        A device without memory for it fails the parity, not the training.
+        If the device does not have enough memory, there is no parity, but the training continues.
         """
         every = [tensor.device for layout in self.others.values() for tensor in layout.sources]
         device = next((device for device in every if device.type == "cuda"), every[0])
@@ -373,7 +373,7 @@ def folds(
 def _block(
     stripes: Stripes, stripe: int, place: int, data: Sequence[Any]
 ) -> list[tuple[_Run, Any]]:
-    """Return the bytes of a member in its block of a stripe, and their places in the block."""
+    """Return the bytes of a member in its block of a stripe, and their positions in the block."""
     length = sum(map(len, data))
     runs: list[tuple[_Run, Any]] = []
     for data_block in stripes.blocks(place, length):

@@ -1,4 +1,4 @@
-"""Reports the beginning and end of every block's forward and backward pass in a step.
+"""Report the beginning and end of every block's forward and backward pass in a step.
 
 Source: the hooks that release buckets in REFT's hierarchical snapshots (arXiv 2310.12670).
 """
@@ -34,7 +34,7 @@ def on_passes(blocks: Iterable[nn.Module], told: Told) -> Callable[[], None]:
     after a whole backward call: one block's backward pass begins where another's ends.
 
     There are calls only while gradients are enabled, because the caller counts a step's calls.
-    There are none while a CUDA graph is recorded, because it replays without calls.
+    There are none while a CUDA graph is captured, because it is replayed without calls.
     """
     hooks = _Hooks(told)
     handles = []
@@ -68,7 +68,7 @@ class _Hooks:
         """Report that a forward pass ends; arrange the report of the backward pass's beginning."""
         if not torch.is_grad_enabled():
             return
-        # A forward pass within a backward pass (recomputation) continues it.
+        # A forward pass within a backward pass (recomputation) continues the latter.
         if current_backward() == NO_BACKWARD:
             self._tell(ends=True)
         for one in tree_iter(output):

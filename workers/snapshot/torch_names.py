@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 
 __all__ = ["NO_BACKWARD", "call_behind_backward", "current_backward", "tree_iter"]
 
-#: No backward pass is under way in this thread.
+#: The id if no backward pass is under way in this thread.
 NO_BACKWARD = -1
 
 

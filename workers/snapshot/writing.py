@@ -1,8 +1,8 @@
-"""Takes snapshots: copies the state after a step into a buffer that the keeper also holds.
+"""Take snapshots: copy the state after a step into a buffer that the keeper also holds.
 
 The training thread chooses the buffer and copies. Another thread checksums the copy and writes the
 record, which completes the buffer. Nothing here waits for another process or fails the training: if
-there is no memory, or a snapshot cannot be completed, it logs that once and the state goes to
+there is no memory, or a snapshot cannot be completed, that is logged once and the state goes to
 storage.
 """
 
@@ -33,7 +33,7 @@ __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "sourc
 _LOOK_S: Final = 0.02
 #: Period of checking whether peers have a copy; copying takes about as long.
 _COPIED_LOOK_S: Final = 0.005
-#: Time limit for completing a snapshot: its record, and off a device some ms for each 100 MB.
+#: Time limit for completing a snapshot: its record, and on a device some ms for each 100 MB.
 _CLOSE_S_MAX: Final = 5.0
 #: A keeper that is away for longer protects nothing, so the state goes to storage.
 _KEEPER_S_MAX: Final = 30.0
@@ -52,14 +52,11 @@ class SnapshotWriter:
     all ranks agree what to do; ``capture``; ``complete``.
 
     Args:
-        memory: Memory of this worker.
-        assignment: Attempt, rank and layout of the snapshots.
         fenced: Returns whether the attempt must stop writing.
-        told: Returns once the metrics of all steps so far are written, or that takes too long.
-        stream: See ``DeviceCopy``.
+        told: Returns once the metrics of all steps so far are written, or after a time limit.
 
     Attributes:
-        device_copy: Takes captured state off the device, and learns of passes and updates.
+        device_copy: Copies captured state off the device, and is notified of passes and updates.
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class SnapshotWriter:
         self._thread.start()
 
     def prepare(self, state: Captured) -> None:
-        """Start reserving memory for states like this one; see ``is_ready``."""
+        """Start to reserve memory for states like this one. ``is_ready`` says when it is there."""
         self._ready.clear()
         # A snapshot under way uses the memory; the next step tries again.
         if self._idle.is_set() and not self.is_broken:
@@ -110,7 +107,7 @@ class SnapshotWriter:
         entries: Sequence[StateEntry],
         guarded: Sequence[tuple[int, Sequence[StateEntry]]] = (),
     ) -> bool:
-        """Return whether there is memory laid out for these tensors (see ``Captured``)."""
+        """Return whether there is memory laid out for the tensors of a ``Captured``."""
         is_laid_out = self.is_ready and self._layout is not None and self._layout.takes(entries)
         return is_laid_out and self._for_others.takes(guarded)
 
@@ -137,7 +134,7 @@ class SnapshotWriter:
     def look_after(self) -> None:
         """Hand the memory to a restarted keeper, at the end of a step without a snapshot.
 
-        Until then only the worker holds it, and it would die with the worker.
+        Until then only the worker holds it, so it would be lost with the worker.
         """
         now_s = time.monotonic()
         if now_s - self._looked_s < _KEEPER_LOOK_S or not self._idle.is_set():
@@ -153,8 +150,8 @@ class SnapshotWriter:
     def capture(self, state: Captured, *, kept_step: int = -1) -> bool:
         """Copy the state into a buffer; return whether that was possible.
 
-        The previous snapshot must be complete: see ``is_behind`` and ``wait``. Every rank and its
-        peers have the snapshot of ``kept_step``, which is not overwritten.
+        The previous snapshot must be complete, as ``is_behind`` and ``wait`` report. Every rank and
+        its peers have the snapshot of ``kept_step``, which is not overwritten.
         """
         assert self._idle.is_set(), "one snapshot at a time"
         self._captured = None
@@ -186,7 +183,7 @@ class SnapshotWriter:
         self._captured = _Copied(buffer, state, begun_s, sums or [])
 
     def complete(self, *, pin: bool) -> None:
-        """Complete the captured snapshot in the background; ``pin`` has the keeper store it."""
+        """Complete the captured snapshot in the background; with ``pin`` the keeper stores it."""
         assert self._captured is not None, "nothing was captured"
         copied = self._captured
         self._put(lambda: self._complete(copied, pin=pin))
@@ -213,7 +210,7 @@ class SnapshotWriter:
         return True
 
     def wait_copied(self, step: int, until_s: float) -> bool:
-        """Wait until other nodes have the snapshot of ``step``; return if so by ``until_s``."""
+        """Wait until other nodes have the snapshot of ``step``; return False after ``until_s``."""
         self.device_copy.hurry()
         while True:
             if self._idle.is_set():
@@ -228,13 +225,11 @@ class SnapshotWriter:
             time.sleep(_COPIED_LOOK_S)
 
     def take_final(self, state: Captured, fallback: Fallback) -> bool:
-        """Take a snapshot of the state that this rank leaves with, although it may be fenced.
+        """Take a snapshot of the state with which this rank leaves, even if it is fenced.
 
         Call this before the rank reports that it has left, because until then the attempt is not
-        over. ``fallback`` says which buffer is not needed.
-
-        Returns:
-            Whether it is complete. If not, no version that counted is lost.
+        over. ``fallback`` says which buffer is not needed. Return whether the snapshot is complete.
+        If not, no version that counted is lost.
         """
         if not self.is_ready:
             # The memory may still be being reserved, which takes longer.
@@ -242,7 +237,7 @@ class SnapshotWriter:
         self._late_until_s = time.monotonic() + FINAL_S_MAX
         self.device_copy.hurry()
         try:
-            # The snapshot under way may be of this step, and may complete now.
+            # The snapshot under way may be of this step, and may be completed now.
             if not self._idle.wait(FINAL_S_MAX):
                 return False
             if self._captured is None or self._captured.state.step != state.step:
@@ -283,10 +278,10 @@ class SnapshotWriter:
         return self._layout.tensors(self._captured.buffer)
 
     def close(self) -> bool:
-        """End the thread; return whether it has released the memory.
+        """End the thread; return whether the memory can be released.
 
-        A thread that is stuck releases it once it can. Memory that a stuck device may still write
-        to is never released.
+        If the thread is stuck, it releases the memory itself once it can. Memory that a stuck
+        device may still write to is never released.
         """
         self.device_copy.hurry()
         self._tasks.put(None)
@@ -355,10 +350,10 @@ class SnapshotWriter:
         # The metrics of a version's steps are written before it counts.
         self._told()
         buffer, state = copied.buffer, copied.state
-        # This comes before the rank's own record: a reader that finds that may expect the copies
-        # for other ranks.
+        # This comes before the rank's own record: a reader that finds that record may expect the
+        # copies for other ranks.
         self._for_others.complete(state, check=self._check)
-        # The buffer is already complete if the fence came while another rank's share was completed.
+        # The buffer may be complete already, if the fence came while another share was completed.
         if self._arena.held(buffer) is None:
             self._layout.complete(self._arena, buffer, state, sums, self._check)
         if pin:
@@ -375,7 +370,7 @@ class SnapshotWriter:
             raise _FencedError
 
     def _tell(self) -> None:
-        """Notify the keeper. A dead keeper is back in a second; the memory is safe meanwhile."""
+        """Notify the keeper. A dead keeper is back in a second; the memory is safe until then."""
         now_s = time.monotonic()
         if self._memory.tell():
             self._away_since_s = float("inf")

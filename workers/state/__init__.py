@@ -1,4 +1,4 @@
-"""Represents the training state of a rank as named local tensors, and as a map of boxes."""
+"""Represent the training state of a rank as named local tensors and their boxes."""
 
 from typing import TYPE_CHECKING
 

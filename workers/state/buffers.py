@@ -1,8 +1,8 @@
-"""Handles persistent buffers: state that no gradient changes, such as running statistics.
+"""Handle persistent buffers: state that no gradient changes, such as running statistics.
 
 A buffer in ``state_dict`` is saved with every version, in its own dtype. If a step changes one, the
 value after the step must not depend on the number of workers. So every micro-batch of a step begins
-with the value before the step, and each must leave the same value. A buffer that depends on the
+with the value before the step, and each must produce the same value. A buffer that depends on the
 samples, such as BatchNorm's running mean, becomes the mean over all micro-batches if the script
 declares it so. Otherwise an error names it.
 
@@ -32,11 +32,10 @@ class PersistentBuffers:
     """The buffers of a model that are in its ``state_dict``.
 
     Changes are detected by version counters, addresses and identities: this takes about a
-    microsecond per buffer and waits for no device. Writes through ``.data`` leave no such trace, so
-    the first pass compares the bytes to find them.
+    microsecond per buffer and waits for no device. Writes through ``.data`` change none of these,
+    so the first pass compares the bytes to find them.
 
     Args:
-        model: The model, on its device.
         averaged: Names, perhaps with ``*``, of buffers that become the mean over micro-batches.
 
     Attributes:
@@ -61,7 +60,7 @@ class PersistentBuffers:
         self._equal = [
             held for held in self._held.values() if held.is_saved and held not in self._averaged
         ]
-        #: Buffers that a pass writes without a trace; None before the first pass.
+        #: Buffers that a pass writes undetected; None before the first pass.
         self._uncounted: list[_HeldBuffer] | None = None
         self._bounds: tuple[Tensor, Tensor] | None = None
         self._sums: dict[int, Tensor] = {}
@@ -77,11 +76,7 @@ class PersistentBuffers:
             held.restore()
 
     def begin_step(self, number: int) -> None:
-        """Do nothing if all buffers are as the last step left them.
-
-        Raises:
-            TaskError: A buffer has changed between steps, and no version has the change.
-        """
+        """Raise ``TaskError`` if a buffer has changed between steps: no version has the change."""
         self.have_changed, self._bounds, self._sums = False, None, {}
         for held in self._changed():
             raise self._refusal(held, number, "changed outside of a step, before step", _ADVICE)
@@ -95,11 +90,8 @@ class PersistentBuffers:
     def end_pass(self, micro_batch: int | None, step: int) -> None:
         """Record the changes that a pass made to the buffers.
 
-        Args:
-            micro_batch: The pass's micro-batch; None if it does not count.
-
-        Raises:
-            TaskError: There is a new buffer, or a buffer has another shape or dtype.
+        ``micro_batch`` is None if the pass does not count. Raise ``TaskError`` if there is a new
+        buffer, or a buffer has another shape or dtype.
         """
         if self._uncounted is None:
             self._uncounted = [
@@ -184,8 +176,7 @@ class PersistentBuffers:
         if not self._averaged:
             return []
         sizes = [held.kept.numel() for held in self._averaged]
-        # As with losses, the elements of other workers are zero, so a sum over workers changes no
-        # bit.
+        # As with losses, the rows of other workers are zero, so a sum over workers changes no bit.
         sums = torch.zeros(
             num_micro_batches if in_order else 1,
             sum(sizes),
@@ -195,7 +186,7 @@ class PersistentBuffers:
         for micro_batch, values in sorted(self._sums.items()):
             sums[micro_batch if in_order else 0] += values
         dist.all_reduce(sums)
-        # A snapshot after this step contains the new values.
+        # A snapshot after this step contains the new values, so they must have been checked.
         total = settled(sums)[0]
         for row in sums[1:]:
             total = total + row
@@ -222,7 +213,7 @@ class PersistentBuffers:
 
     def _refusal(self, held: _HeldBuffer, step: int, what: str, advice: str) -> TaskError:
         kinds = type(held.owner).__mro__
-        # FSDP2 derives a class of its own from the module's class.
+        # FSDP2 derives its own class from the module's class.
         kind = next(kind for kind in kinds if not issubclass(kind, FSDPModule)).__name__
         module = held.fqn[: -len(held.key)].rstrip(".")
         where = f"module {module} ({kind})" if module else f"the model ({kind})"
@@ -236,12 +227,12 @@ class PersistentBuffers:
 
 
 class _HeldBuffer:
-    """A buffer.
+    """A buffer and its saved value.
 
     Attributes:
         key: Its name in its module.
-        tensor: Its tensor at the start; None if it was registered without a value.
-        is_saved: Whether there are values that a checkpoint can hold.
+        tensor: Its tensor at the start; empty if it was registered without a value.
+        is_saved: Whether a checkpoint can hold its values.
         kept: The saved value, from after the last step.
     """
 
@@ -274,7 +265,7 @@ class _HeldBuffer:
         return self.now is not self._seen
 
     def is_written_unseen(self) -> bool:
-        """Return whether the values changed without a trace."""
+        """Return whether the values changed undetected."""
         return not self.has_changed() and not _same_bytes(self.kept, self.now)
 
     def keeps_form(self) -> bool:
@@ -307,7 +298,7 @@ def _is_one_of(held: _HeldBuffer, patterns: Sequence[str]) -> bool:
 
 
 def _mark(tensor: Tensor | None) -> tuple[int, int]:
-    """Return version and address of a tensor, which a write changes."""
+    """Return version and address of a tensor; a write changes the version."""
     if tensor is None:
         return (0, 0)
     # torch raises for tensors that lack one of these.

@@ -1,4 +1,4 @@
-"""Represents the training state of this rank as named local tensors, for saving and loading.
+"""Represent the training state of this rank as named local tensors, for saving and loading.
 
 Trained weights are float32 masters. Each tensor that the optimizer keeps for a parameter is a slot
 of the parameter, under the optimizer's own name (``exp_avg``). Its scalars (``step``) are small
@@ -64,8 +64,7 @@ class StateEntry:
     shape: tuple[int, ...]
     box: Box  #: The elements of this rank.
     tensor: Tensor  #: The elements, on the training device.
-    #: The ranks that hold these elements, including this one, in order; empty if only this rank
-    #: does.
+    #: The ranks that hold these elements, with this one, in order; empty if only this rank does.
     replicas: tuple[int, ...] = ()
 
     def rows(self, box: Box) -> StateEntry:
@@ -76,10 +75,7 @@ class StateEntry:
         return replace(self, box=box, tensor=self.tensor.narrow(0, first, box.shape[0]))
 
     def local_tensor(self, host: Tensor | None) -> LocalTensor:
-        """Return the entry with its bytes in ``host``, contiguous and on the CPU.
-
-        Without ``host`` the result has no bytes.
-        """
+        """Return the entry with its bytes in ``host``, contiguous on the CPU; None for no bytes."""
         return LocalTensor(
             fqn=self.fqn,
             slot=self.slot,
@@ -98,11 +94,11 @@ def local_parameters(shards: Sequence[LocalShard]) -> dict[str, nn.Parameter]:
     """
     made: dict[str, nn.Parameter] = {}
     for shard in shards:
-        # A 0-d parameter gets one row, so that the optimizer's tensors for it differ from numbers.
+        # A 0-d parameter gets one row, so that the optimizer's tensors for it are not taken for
+        # scalars.
         local = shard.local if shard.local.dim() else shard.local.view(1)
         own = nn.Parameter(local, requires_grad=shard.parameter.requires_grad)
-        # These are attributes such as ``_no_weight_decay``, for the function that makes the
-        # optimizer.
+        # Attributes such as ``_no_weight_decay`` are for the function that makes the optimizer.
         vars(own).update(vars(shard.parameter))
         made[shard.fqn] = own
     return made
@@ -115,9 +111,8 @@ def state_of(
 ) -> list[StateEntry]:
     """Return weights and optimizer slots, sorted by name and slot.
 
-    Raises:
-        StateError: The optimizer keeps a value that is neither a scalar nor a tensor of its
-            parameter's shape, or a tensor with a dtype or class that cannot be saved.
+    Raise ``StateError`` if the optimizer keeps a value that is neither a scalar nor a tensor of its
+    parameter's shape, or a tensor with a dtype or class that cannot be saved.
     """
     entries: list[StateEntry] = []
     for shard in shards:
@@ -170,7 +165,7 @@ def set_scalars(
 ) -> None:
     """Set the optimizer's scalars to what ``TrainingState.scalars`` returned.
 
-    Skip parameters without optimizer state, which are frozen or in no group.
+    Parameters without optimizer state, which are frozen or in no group, are skipped.
     """
     for fqn, parameter in parameters.items():
         state = optimizer.state.get(parameter, {})
@@ -188,16 +183,14 @@ def set_scalars(
 class TrainingState:
     """The training state of this rank. Steps change the values, but not the tensors.
 
-    Collecting the tensors takes as long as copying a few megabytes. So they are collected once,
-    and again only if the optimizer holds other tensors.
+    Collecting the tensors takes as long as copying a few megabytes. So they are collected once, and
+    again only if the optimizer holds other tensors.
 
     Args:
-        shards: This rank's shard of every parameter.
-        parameters: The parameters of the optimizer, by name.
         rank: This rank. It saves a share of the tensors that others also hold.
         guards: Ranks that hold the same tensors and whose shares this rank also saves.
-        elsewhere: Names of the parameters on other pipeline stages, by group of the optimizer;
-            None without stages.
+        elsewhere: Names of the parameters on other pipeline stages, by group of the optimizer; None
+            without stages.
         buffers: Persistent buffers by name, whole, always in the same memory.
         sharers: The ranks that have these buffers, including this one, in order.
     """
@@ -239,17 +232,15 @@ class TrainingState:
         self._names = {id(parameter): fqn for fqn, parameter in parameters.items()}
 
     def add(self, entries: Sequence[StateEntry]) -> None:
-        """Also save these values beside weights and optimizer. Their memory must stay the same."""
+        """Save these values too, beside weights and optimizer. Their memory must stay the same."""
         self._beside += entries
         self._entries = None
 
     def entries(self) -> list[StateEntry]:
-        """Return all tensors, for loading. The list stays the same object while the tensors do.
+        """Return all tensors, for loading, except those without elements.
 
-        Tensors without elements are in ``without_elements``.
-
-        Raises:
-            StateError: The optimizer keeps a value that cannot be saved in shards.
+        The list stays the same object while the tensors do. Raise ``StateError`` as ``state_of``
+        does.
         """
         if self._entries is None or not all(map(self._is_as_before, self._held)):
             found = state_of(self._shards, self._parameters, self._optimizer)
@@ -260,11 +251,7 @@ class TrainingState:
         return self._entries
 
     def saved(self) -> list[StateEntry]:
-        """Return the share of ``entries`` that this rank saves; the list also stays the same.
-
-        Raises:
-            StateError: The optimizer keeps a value that cannot be saved in shards.
-        """
+        """Return the share of ``entries`` that this rank saves; the list also stays the same."""
         entries = self.entries()
         if self._is_alone:
             return entries
@@ -291,11 +278,8 @@ class TrainingState:
     def without_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Return ``{name: {slot: [dtype, shape]}}`` of the tensors that have no elements.
 
-        Call ``entries`` first. Parameters on other stages are assumed to have the slots of
-        parameters here.
-
-        Args:
-            shapes: Shapes of all parameters of the whole model, by name.
+        Call ``entries`` first. ``shapes`` are those of all parameters of the whole model, by name.
+        Parameters on other stages are assumed to have the slots of parameters here.
         """
         found: dict[str, Any] = {name: {} for name, shape in shapes.items() if 0 in shape}
         for entry in self._empty if found else ():
@@ -311,11 +295,8 @@ class TrainingState:
     def scalars(self) -> dict[str, Any]:
         """Return the optimizer's scalars: one for all parameters, or by name if they differ.
 
-        Call ``entries`` first.
-
-        Raises:
-            StateError: The scalars differ and other stages have parameters. Only one rank's scalars
-                can be saved.
+        Call ``entries`` first. Raise ``StateError`` if the scalars differ and other stages have
+        parameters, because only one rank's scalars can be saved.
         """
         found: dict[str, dict[str, float]] = {}
         for held in self._held:
@@ -328,7 +309,7 @@ class TrainingState:
         return {name: self._together(name, by_fqn) for name, by_fqn in found.items()}
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups, with parameters by name, also those of other stages."""
+        """Return the optimizer's groups of all stages, with parameters by name."""
         groups = self._optimizer.param_groups
         named = [[self._names[id(parameter)] for parameter in group["params"]] for group in groups]
         if self._elsewhere is not None:
@@ -371,7 +352,7 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """The optimizer state of one parameter."""
+    """The optimizer state of one parameter, as it was collected."""
 
     fqn: str
     parameter: nn.Parameter
@@ -380,7 +361,7 @@ class _Held:
 
 
 class HostBuffer:
-    """A block of host memory for copies of a state; kept from attempt to attempt."""
+    """A block of host memory for copies of a state; it is kept from attempt to attempt."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -407,7 +388,7 @@ class HostBuffer:
         return dict(zip(map(id, elsewhere), self.views(elsewhere), strict=True))
 
     def on_host(self, entries: Sequence[StateEntry]) -> list[LocalTensor]:
-        """Return ``entries`` in place, and a copy of those without contiguous host memory."""
+        """Return ``entries`` in place, or copied if they are not in contiguous host memory."""
         staged = self.staged(entries)
         for entry in entries:
             if id(entry) in staged:

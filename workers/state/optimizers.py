@@ -1,4 +1,4 @@
-"""Fits a script's optimizer to shards, and refuses an optimizer that cannot update them.
+"""Fit a script's optimizer to shards, and refuse an optimizer that cannot update them.
 
 An optimizer gets this worker's shard of every parameter. If it treats every element alike, shards
 give the same result as whole parameters. If it uses whole matrices, its steps silently depend on
@@ -24,7 +24,7 @@ from workers.state.whole_vectors import in_whole_vectors
 
 #: The key under which a version keeps changed values of optimizers.
 CHANGED: Final = "optimizer_changed"
-#: Says that the optimizers have not done a step.
+#: The key that says that the optimizers have not done a step.
 UNSTARTED: Final = "optimizer_unstarted"
 #: Optimizers of torch that are refused for any number of workers (2.13).
 _NEVER: Final[Mapping[type[optim.Optimizer], str]] = {
@@ -55,15 +55,11 @@ _ELEMENTWISE: Final = frozenset(
 class Optimizers:
     """The optimizers of a session as one.
 
-    Args:
-        every: The optimizers; none before they are made.
-        parameters: All parameters by name.
+    ``every`` is empty before they are made. ``StateError`` is raised if two of them update the same
+    parameter.
 
     Attributes:
         unstarted: Whether no step was done, even if there is state to save.
-
-    Raises:
-        StateError: Two of them update the same parameter.
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class Optimizers:
                             f"{type(one).__name__}); give each parameter to one",
                             fqn=fqn,
                         )
-        #: The learning rates that were set last.
+        #: Each group with the learning rate that was set last.
         self._rates = {id(group): (group, _noted(group["lr"])) for group in self.param_groups}
         #: The state that ``prime`` replaced.
         self._made: list[tuple[optim.Optimizer, nn.Parameter, dict[str, Any] | None]] = []
@@ -93,11 +89,11 @@ class Optimizers:
 
     @property
     def unknown(self) -> tuple[optim.Optimizer, ...]:
-        """Return the optimizers outside torch's kinds whose state can be saved in shards."""
+        """Return the optimizers whose class is not known to treat every element alike."""
         return tuple(one for one in self.every if type(one) not in _ELEMENTWISE)
 
     def set_rates(self, optimizer: optim.Optimizer, rate: float) -> None:
-        """Set the learning rates of ``optimizer``; ``lr_scale`` of a group is its part of it."""
+        """Set the learning rates of ``optimizer`` to ``rate`` times the group's ``lr_scale``."""
         for group in optimizer.param_groups:
             own = rate * group.get("lr_scale", 1.0)
             if isinstance(group["lr"], Tensor):
@@ -107,12 +103,9 @@ class Optimizers:
             self._rates[id(group)] = group, _noted(group["lr"])
 
     def refuse_rates(self, step: int, is_scheduled: Callable[[optim.Optimizer], bool]) -> None:
-        """Raise an error if a script has set learning rates that the session would overwrite.
+        """Raise ``TaskError`` if a script has set learning rates that the session would overwrite.
 
         This does not wait for a device.
-
-        Raises:
-            TaskError: The script has set a learning rate.
         """
         for group, noted in self._rates.values():
             if _noted(group["lr"]) == noted:
@@ -205,10 +198,8 @@ def adopt(
 ) -> None:
     """Make a new optimizer over the model's parameters update the shards instead.
 
-    An optimizer that was made over ``parameters``, as it should be, does not change.
-
-    Raises:
-        StateError: The optimizer has other parameters, or already has state for the model's.
+    An optimizer that was made over ``parameters``, as it should be, does not change. Raise
+    ``StateError`` if it has parameters of neither, or already has state for the model's.
     """
     own = {id(parameter) for parameter in parameters.values()}
     of_model = {id(shard.parameter): parameters[shard.fqn] for shard in shards}
@@ -233,7 +224,7 @@ def adopt(
 
 
 def take_whole_vectors(optimizer: optim.Optimizer) -> None:
-    """Extend the parameters of a torch optimizer that treats every element alike."""
+    """Pad an optimizer's parameters to whole vectors if it treats every element alike."""
     if type(optimizer) in _ELEMENTWISE:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         in_whole_vectors(parameters, optimizer.state)
@@ -242,15 +233,11 @@ def take_whole_vectors(optimizer: optim.Optimizer) -> None:
 def refuse_unfit(
     optimizer: optim.Optimizer, layout: ParallelLayout, *, elementwise: bool = False
 ) -> None:
-    """Raise an error if ``optimizer`` would update shards differently from whole parameters.
+    """Raise ``StateError`` if ``optimizer`` would update shards differently from whole parameters.
 
-    Args:
-        optimizer: The optimizer over one worker's shards.
-        elementwise: Whether the script declares that it treats every element alike.
-
-    Raises:
-        StateError: The optimizer's class or a base class is known not to fit; or it is unknown and
-            not declared, and parameters are in parts.
+    This is so if its class or a base class is known not to fit, or if parameters are in parts and
+    the class is unknown. ``elementwise`` says that the script declares that it treats every element
+    alike.
     """
     name = type(optimizer).__name__
     reason = next((why for kind, why in _NEVER.items() if isinstance(optimizer, kind)), None)

@@ -1,4 +1,4 @@
-"""Saves an optimizer's values outside the state of parameters, such as ScheduleFree's step count.
+"""Save an optimizer's values outside the state of parameters, such as ScheduleFree's step count.
 
 Such values are in its groups. A kind that is not torch's own also has them in attributes, and in
 ``state`` under keys that are not parameters. Each version saves numbers, strings, 0-d tensors and
@@ -29,8 +29,7 @@ _OTHER: Final = object()
 class OwnValues:
     """The values of optimizers outside the state of parameters.
 
-    Args:
-        unknown: The optimizers whose kinds are not torch's own.
+    ``unknown`` are the optimizers whose kinds are not torch's own.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ def refusal(name: str, what: str) -> StateError:
 
 
 def own_items(holder: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield keys and values, in a dictionary or list of an optimizer, that may be its own."""
+    """Yield keys and values of a dictionary or list, without those that are known to be torch's."""
     if isinstance(holder, list):
         yield from enumerate(holder)
         return

@@ -1,9 +1,9 @@
-"""Represents the state of a plain torch script: its model and optimizers, perhaps as DTensors.
+"""Represent the state of a plain torch script: its model and optimizers, perhaps as DTensors.
 
-Names are torch's own, as ``get_model_state_dict`` gives them. Nothing here communicates. The mesh
+Names are torch's own, as ``get_model_state_dict`` returns them. Nothing here communicates. The mesh
 of a DTensor shows which of its ranks hold the same elements, and ``DistributedDataParallel`` shows
-which ranks hold the same model. Other copies of a plain tensor, or on a mesh of other ranks, are
-unknown: each rank saves its own copy, and the commit keeps one.
+which ranks hold the same model. It is unknown whether other plain tensors, or tensors on a mesh of
+other ranks, are copies: each rank saves its own, and the commit keeps one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from workers.state.entries import DTYPES, TrainingState, set_scalars
 class PlainState:
     """The state of a model, or of a part of it, and of its optimizers on this rank.
 
-    Args:
-        model: The model, perhaps with ``DistributedDataParallel`` around it.
-        optimizers: The optimizers that update the model.
-        is_alone: Whether this rank saves the whole state alone.
+    ``is_alone`` says that this rank saves the whole state alone.
 
     Attributes:
         module: The model without ``DistributedDataParallel``.
@@ -38,7 +35,7 @@ class PlainState:
         shards: This rank's part of each parameter and persistent buffer, in place.
         training: The tensors of the state: the shards and the optimizers' tensors.
         roles: "frozen" or "buffer", by name.
-        ties: Other names of shared parameters.
+        ties: The first name of a shared parameter, by its other names.
 
     Raises:
         StateError: A part of the state cannot be saved. The error names it.
@@ -57,7 +54,7 @@ class PlainState:
                 "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are "
                 "flat: use fully_shard (FSDP2)"
             )
-        # This must be first: it makes FSDP2 drop gathered parameters.
+        # This comes first, because it makes FSDP2 drop gathered parameters.
         tensors = own_names(get_model_state_dict(model).items())
         self.module, holders = _unwrapped(model)
         self.parameters = own_names(self.module.named_parameters())
@@ -80,12 +77,13 @@ class PlainState:
                 self.roles[name] = "buffer"
             elif not parameter.requires_grad:
                 self.roles[name] = "frozen"
-            # A buffer, such as a running mean, may differ between ranks: one rank's is saved whole.
+            # A buffer, such as a running mean, may differ between ranks; the commit keeps one
+            # rank's.
             replicas = () if is_alone or parameter is None else holders
             self.shards[name] = _shard(name, tensors[name], replicas, is_alone=is_alone)
         self._parts = {name: shard.local for name, shard in self.shards.items()}
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        #: State as an optimizer holds it, but for this rank's part of each parameter.
+        #: State as an optimizer holds it, but with this rank's part of each parameter as the key.
         self.state: dict[Any, dict[str, Any]] = {}
         self.param_groups: list[dict[str, Any]] = []
         for optimizer in optimizers:
@@ -132,7 +130,7 @@ class PlainState:
     def scalars(self) -> dict[str, Mapping[str, Any]]:
         """Return the optimizers' numbers by name, and by parameter.
 
-        Each rank knows only its own parameters' numbers, so no rank's numbers stand for all.
+        Each rank knows only its own parameters' numbers, so no rank's numbers hold for all.
         """
         self.training.entries()
         return {
@@ -147,9 +145,9 @@ class PlainState:
         parts: Any = self._parts
         set_scalars(parts, self, scalars)
         for theirs, ours in self._pairs:
-            # Both states hold the same tensors.
+            # Both dictionaries hold the same tensors, so only the numbers differ.
             theirs |= {key: one for key, one in ours.items() if not isinstance(one, Tensor)}
-        # The moments of a 0-d parameter are numbers.
+        # A 0-d parameter's moments are numbers.
         counted = chain.from_iterable(one for one in scalars.values() if isinstance(one, Mapping))
         for fqn in self.parameters.keys() & set(without_state) - set(counted):
             for optimizer in self.optimizers:
@@ -158,8 +156,7 @@ class PlainState:
     def set_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Set the hyper-parameters of the optimizers' groups, such as the learning rate.
 
-        Raises:
-            StateError: The parameters of one group were in several groups when saved.
+        Raise ``StateError`` if parameters of one group were in several groups when saved.
         """
         owners = {fqn: group for group in saved for fqn in group.get("params", ())}
         groups = chain.from_iterable(one.param_groups for one in self.optimizers)
@@ -254,7 +251,7 @@ def _part(value: Any, parameter: nn.Parameter, slot: str, fqn: str) -> Any:
 
 
 def _like(known: Any, value: Any) -> Any:
-    """Return a value of JSON in the form of the known one."""
+    """Return a value from JSON in the form of the known one."""
     if isinstance(known, Tensor):
         return known.fill_(value)
     return tuple(value) if isinstance(known, tuple) else value

@@ -1,4 +1,4 @@
-"""Saves a script's state besides the model: schedulers, averages of the loss, a curriculum.
+"""Save a script's state besides the model: schedulers, averages of the loss, a curriculum.
 
 Anything with ``state_dict`` and ``load_state_dict`` can be registered. Its state is saved with
 every version as small JSON values, the same on every worker.
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from workers.errors import TaskError
 
-#: Limit for all registered objects together: it is written after every step, as text.
+#: Limit for all registered objects together: they are written after every step, as text.
 _BYTES_MAX: Final = 256 << 10
 #: Keys of dictionaries that stand for values that JSON lacks.
 _TAGS: Final = ({"tensor", "shape", "base64"}, {"array", "shape", "base64"}, {"base64"},
@@ -67,11 +67,8 @@ class Registered:
     def add(self, name: str, stateful: Stateful, saved: Mapping[str, Any] | None) -> None:
         """Register an object, and load its state if there is one.
 
-        Args:
-            saved: The object's value in the saved ``values``; None at the start of a run.
-
-        Raises:
-            TaskError: The name is taken, or the object has no state that can be saved or loaded.
+        ``saved`` is the object's value in the saved ``values``; None at the start of a run. Raise
+        ``TaskError`` if the name is taken, or the object's state cannot be saved or loaded.
         """
         if name in self._objects:
             raise TaskError(f"session.register: {name!r} is registered already; choose another")
@@ -107,11 +104,7 @@ class Registered:
         self._objects[name] = stateful
 
     def values(self) -> dict[str, Any]:
-        """Return the state of all objects, as JSON values.
-
-        Raises:
-            TaskError: The state cannot be saved, or is too large.
-        """
+        """Return the state of all objects as JSON values, or raise ``TaskError``."""
         found = {name: self._value(name, one) for name, one in self._objects.items()}
         size_bytes = len(json.dumps(found))
         if size_bytes > _BYTES_MAX:
@@ -125,7 +118,7 @@ class Registered:
         return found
 
     def states(self) -> dict[str, Any]:
-        """Return the value that each object gives for its state, by name."""
+        """Return each object's ``state_dict()``, by name."""
         return {name: one.state_dict() for name, one in self._objects.items()}
 
     def _value(self, name: str, one: Stateful) -> dict[str, Any]:
@@ -146,7 +139,7 @@ def _is_scheduler(one: Any) -> TypeGuard[LRScheduler]:
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    """Return whether a value of an optimizer's group is a number or a pair of numbers."""
+    """Return whether a value of an optimizer's group is a number or several numbers."""
     if key == "params" or value is None or isinstance(value, str | bool):
         return False
     parts = value if isinstance(value, list | tuple) else [value]
@@ -159,9 +152,8 @@ def _is_plain(key: str, value: Any) -> bool:
 def encode(value: Any, path: str) -> Any:
     """Return a value as JSON that ``decode`` converts back.
 
-    Raises:
-        TaskError: The value holds something other than numbers, strings, tensors and collections of
-            them.
+    Raise ``TaskError`` if it holds something other than numbers, strings, tensors and collections
+    of them.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -174,7 +166,7 @@ def encode(value: Any, path: str) -> Any:
         return {"as": "number", "of": _encode_array(np.asarray(value), path)}
     if isinstance(value, Tensor) or kind is np.ndarray:
         return _encode_array(value, path)
-    # Schedulers of torch keep a Counter, modules an OrderedDict.
+    # torch's schedulers keep a Counter, modules an OrderedDict.
     if kind in (dict, OrderedDict, Counter):
         items = [(key, encode(one, f"{path}.{key}")) for key, one in value.items()]
         if kind is Counter:

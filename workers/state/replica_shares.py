@@ -1,4 +1,4 @@
-"""Cuts a state into replica shares: ranks that hold it save disjoint shares of equal size. Pure.
+"""Cut a state into replica shares: ranks that hold it save disjoint shares of equal size. Pure.
 
 Each of n data-parallel replicas saves 1/n of the state. They compute the same shares without
 communication, because they cut the same boxes in the same order.
@@ -28,12 +28,10 @@ class ReplicaShare:
 
     @classmethod
     def of(cls, replicas: Sequence[int], rank: int, guards: Sequence[int] = ()) -> ReplicaShare:
-        """Return the share of ``rank``.
+        """Return the share of ``rank``, and of the ``guards`` among its ``replicas``.
 
-        Args:
-            replicas: The ranks that hold the same state, including itself; none if there are no
-                others.
-            guards: Replicas whose shares this rank also saves.
+        ``replicas`` are the ranks that hold the same state, including itself; empty if no other
+        does.
         """
         ranks = tuple(replicas) or (rank,)
         guarded = tuple((other, ranks.index(other)) for other in guards)
@@ -41,19 +39,17 @@ class ReplicaShare:
 
 
 def replicas_of(layout: ParallelLayout, rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold all the state of ``rank``, with itself, in order of shares."""
+    """Return the ranks that hold the same state as ``rank``, including it, in order of shares."""
     return layout.ranks_along(rank, ["dp_replicate"])
 
 
 def cut(parts: Sequence[tuple[Box, int]], num_shares: int) -> list[list[tuple[int, Box]]]:
     """Return the shares of a state, each as ``(number of the part, box)`` of its rows.
 
-    Each part is cut into runs of rows of nearly equal length; the smallest shares so far get one
-    row more. So two shares differ by at most one row, of the part with the largest rows. A part
-    with fewer rows than shares is in some shares only, a 0-d part in one.
-
-    Args:
-        parts: The box of each part, and the bytes of one of its elements.
+    A part is its box and the bytes of one element. Each part is cut into runs of rows of nearly
+    equal length; the smallest shares so far get one row more. So two shares differ by at most one
+    row, of the part with the largest rows. A part with fewer rows than shares is only in some
+    shares, a 0-d part in one.
     """
     shares: list[list[tuple[int, Box]]] = [[] for _ in range(num_shares)]
     sizes = [0] * num_shares

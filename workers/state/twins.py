@@ -1,4 +1,4 @@
-"""Does steps of an optimizer without changing it, to allocate its state and to find its values."""
+"""Do steps of an optimizer without changing it, to allocate its state and to find its values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RANDOM: Final = (
 )  # fmt: skip
 #: Classes with attributes that no step of an optimizer changes.
 _NO_STATE: Final = (nn.Module, type, ModuleType, FunctionType, MethodType)
-#: Classes whose objects are compared as wholes.
+#: Classes whose objects are compared as a whole.
 _WHOLES: Final = (np.ndarray, set, frozenset, bytes, bytearray)
 
 
@@ -34,10 +34,8 @@ def state_of_a_step(
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """Return the state that a first step makes for the trained parameters, but with zeros.
 
-    Args:
-        optimizer: The optimizer. It and its weights do not change.
-        shares_weights: Whether the step may use the weights themselves, because this kind changes
-            none at a rate of zero.
+    ``optimizer`` and its weights do not change. ``shares_weights`` says that the step may use the
+    weights themselves, because this kind changes none at a rate of zero.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     twin, stand_ins = _twin(optimizer, copies=() if shares_weights else parameters)
@@ -60,13 +58,13 @@ def refuse_unsavable(
     shards: Sequence[LocalShard],
     parameters: Mapping[str, nn.Parameter],
 ) -> None:
-    """Do a step on copies of the weights; raise an error if no version could hold the result.
+    """Do a step on copies of the weights; raise ``StateError`` if no version could hold the result.
 
-    Raises:
-        StateError: A version cannot hold a value, such as a tensor outside the state of parameters.
+    An example is a tensor outside the state of parameters.
     """
     own = [one for group in optimizer.param_groups for one in group["params"]]
-    # An unchanged tensor is refused as well, because it may change in every tenth step.
+    # A tensor that a step does not change is refused as well, because every tenth step may change
+    # it.
     for what, name in _like_weights(optimizer, own):
         raise refusal(type(optimizer).__name__, f"{what} in {name}")
     twin, stand_ins = _twin(optimizer, copies=own)
@@ -116,7 +114,7 @@ def _like_weights(
 def _twin(
     optimizer: optim.Optimizer, copies: Sequence[nn.Parameter]
 ) -> tuple[optim.Optimizer, dict[nn.Parameter, nn.Parameter]]:
-    """Return an optimizer like ``optimizer``, and its parameters that are copies."""
+    """Return a copy of ``optimizer`` with ``copies`` of these parameters, and the copies."""
     memo: dict[int, Any] = {
         id(one): one for group in optimizer.param_groups for one in group["params"]
     }
@@ -130,7 +128,7 @@ def _twin(
 
 
 def _copied_optimizer(optimizer: optim.Optimizer, memo: dict[int, Any]) -> optim.Optimizer:
-    """Return a copy with all attributes, which ``copy.deepcopy`` would drop."""
+    """Return a copy with all attributes, some of which ``copy.deepcopy`` would drop."""
     memo[id(optimizer)] = twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         # A script's hooks must run only for steps that count.
@@ -156,7 +154,7 @@ def _step(optimizer: optim.Optimizer, gradient_of: Callable[[Tensor], Tensor]) -
     for one in trained:
         gradients.append(gradient_of(one.detach()))
         one.grad = gradients[-1]
-    # A scheduler may have replaced this method with one that belongs to the first optimizer.
+    # A scheduler may have replaced this method with one that is bound to the first optimizer.
     type(optimizer).step(optimizer)
     for one in trained:
         one.grad = None
@@ -216,7 +214,7 @@ def _parts(before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
     if not is_dict and (isinstance(after, _NO_STATE) or not hasattr(after, "__dict__")):
         return
     mine, theirs = (one if is_dict else getattr(one, "__dict__", {}) for one in (before, after))
-    # Compare by place: keys may be parameters, for which the copy has other objects.
+    # Values are compared by position, because keys may be parameters, of which there are copies.
     held = iter(mine.values() if isinstance(mine, dict) else ())
     for key, value in theirs.items():
         said = f"[{key!r}]" if isinstance(key, str | int) else "[...]"

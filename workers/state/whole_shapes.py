@@ -1,7 +1,7 @@
-"""Makes parameters report the shape of the whole weight while a script makes its optimizer.
+"""Make parameters report the shape of the whole weight while a script makes its optimizer.
 
 Rules by shape are common: a learning rate by fan-in (muP), a factor by rows over columns, decay by
-size. On this worker's part they would depend on the number of workers.
+size. If this worker's part had its own shape, they would depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class WholeShape(nn.Parameter):
     nelement = numel
 
     def __len__(self) -> int:
-        """Return the number of rows of the whole weight."""
         return self.whole[0]
 
 

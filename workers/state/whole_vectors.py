@@ -1,11 +1,11 @@
-"""Pads shards to whole vectors, so that an element's update does not depend on its shard's size.
+"""Pad shards to whole vectors, so that an element's update does not depend on its shard's size.
 
-On a CPU torch computes a tensor by vectors, and the elements after the last whole vector singly.
-Some kernels round these differently: the fused ones of AdamW and SGD, and pow, sigmoid or atan2 in
-any optimizer (torch 2.13). The position of the last elements depends on the number of workers. So
-in deterministic mode the optimizer gets each shard padded with rows to whole vectors, in memory
-that the model does not use. No kernel is chosen here, so this holds for any of them, and for any
-width of vectors and any device.
+On a CPU, torch processes a tensor by vectors, and the elements after the last whole vector one by
+one. Some kernels round these differently: the fused ones of AdamW and SGD, and pow, sigmoid or
+atan2 in any optimizer (torch 2.13). Which elements are the last ones depends on the number of
+workers. So in deterministic mode the optimizer gets each shard padded with rows to whole vectors,
+in memory that the model does not use. This works for any kernel, any width of vectors and any
+device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from workers.parallel import LocalShard
 
-#: Two vectors of 64 bytes, as AVX-512 takes at a time, with elements of 2 bytes.
+#: Two vectors of 64 bytes, as AVX-512 processes at a time, with elements of 2 bytes.
 _ELEMENTS: Final = 64
 
 
@@ -41,12 +41,8 @@ def in_whole_vectors(
 ) -> None:
     """Add zeros after each parameter's rows, up to whole vectors, in place.
 
-    Only the first dim grows. The optimizer's state for the parameter, in ``state``, also gets
-    zeros.
-
-    Args:
-        parameters: Parameters from ``local_parameters``, after ``reserve``.
-        state: The state of an optimizer that was made over them earlier.
+    ``parameters`` come from ``local_parameters``, after ``reserve``. Only the first dim grows.
+    ``state``, of an optimizer that was made over them earlier, gets zeros too.
     """
     for parameter in parameters:
         before = tuple(parameter.shape)

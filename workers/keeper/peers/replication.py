@@ -31,8 +31,8 @@ class Replication(ABC):
         clients: The peers, by their place.
 
     Attributes:
-    problems: The present problems, one line by subject; "" is the peers themselves. Each change
-    replaces the mapping, so that any thread may read it.
+        problems: The present problems, one line by subject; "" is the peers themselves. Each change
+            replaces the mapping, so that any thread may read it.
     """
 
     def __init__(self, what: str, clients: Mapping[int, WireClient], niceness: int = 0) -> None:
