@@ -6,7 +6,7 @@ import os
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import UcpError
 from ucp_core.native import claimed, reading
@@ -19,44 +19,22 @@ if TYPE_CHECKING:
     from ucp_core.native import Checkpoint
 
 
-class _Format(NamedTuple):
-    """Where a format's writer is, and its options."""
-
-    module: str
-    function: str
-    options: frozenset[str]
-
-
-_WRITERS = {
-    "universal": _Format("ucp_core.conversion.run", "convert", frozenset()),
-    "huggingface": _Format(
-        "ucp_core.formats.huggingface.writer",
-        "write",
+#: The function that writes each format, and the format's options.
+_WRITERS: dict[str, tuple[str, frozenset[str]]] = {
+    "universal": ("conversion.run.convert", frozenset()),
+    "huggingface": (
+        "formats.huggingface.writer.write",
         frozenset({"dtype", "shard_bytes", "keep_tied"}),
     ),
-    "dcp": _Format(
-        "ucp_core.formats.dcp.writer",
-        "write",
-        frozenset({"model", "optimizer", "flatten_optimizer"}),
+    "dcp": ("formats.dcp.writer.write", frozenset({"model", "optimizer", "flatten_optimizer"})),
+    "megatron-core": ("formats.megatron_core.writer.write", frozenset({"ep", "query_groups"})),
+    "deepspeed": (
+        "formats.deepspeed.writer.write",
+        frozenset({"stage", "dp", "tp", "ep", "dtype", "rules", "tag"})
+        | {"sub_group_size", "stages", "tied_layers"},
     ),
-    "megatron-core": _Format(
-        "ucp_core.formats.megatron_core.writer",
-        "write",
-        frozenset({"ep", "query_groups"}),
-    ),
-    "deepspeed": _Format(
-        "ucp_core.formats.deepspeed.writer",
-        "write",
-        frozenset(
-            {
-                *("stage", "dp", "tp", "ep", "dtype", "rules", "tag"),
-                *("sub_group_size", "stages", "tied_layers"),
-            }
-        ),
-    ),
-    "deepspeed-universal": _Format(
-        "ucp_core.formats.deepspeed.universal_writer",
-        "write",
+    "deepspeed-universal": (
+        "formats.deepspeed.universal_writer.write",
         frozenset({"dtype", "rules", "tag"}),
     ),
 }
@@ -117,17 +95,18 @@ def export(
         CheckpointCorruptError: The source is damaged; nothing is left at the destination.
         StorageError: A storage refused.
     """
-    writer = _WRITERS.get(format)
-    if writer is None:
+    if format not in _WRITERS:
         raise UcpError(f"{format!r} cannot be written: give one of {', '.join(FORMATS)}")
-    wrong = sorted(set(options) - writer.options - _COMMON)
+    name, own = _WRITERS[format]
+    wrong = sorted(set(options) - own - _COMMON)
     if wrong:
-        known = ", ".join(sorted(writer.options | _COMMON))
+        known = ", ".join(sorted(own | _COMMON))
         raise UcpError(
             f"{wrong[0]} is no option of format {format}: it has {known}", option=wrong[0]
         )
     refuse_inside(checkpoint, store, directory)
-    write = getattr(import_module(writer.module), writer.function)
+    module, _, function = name.rpartition(".")
+    write = getattr(import_module(f"ucp_core.{module}"), function)
     # A conversion has a claim of its own, because a later command can continue it.
     held = nullcontext() if format == "universal" else claimed(store, directory)
     with reading(checkpoint), held:
@@ -155,7 +134,7 @@ def _service(store: Store) -> object:
 
 def options_of(format: str) -> frozenset[str]:  # noqa: A002 - as above
     """Return the names of a format's own options."""
-    return _WRITERS[format].options
+    return _WRITERS[format][1]
 
 
 def warnings_of(

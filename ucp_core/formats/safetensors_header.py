@@ -43,10 +43,6 @@ class Header(NamedTuple):
     metadata: Mapping[str, str]
 
 
-class _DuplicateNameError(Exception):
-    """JSON that names a member twice; the parser would drop one of the two."""
-
-
 def read_header(
     store: Store, path: str, file_bytes: int, offset_bytes: int = 0
 ) -> tuple[Header, int]:
@@ -99,8 +95,6 @@ def _document(text: bytes, where: str) -> dict[str, Any]:
         _refuse(where, None, "is not a safetensors file: its header is not a JSON object")
     try:
         document = json.loads(text, object_pairs_hook=_unique)
-    except _DuplicateNameError as error:
-        _refuse(where, str(error), "is there twice")
     except (ValueError, RecursionError) as error:
         _refuse(where, None, f"has a header that is not JSON: {error}")
     assert isinstance(document, dict), "JSON that begins with a brace is an object"
@@ -111,7 +105,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise _DuplicateNameError(name)
+            # The parser would drop one of the two.
+            raise ValueError(f"{name!r} is there twice")
         found[name] = value
     return found
 

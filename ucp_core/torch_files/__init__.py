@@ -7,7 +7,7 @@ JSON (``pickle_values``). A ``budget`` limits the memory of a conversion.
 """
 
 from ucp_core.torch_files.budget import current_budget, reading_within, use_budget
-from ucp_core.torch_files.pickle_classes import Global, Opaque
+from ucp_core.torch_files.pickle_classes import Global, Opaque, expect
 from ucp_core.torch_files.pickle_reader import collector_paused, read_pickle
 from ucp_core.torch_files.pickle_tensors import DTYPE_NAMES, TensorRef, extents_of, known_dtype
 from ucp_core.torch_files.pickle_values import as_json

@@ -174,27 +174,10 @@ def _dict(items: Any = ()) -> dict[Any, Any]:
     return made
 
 
-def _default_dict(factory: Any = None, items: Any = ()) -> dict[Any, Any]:
-    del factory
-    return _dict(items)
-
-
 def _set(items: Any = ()) -> set[Any]:
     for item in expect(items, list, tuple, set, frozenset):
         check_key(item)
     return set(items)
-
-
-def _frozenset(items: Any = ()) -> frozenset[Any]:
-    return frozenset(_set(items))
-
-
-def _list(items: Any = (), _length: Any = None) -> list[Any]:
-    return list(expect(items, list, tuple))
-
-
-def _complex(real: Any, imaginary: Any) -> complex:
-    return complex(expect(real, float, int), expect(imaginary, float, int))
 
 
 def _bytes(data: Any = b"", encoding: Any = None) -> bytes:
@@ -211,38 +194,12 @@ def _encode(text: Any, encoding: Any = "utf-8") -> bytes:
     return bytes(expect(text, str), encoding)
 
 
-def _path(*parts: Any) -> str:
-    return "/".join(expect(part, str) for part in parts).replace("//", "/")
-
-
-def _attribute(owner: Any, name: Any) -> Opaque:
-    # For members of an enumeration and nested classes: only joins the names.
-    return Opaque(f"{expect(owner, Global).name}.{expect(name, str)}")
-
-
-def _reconstructor(kind: Any, base: Any, state: Any) -> Any:
-    del base, state
-    return expect(kind, Global).make()
-
-
-def _new_object(kind: Any, *args: Any) -> Any:
-    return expect(kind, Global).make(*args)
-
-
-def _layout(name: Any) -> Opaque:
-    return Opaque(expect(name, str))
-
-
 def _numpy_reconstruct(kind: Any, shape: Any, code: Any) -> Array:
     del shape, code
     if expect(kind, Global).name != "numpy.ndarray":
         msg = f"an array of class {kind.name}"
         raise TypeError(msg)
     return Array()
-
-
-def _numpy_scalar(dtype: Any, data: Any = None) -> Any:
-    return array_of(data, dtype, (), "C").tolist()
 
 
 def array_of(data: Any, dtype: Any, shape: Any, order: Any) -> NumpyArray:
@@ -262,14 +219,6 @@ def array_of(data: Any, dtype: Any, shape: Any, order: Any) -> NumpyArray:
 def _plain(*args: Any) -> NoReturn:
     msg = f"a constant is called with {len(args)} arguments"
     raise TypeError(msg)
-
-
-def _float(value: Any = 0.0) -> float:
-    return float(expect(value, float, int))
-
-
-def _int(value: Any = 0) -> int:
-    return int(expect(value, int, bool))
 
 
 #: Modules under the names that older or newer pickles use for them.
@@ -351,42 +300,48 @@ _OPAQUE = frozenset(
 
 DEFAULT: dict[str, Callable[..., Any]] = {
     "builtins.set": _set,
-    "builtins.frozenset": _frozenset,
-    "builtins.list": _list,
+    "builtins.frozenset": lambda items=(): frozenset(_set(items)),
+    "builtins.list": lambda items=(): list(expect(items, list, tuple)),
     "builtins.tuple": _size,
     "builtins.dict": _dict,
-    "builtins.int": _int,
+    "builtins.int": lambda value=0: int(expect(value, int, bool)),
     # Names that protocol 2, which torch writes, uses for int and str.
-    "builtins.long": _int,
+    "builtins.long": lambda value=0: int(expect(value, int, bool)),
     "builtins.unicode": _plain,
-    "builtins.float": _float,
-    "builtins.complex": _complex,
+    "builtins.float": lambda value=0.0: float(expect(value, float, int)),
+    "builtins.complex": lambda *parts: complex(*(expect(part, float, int) for part in parts)),
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytes,
     "builtins.object": _plain,
     "builtins.str": _plain,
     "builtins.bool": _plain,
-    "builtins.getattr": _attribute,
-    "copyreg._reconstructor": _reconstructor,
-    "copyreg.__newobj__": _new_object,
+    # For members of an enumeration and nested classes: only joins the names.
+    "builtins.getattr": lambda owner, name: Opaque(
+        f"{expect(owner, Global).name}.{expect(name, str)}"
+    ),
+    "copyreg._reconstructor": lambda kind, _base, _state: expect(kind, Global).make(),
+    "copyreg.__newobj__": lambda kind, *args: expect(kind, Global).make(*args),
     "collections.OrderedDict": _dict,
-    "collections.defaultdict": _default_dict,
+    "collections.defaultdict": lambda _factory=None, items=(): _dict(items),
     "collections.Counter": _dict,
-    "collections.deque": _list,
+    "collections.deque": lambda items=(), _length=None: list(expect(items, list, tuple)),
     "_codecs.encode": _encode,
-    "pathlib.PosixPath": _path,
-    "pathlib.WindowsPath": _path,
-    "pathlib.PurePosixPath": _path,
+    **{
+        f"pathlib.{name}": lambda *parts: "/".join(expect(p, str) for p in parts).replace("//", "/")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath")
+    },
     "numpy.ndarray": _plain,
     "numpy.dtype": _opaque("numpy.dtype"),
     "numpy.core.multiarray._reconstruct": _numpy_reconstruct,
-    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy.core.multiarray.scalar": lambda dtype, data=None: array_of(
+        data, dtype, (), "C"
+    ).tolist(),
     "numpy.core.numeric._frombuffer": array_of,
     "torch.Size": _size,
     "torch.Tensor": _plain,
     "torch.nn.parameter.Parameter": _plain,
     "torch.nn.parameter.Buffer": _plain,
-    "torch.serialization._get_layout": _layout,
+    "torch.serialization._get_layout": lambda name: Opaque(expect(name, str)),
     "torch._utils._rebuild_tensor": rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": rebuild_tensor,
     "torch._utils._rebuild_tensor_v3": rebuild_tensor_v3,

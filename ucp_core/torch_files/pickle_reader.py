@@ -25,6 +25,7 @@ import gc
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError, UcpError
@@ -151,43 +152,21 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass(slots=True, eq=False)
 class _Machine:
     """The stack machine; ``_CODES`` says what all but the most frequent opcodes do."""
 
-    __slots__ = (
-        "budget",
-        "copied",
-        "copied_max",
-        "data",
-        "marks",
-        "memo",
-        "persistent",
-        "pos",
-        "resolver",
-        "stack",
-        "where",
-    )
-
-    def __init__(
-        self,
-        data: bytes,
-        resolver: Resolver,
-        persistent: Callable[[Any], Any] | None,
-        budget: Budget,
-        where: str,
-    ) -> None:
-        self.budget = budget
-        self.where = where
-        self.data = data
-        self.pos = 0
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-        # A pickle can refer to one value often, and each call copies it.
-        self.copied = 0
-        self.copied_max = _COPIED_MIN + 2 * len(data)
-        self.resolver = resolver
-        self.persistent = persistent
+    data: bytes
+    resolver: Resolver
+    persistent: Callable[[Any], Any] | None
+    budget: Budget
+    where: str
+    pos: int = 0
+    stack: list[Any] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+    #: A pickle can refer to one value often, and each call copies it.
+    copied: int = 0
 
     def run(self) -> Any:
         data, table, stack, memo = self.data, _TABLE, self.stack, self.memo
@@ -298,7 +277,8 @@ class _Machine:
         self.pos += 1
 
     def op_long_binput(self) -> None:
-        self.memo[self.number(_UINT32)] = self.stack[-1]
+        self.memo[_uint32(self.data, self.pos)[0]] = self.stack[-1]
+        self.pos += 4
         if not len(self.memo) % _MANY:
             self.pay(_MANY * _ELEMENT_BYTES)
 
@@ -310,6 +290,11 @@ class _Machine:
             msg = f"an integer of {size} bytes"
             raise ValueError(msg)
         self.stack.append(_integer(self.take(size)))
+
+    def op_text(self) -> None:
+        (size,) = _uint32(self.data, self.pos)
+        self.pos += 4
+        self.stack.append(self.text(size))
 
     def op_short_text(self) -> None:
         # If the slice is too short, the next opcode is missing, which is an error.
@@ -416,7 +401,7 @@ class _Machine:
                 if kind in _SIZED:
                     self.copied += len(argument)
                     cost += len(argument) * (1 if kind in {str, bytes} else _ELEMENT_BYTES)
-            if self.copied > self.copied_max:
+            if self.copied > _COPIED_MIN + 2 * len(self.data):
                 msg = "the same values are copied again and again"
                 raise ValueError(msg)
         self.pay(cost)
@@ -498,7 +483,7 @@ _CODES: dict[bytes, Callable[[_Machine], object]] = {
     b"\x8b": _Machine.op_long4,
     b"G": lambda m: m.stack.append(m.number(_FLOAT64)),
     b"\x8c": _Machine.op_short_text,
-    b"X": lambda m: m.stack.append(m.text(m.number(_UINT32))),
+    b"X": _Machine.op_text,
     b"\x8d": lambda m: m.stack.append(m.text(m.number(_UINT64))),
     b"C": lambda m: m.stack.append(m.take(m.number(_BYTE))),
     b"B": lambda m: m.stack.append(m.take(m.number(_UINT32))),

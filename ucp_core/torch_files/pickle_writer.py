@@ -128,12 +128,6 @@ class _PickleStream:
         self.parts.append(f"c{module}\n{attribute}\n".encode())
         self.parts.append(b"r" + struct.pack("<I", self._memo[name]))
 
-    def write_none(self, _: None, __: str) -> None:
-        self.parts.append(b"N")
-
-    def write_bool(self, value: bool, _: str) -> None:  # noqa: FBT001 - the value itself
-        self.parts.append(b"\x88" if value else b"\x89")
-
     def write_int(self, value: int, where: str) -> None:
         if -_INT32_MAX <= value < _INT32_MAX:
             self.parts.append(b"J" + struct.pack("<i", value))
@@ -142,9 +136,6 @@ class _PickleStream:
         if len(data) > _INT_BYTES_MAX:
             raise UcpError(f"{where} is an integer of {len(data)} bytes", where=where)
         self.parts.append(b"\x8a" + struct.pack("<B", len(data)) + data)
-
-    def write_float(self, value: float, _: str) -> None:
-        self.parts.append(b"G" + struct.pack(">d", value))
 
     def write_str(self, value: str, _: str) -> None:
         data = value.encode("utf-8", "surrogatepass")
@@ -168,13 +159,13 @@ class _PickleStream:
             self.value(item, f"{where}[{index}]")
         self.parts.append(b"e")
 
-    def write_dict(self, value: dict[Any, Any], where: str) -> None:
-        self.parts.append(b"}")
-        self._items(value, where)
-
     def write_ordered(self, value: OrderedDict[Any, Any], where: str) -> None:
         self.name("collections.OrderedDict", where)
         self.parts.append(b")R")
+        self._items(value, where)
+
+    def write_dict(self, value: dict[Any, Any], where: str) -> None:
+        self.parts.append(b"}")
         self._items(value, where)
 
     def _items(self, value: dict[Any, Any], where: str) -> None:
@@ -188,9 +179,6 @@ class _PickleStream:
         self.name("torch.Size", where)
         self.value((tuple(value.shape),), where)
         self.parts.append(b"R")
-
-    def write_named(self, value: Named, where: str) -> None:
-        self.name(value.name, where)
 
     def write_instance(self, value: Instance, where: str) -> None:
         self.name(value.name, where)
@@ -223,7 +211,7 @@ class _PickleStream:
         self.write_tuple(tuple(value.shape), where)
         # torch computes strides as if empty dims had extent 1.
         self.write_tuple(packed_strides([max(n, 1) for n in value.shape], 1), where)
-        self.write_bool(False, where)
+        self.value(False, where)
         self.write_ordered(OrderedDict(), where)
         if untyped:
             self.name(f"torch.{untyped}", where)
@@ -245,10 +233,10 @@ CORE_NAMES = frozenset(
 )
 
 _WRITERS: dict[type, Callable[[_PickleStream, Any, str], None]] = {
-    type(None): _PickleStream.write_none,
-    bool: _PickleStream.write_bool,
+    type(None): lambda stream, _, __: stream.parts.append(b"N"),
+    bool: lambda stream, value, _: stream.parts.append(b"\x88" if value else b"\x89"),
     int: _PickleStream.write_int,
-    float: _PickleStream.write_float,
+    float: lambda stream, value, _: stream.parts.append(b"G" + struct.pack(">d", value)),
     str: _PickleStream.write_str,
     bytes: _PickleStream.write_bytes,
     tuple: _PickleStream.write_tuple,
@@ -256,7 +244,7 @@ _WRITERS: dict[type, Callable[[_PickleStream, Any, str], None]] = {
     dict: _PickleStream.write_dict,
     OrderedDict: _PickleStream.write_ordered,
     Size: _PickleStream.write_size,
-    Named: _PickleStream.write_named,
+    Named: lambda stream, value, where: stream.name(value.name, where),
     Instance: _PickleStream.write_instance,
     TensorData: _PickleStream.write_tensor,
 }

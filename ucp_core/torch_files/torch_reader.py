@@ -9,7 +9,7 @@ APPNOTE.TXT 6.3 (zip), and the files that torch 1.6 to 2.13 wrote.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError
@@ -113,30 +113,19 @@ def _read_tree(
     prefix = names[0].removesuffix("data.pkl")
     storages = _Storages(records, prefix, file, offset_bytes, where)
     tree = read_pickle(data, where=where, persistent=storages.find)
-    return names, tree, storages.known()
+    return names, tree, tuple(storages.known.values())
 
 
+@dataclass(slots=True)
 class _Storages:
     """Finds the records that a pickle refers to."""
 
-    def __init__(
-        self,
-        records: Mapping[str, zip_reader.Record],
-        prefix: str,
-        file: str,
-        offset_bytes: int,
-        where: str,
-    ) -> None:
-        self._records = records
-        self._prefix = prefix
-        self._file = file
-        self._offset_bytes = offset_bytes
-        self._where = where
-        self._known: dict[str, StorageRef] = {}
-
-    def known(self) -> tuple[StorageRef, ...]:
-        """Return the storages referred to."""
-        return tuple(self._known.values())
+    records: Mapping[str, zip_reader.Record]
+    prefix: str
+    file: str
+    offset_bytes: int
+    where: str
+    known: dict[str, StorageRef] = field(default_factory=dict)  #: The storages referred to.
 
     def find(self, identity: Any) -> StorageRef:
         """Return the storage of a persistent id."""
@@ -146,31 +135,31 @@ class _Storages:
             msg = "a persistent id is not that of a storage"
             raise TypeError(msg)
         _, kind, key, device, count = identity
-        if key in self._known:
-            return self._known[key]
+        if key in self.known:
+            return self.known[key]
         if not isinstance(kind.make, Storage):
             msg = f"{kind.name} is not a storage"
             raise TypeError(msg)
-        record = self._records.get(f"{self._prefix}data/{key}")
+        record = self.records.get(f"{self.prefix}data/{key}")
         if record is None:
             raise CheckpointCorruptError(
-                f"{self._where}: storage {key[:40]} (device {device[:20]}) has no record: "
+                f"{self.where}: storage {key[:40]} (device {device[:20]}) has no record: "
                 "the file is damaged, or was saved without its data",
-                path=self._where,
+                path=self.where,
             )
         dtype = kind.make.dtype
-        itemsize = 1 if dtype is None else DTYPE_BYTES[known_dtype(dtype, self._where)]
+        itemsize = 1 if dtype is None else DTYPE_BYTES[known_dtype(dtype, self.where)]
         if count * itemsize != record.num_bytes:
             raise CheckpointCorruptError(
-                f"{self._where}: storage {key[:40]} has {record.num_bytes} bytes, its pickle says "
+                f"{self.where}: storage {key[:40]} has {record.num_bytes} bytes, its pickle says "
                 f"{count * itemsize}: the file is damaged",
-                path=self._where,
+                path=self.where,
             )
-        self._known[key] = storage = StorageRef(
-            self._where,
+        self.known[key] = storage = StorageRef(
+            self.where,
             key,
-            self._file,
-            self._offset_bytes + record.offset_bytes,
+            self.file,
+            self.offset_bytes + record.offset_bytes,
             record.num_bytes,
             record.crc32,
             dtype,

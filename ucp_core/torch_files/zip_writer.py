@@ -70,17 +70,8 @@ class ZipStream:
         head = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, size, start)
         yield head + struct.pack("<IIQI", 0x07064B50, 0, self._offset_bytes, 1)
         few = min(count, _COUNT_MAX)
-        yield struct.pack(
-            "<IHHHHIIH",
-            0x06054B50,
-            0,
-            0,
-            few,
-            few,
-            min(size, _SMALL_MAX),
-            min(start, _SMALL_MAX),
-            0,
-        )
+        sizes = min(size, _SMALL_MAX), min(start, _SMALL_MAX)
+        yield struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, few, few, *sizes, 0)
 
     def _counted(self, data: bytes) -> bytes:
         self._offset_bytes += len(data)
@@ -94,24 +85,9 @@ def _local_header(name: bytes, flags: int, num_bytes: int, offset_bytes: int) ->
     padding = -used % ALIGNMENT_BYTES
     extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
     size = _SMALL_MAX if is_large else 0
-    return (
-        struct.pack(
-            "<IHHHHHIIIHH",
-            0x04034B50,
-            _VERSION_ZIP64 if is_large else _VERSION,
-            flags,
-            0,
-            0,
-            _DATE,
-            0,
-            size,
-            size,
-            len(name),
-            len(extra),
-        )
-        + name
-        + extra
-    )
+    version = _VERSION_ZIP64 if is_large else _VERSION
+    head = 0x04034B50, version, flags, 0, 0, _DATE, 0
+    return struct.pack("<IHHHHHIIIHH", *head, size, size, len(name), len(extra)) + name + extra
 
 
 def _directory_entry(record: _ZipRecord) -> bytes:
@@ -124,27 +100,6 @@ def _directory_entry(record: _ZipRecord) -> bytes:
     extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     version = _VERSION_ZIP64 if large else _VERSION
     small = min(size, _SMALL_MAX)
-    return (
-        struct.pack(
-            "<IHHHHHHIIIHHHHHII",
-            0x02014B50,
-            version,
-            version,
-            record.flags,
-            0,
-            0,
-            _DATE,
-            record.crc32,
-            small,
-            small,
-            len(record.name),
-            len(extra),
-            0,
-            0,
-            0,
-            0,
-            min(offset, _SMALL_MAX),
-        )
-        + record.name
-        + extra
-    )
+    head = 0x02014B50, version, version, record.flags, 0, 0, _DATE, record.crc32, small, small
+    rest = len(record.name), len(extra), 0, 0, 0, 0, min(offset, _SMALL_MAX)
+    return struct.pack("<IHHHHHHIIIHHHHHII", *head, *rest) + record.name + extra

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.shared import json_value
@@ -25,6 +25,9 @@ from ucp_core.torch_files import (
     collector_paused,
     read_torch_part,
 )
+
+#: Reads bytes: from where on, and how many.
+_Read: TypeAlias = Callable[[int, int], bytes]
 
 #: Suffixes of the files of a save.
 _LEFT = (".distcp", ".metadata.tmp")
@@ -96,17 +99,7 @@ class Container:
         alike. They are read together, and equal ones are parsed once.
         """
         wanted = {key: self.blobs[key][0] for key in keys}
-        by_file: dict[str, list[Blob]] = defaultdict(list)
-        for blob in set(wanted.values()):
-            by_file[blob.file].append(blob)
-        contents: dict[Blob, bytes] = {}
-        for file, blobs in by_file.items():
-            ordered = sorted(blobs)
-            for low in range(0, len(ordered), _BATCH_BLOBS):
-                batch = ordered[low : low + _BATCH_BLOBS]
-                windows = _Windows(self.store, join(self.directory, file), batch)
-                for blob in batch:
-                    contents[blob] = windows.reader(blob)(0, blob.num_bytes)
+        contents = {blob: read(0, blob.num_bytes) for blob, read in self._readers(wanted.values())}
         known: dict[bytes, Any] = {}
         for key, blob in wanted.items():
             data = contents[blob]
@@ -134,26 +127,35 @@ class Container:
         )
         return found.tree
 
+    @collector_paused()
     def entries(
         self, keys: Mapping[str, TensorKey]
     ) -> tuple[dict[TensorKey, TensorEntry], dict[str, tuple[Extent, ...]]]:
         """Return the entries of tensors under new names, and the checksums of their files."""
-        with collector_paused():
-            return self._entries(keys)
-
-    def _entries(
-        self, keys: Mapping[str, TensorKey]
-    ) -> tuple[dict[TensorKey, TensorEntry], dict[str, tuple[Extent, ...]]]:
         refs = self._refs(keys)
         entries: dict[TensorKey, TensorEntry] = {}
         extents: dict[str, set[Extent]] = defaultdict(set)
         for key, name in keys.items():
             item = self.tensors[key]
+            if name in entries:
+                raise CheckpointCorruptError(
+                    f"{key} and another key both mean {name}: save them in separate checkpoints",
+                    key=key,
+                )
             fragments: list[Fragment] = []
-            for chunk in item.chunks:
-                ref = refs[chunk.blob]
-                self._check(key, item, chunk, ref)
-                fragments.append(fragment_of(ref, chunk.box, replica=chunk.replica))
+            for box, blob, replica in item.chunks:
+                ref = refs[blob]
+                if (ref.dtype, ref.shape) != (item.dtype, box.shape):
+                    path = join(self.directory, blob.file)
+                    raise CheckpointCorruptError(
+                        f"{key}: box {box} in {path} is {ref.dtype}{list(ref.shape)}, "
+                        f"{self.metadata_names[0]} says {item.dtype}{list(box.shape)}: another "
+                        "save overwrote this one; use another one",
+                        key=key,
+                        path=path,
+                    )
+                place = box, ref.file, ref.offset_bytes, ref.num_bytes
+                fragments.append(Fragment(*place, None, (), replica, ref.byte_strides))
                 if ref.extent is not None and ref.extent.num_bytes:
                     extents[ref.file].add(ref.extent)
             entries[name] = TensorEntry(
@@ -162,53 +164,28 @@ class Container:
             prove_entry(entries[name])
         return entries, {file: tuple(sorted(found)) for file, found in extents.items()}
 
-    def _check(self, key: str, item: StoredTensor, chunk: Chunk, ref: TensorRef) -> None:
-        if (ref.dtype, ref.shape) != (item.dtype, chunk.box.shape):
-            raise CheckpointCorruptError(
-                f"{key}: box {chunk.box} in {join(self.directory, chunk.blob.file)} is "
-                f"{ref.dtype}{list(ref.shape)}, {self.metadata_names[0]} says {item.dtype}"
-                f"{list(chunk.box.shape)}: another save overwrote this one; use another one",
-                key=key,
-                path=join(self.directory, chunk.blob.file),
-            )
-
     def _refs(self, keys: Iterable[str]) -> dict[Blob, TensorRef]:
-        by_file: dict[str, dict[Blob, str]] = defaultdict(dict)
-        for key in keys:
-            for chunk in self.tensors[key].chunks:
-                if chunk.blob not in self.plain:
-                    by_file[chunk.blob.file][chunk.blob] = key
+        keys_of = {chunk.blob: key for key in keys for chunk in self.tensors[key].chunks}
         files = TensorFiles()
         refs = dict(self.plain)
-        for file, blobs in sorted(by_file.items()):
-            path = join(self.directory, file)
-            ordered = sorted(blobs)
-            for low in range(0, len(ordered), _BATCH_BLOBS):
-                batch = ordered[low : low + _BATCH_BLOBS]
-                windows = _Windows(self.store, path, batch)
-                for blob in batch:
-                    refs[blob] = files.read(
-                        windows.reader(blob),
-                        blob.num_bytes,
-                        file,
-                        where=f"{path} ({blobs[blob]})",
-                        offset_bytes=blob.offset_bytes,
-                    )
+        for blob, read in self._readers(keys_of.keys() - refs.keys()):
+            file, offset_bytes, num_bytes = blob
+            where = f"{join(self.directory, file)} ({keys_of[blob]})"
+            refs[blob] = files.read(read, num_bytes, file, where=where, offset_bytes=offset_bytes)
         return refs
 
-
-def fragment_of(ref: TensorRef, box: Box, *, replica: bool) -> Fragment:
-    """Return the fragment of a tensor in a torch file that holds ``box``."""
-    return Fragment(
-        box,
-        ref.file,
-        ref.offset_bytes,
-        ref.num_bytes,
-        None,
-        (),
-        replica,
-        ref.byte_strides,
-    )
+    def _readers(self, blobs: Iterable[Blob]) -> Iterator[tuple[Blob, _Read]]:
+        """Yield each item with a function that reads from its start, and read many at once."""
+        by_file: dict[str, set[Blob]] = defaultdict(set)
+        for blob in blobs:
+            by_file[blob.file].add(blob)
+        for file, found in sorted(by_file.items()):
+            ordered = sorted(found)
+            for low in range(0, len(ordered), _BATCH_BLOBS):
+                batch = ordered[low : low + _BATCH_BLOBS]
+                windows = _Windows(self.store, join(self.directory, file), batch)
+                for blob in batch:
+                    yield blob, windows.reader(blob)
 
 
 class _Windows:
@@ -236,7 +213,7 @@ class _Windows:
         ]
         store.read_ranges(path, ranges)
 
-    def reader(self, blob: Blob) -> Callable[[int, int], bytes]:
+    def reader(self, blob: Blob) -> _Read:
         """Return a function that reads from the start of ``blob``."""
 
         def read(start: int, length: int) -> bytes:

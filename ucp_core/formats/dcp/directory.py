@@ -20,6 +20,7 @@ from ucp_core.torch_files import (
     Opaque,
     collector_paused,
     current_budget,
+    expect,
     extents_of,
     known_dtype,
     read_pickle,
@@ -34,11 +35,6 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
 
     Args:
         parts: Folders in the directory that together are one checkpoint.
-
-    Raises:
-        CheckpointCorruptError: The metadata are damaged, or data files are missing, truncated, or
-            left by another save.
-        ForeignClassError: The metadata hold a class that no version of DCP writes.
     """
     container = Container(store, directory)
     for part in parts:
@@ -71,7 +67,7 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
 
 def _fields(value: Any, kind: str) -> Any:
     """Return the attributes of an object of a class of ``torch.distributed.checkpoint``."""
-    _expect(value, Opaque)
+    expect(value, Opaque)
     if _class(value) != kind:
         msg = f"a {_class(value)} where {kind} is expected"
         raise TypeError(msg)
@@ -82,25 +78,18 @@ def _class(value: Opaque) -> str:
     return value.name.rpartition(".")[2]
 
 
-def _expect(value: Any, kind: type[Any]) -> Any:
-    if type(value) is not kind:
-        msg = f"a {type(value).__name__} where {kind.__name__} is expected"
-        raise TypeError(msg)
-    return value
-
-
 def _add(container: Container, metadata: Any, prefix: str, path: str) -> None:
     """Add the content of one metadata file."""
-    state = _expect(_fields(metadata, "Metadata"), dict)
+    state = expect(_fields(metadata, "Metadata"), dict)
     places: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
-    for index, info in _expect(state["storage_data"], dict).items():
+    for index, info in expect(state["storage_data"], dict).items():
         place = _fields(index, "MetadataIndex")
-        key, offset = _expect(place["fqn"], str), place.get("offset")
+        key, offset = expect(place["fqn"], str), place.get("offset")
         blob = _blob(_fields(info, "_StorageInfo"), key, prefix, path)
         places[key, None if offset is None else extents_of(offset)] = blob
-    for name, value in _expect(state["state_dict_metadata"], dict).items():
+    for name, value in expect(state["state_dict_metadata"], dict).items():
         key = _key(name)
-        if _class(_expect(value, Opaque)) == "BytesStorageMetadata":
+        if _class(expect(value, Opaque)) == "BytesStorageMetadata":
             found = places.get((key, None))
             if found is None:
                 _missing(key, None, path)
@@ -122,7 +111,7 @@ def _is_path(value: Any) -> bool:
 
 
 def _key(value: Any) -> str:
-    key: str = _expect(value, str)
+    key: str = expect(value, str)
     if len(key.encode()) > _KEY_BYTES_MAX:
         msg = f"a key has {len(key)} characters"
         raise ValueError(msg)
@@ -139,7 +128,7 @@ def _add_tensor(
     shape = extents_of(fields["size"])
     properties = _fields(fields["properties"], "TensorProperties")
     named = properties["dtype"] if isinstance(properties, dict) else properties[0]
-    dtype = known_dtype(_expect(named, Global).name.removeprefix("torch."), f"{path} ({key})")
+    dtype = known_dtype(expect(named, Global).name.removeprefix("torch."), f"{path} ({key})")
     item = container.tensors.setdefault(key, StoredTensor(dtype, shape, []))
     if (item.dtype, item.shape) != (dtype, shape):
         raise CheckpointCorruptError(
@@ -149,7 +138,7 @@ def _add_tensor(
             path=path,
         )
     known = {chunk.box for chunk in item.chunks}
-    for chunk in _expect(fields["chunks"], list):
+    for chunk in expect(fields["chunks"], list):
         place = _fields(chunk, "ChunkStorageMetadata")
         offsets = extents_of(place["offsets"])
         box = _box(offsets, extents_of(place["sizes"]))

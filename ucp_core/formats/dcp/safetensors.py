@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.dcp.container import Blob, Chunk, Container, StoredTensor
 from ucp_core.formats.safetensors_header import TensorRange, read_header
-from ucp_core.geometry import DTYPE_BYTES, Box
+from ucp_core.geometry import DTYPE_BYTES, Box, packed_strides
 from ucp_core.storage import Store, join
 from ucp_core.torch_files import TensorRef, extents_of
 
@@ -130,10 +130,5 @@ def _refs(
 
 
 def _ref(tensor: TensorRange, box: Box, file: str, start: int) -> TensorRef:
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(box.shape):
-        strides.insert(0, step)
-        step *= extent
     offset = start + tensor.start_byte
-    return TensorRef(tensor.dtype, box.shape, tuple(strides), file, offset, None)
+    return TensorRef(tensor.dtype, box.shape, packed_strides(box.shape, 1), file, offset, None)

@@ -48,7 +48,6 @@ def state_of(container: Container) -> Assembly:
     small = [key for key in names.others if key in shapes and _is_small(container, key)]
     loose = [key for key in names.others if key in shapes and not _is_small(container, key)]
     keys |= {key: TensorKey(key, "weight") for key in loose}
-    _refuse_twice(keys)
     found.entries, found.extents = container.entries(keys)
     _add_values(found, container, names)
     _add_groups(found, container, names)
@@ -78,17 +77,6 @@ def _refuse_flat(container: Container) -> None:
         key=flat[0],
         path=container.where,
     )
-
-
-def _refuse_twice(keys: Mapping[str, TensorKey]) -> None:
-    seen: dict[TensorKey, str] = {}
-    for key, name in keys.items():
-        if name in seen:
-            raise CheckpointCorruptError(
-                f"keys {seen[name]} and {key} both mean {name}: save them in separate checkpoints",
-                key=key,
-            )
-        seen[name] = key
 
 
 def _is_small(container: Container, key: str) -> bool:

@@ -278,6 +278,7 @@ class DcpFiles:
             memory_bytes=memory_bytes,
             piece_bytes_max=CHUNK_BYTES,
         )
+        self._ahead: Slab | None = None
         self._file_bytes = 0
         self.names: list[str] = []
 
@@ -288,46 +289,39 @@ class DcpFiles:
             written: Receives the path of every file before the file is begun.
         """
         try:
-            self._files(written, fsync=fsync)
+            self._ahead = next(self._slabs, None)
+            while self._ahead is not None or not self.names:
+                self.names.append(f"__0_{len(self.names)}.distcp")
+                self._file_bytes = 0
+                written.append(join(self._directory, self.names[-1]))
+                self._store.write_file(written[-1], self._chunks(), fsync=fsync)
         finally:
             self._slabs.close()
         metadata, _ = pickle_tree(self._metadata(), allow=_ALLOWED)
         written.append(join(self._directory, _METADATA_NAME))
         self._store.write_atomic(written[-1], metadata, fsync=fsync)
 
-    def _files(self, written: list[str], *, fsync: bool) -> None:
-        """Write the small values and all tensors, in as many files as they need."""
-        ahead = next(self._slabs, None)
-        while ahead is not None or not self.names:
-            self.names.append(f"__0_{len(self.names)}.distcp")
-            self._file_bytes = 0
-            rest: list[Slab] = []
-            written.append(join(self._directory, self.names[-1]))
-            self._store.write_file(written[-1], self._chunks(ahead, rest), fsync=fsync)
-            ahead = rest[0] if rest else None
-
-    def _chunks(self, ahead: Slab | None, rest: list[Slab]) -> Iterator[Buffer]:
-        """Yield the content of one file; put the slab that no longer fits into ``rest``."""
+    def _chunks(self) -> Iterator[Buffer]:
+        """Yield the content of one file, to the slab that no longer fits."""
         if len(self.names) == 1:
             yield from self._small()
-        while ahead is not None:
-            entry, box = ahead.piece
+        while (slab := self._ahead) is not None:
+            if self._file_bytes and self._file_bytes + len(slab.data) > FILE_BYTES:
+                return
+            entry, box = slab.piece
             tensor = self._tensors[entry.key]
-            row_bytes = len(ahead.data) // (box.shape[0] if box.shape else 1)
+            row_bytes = len(slab.data) // (box.shape[0] if box.shape else 1)
             begin = 0
             for part, count in tensor.placed(box):
-                data = ahead.data[begin : begin + count * row_bytes]
+                data = slab.data[begin : begin + count * row_bytes]
                 begin += len(data)
                 blob = TensorData(entry.dtype, part.shape, partial(_once, data))
                 tensor.boxes.append(part)
                 tensor.places.append((yield from self._blob(blob)))
-            self._done_bytes += len(ahead.data)
+            self._done_bytes += len(slab.data)
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
-            ahead = next(self._slabs, None)
-            if ahead is not None and self._file_bytes + len(ahead.data) > FILE_BYTES:
-                rest.append(ahead)
-                return
+            self._ahead = next(self._slabs, None)
 
     def _small(self) -> Iterator[Buffer]:
         """Yield small values, and an empty chunk for each empty tensor, as DCP does."""

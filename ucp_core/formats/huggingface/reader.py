@@ -28,7 +28,7 @@ from ucp_core.formats.shared import Assembly
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
 from ucp_core.language import Rules
 from ucp_core.manifest import Item
-from ucp_core.native import UNFINISHED_NAME, Checkpoint
+from ucp_core.native import Checkpoint
 from ucp_core.storage import Store, join
 
 #: Name of the folder's small documents in ``extra``; the writer puts them beside the weights.
@@ -85,7 +85,6 @@ def read(
             raise CheckpointNotFoundError(f"{path} is not there", path=path)
         files, sizes = [name], {name: store.size(path)}
     else:
-        _refuse_unfinished(store, directory)
         sizes = store.sizes(directory)
         files, listed = _files(store, directory, sizes)
         _refuse_headless(store, directory, sizes, listed)
@@ -107,16 +106,6 @@ def read(
     found.ties |= _ties(found.entries, metadata, config)
     version = str(config.get("transformers_version", ""))
     return found.checkpoint({"format": NAME, "version": version})
-
-
-def _refuse_unfinished(store: Store, directory: str) -> None:
-    """Refuse a conversion that did not finish: opening only the weights would lose the moments."""
-    if store.list(join(directory, UNFINISHED_NAME)):
-        raise CheckpointCorruptError(
-            f"{directory} is an unfinished conversion: run ucp convert again to continue it, "
-            f"or delete {UNFINISHED_NAME} to open the weights in it",
-            path=directory,
-        )
 
 
 def _refuse_headless(
@@ -152,13 +141,11 @@ def _files(
             path=directory,
             files=indices,
         )
+    names = sorted(name for name in sizes if name.endswith(SUFFIX))
+    if not indices and not names and TORCH_INDEX in sizes:
+        indices = [TORCH_INDEX]
     if indices:
         weight_map = _weight_map(store, join(directory, indices[0]), sizes[indices[0]])
-        return sorted(set(weight_map.values())), weight_map
-    names = sorted(name for name in sizes if name.endswith(SUFFIX))
-    if not names and TORCH_INDEX in sizes:
-        name = TORCH_INDEX
-        weight_map = _weight_map(store, join(directory, name), sizes[name])
         return sorted(set(weight_map.values())), weight_map
     if not names and TORCH_NAME in sizes:
         return [TORCH_NAME], {}
@@ -184,13 +171,10 @@ def _family(directory: str, names: Sequence[str]) -> list[str]:
     stem, digits = found.pop()
     count = int(digits)
     if count > len(names):
-        number = next(n for n in range(1, count + 1) if _number(stem, n, digits) not in names)
-        _missing(directory, _number(stem, number, digits), "no file has this number")
+        family = (f"{stem}-{n:0{len(digits)}d}-of-{digits}{SUFFIX}" for n in range(1, count + 1))
+        missing = next(name for name in family if name not in names)
+        _missing(directory, missing, "no file has this number")
     return list(names)
-
-
-def _number(stem: str, number: int, digits: str) -> str:
-    return f"{stem}-{number:0{len(digits)}d}-of-{digits}{SUFFIX}"
 
 
 def _missing(directory: str, file: str, why: str) -> NoReturn:

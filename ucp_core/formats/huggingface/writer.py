@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ucp_core.errors import UcpError
@@ -89,8 +90,8 @@ def write(  # noqa: PLR0913 - the options of a format
             if not store.exists(path):
                 written.append(path)
                 store.write_atomic(path, _print(document), fsync=fsync)
-        every = [*outputs, *adapters]
-        writer = _WeightFiles(checkpoint, store, directory, memory_bytes, progress, every)
+        total_bytes = sum(output.entry.num_bytes for output in (*outputs, *adapters))
+        writer = _WeightFiles(checkpoint, store, memory_bytes, progress, total_bytes)
         if adapters:
             written.append(join(directory, _ADAPTER_NAME))
             writer.file(written[-1], adapters, fsync=fsync)
@@ -194,34 +195,25 @@ def _print(document: Any) -> bytes:
     return json.dumps(document, indent=2, allow_nan=False).encode() + b"\n"
 
 
+@dataclass(slots=True)
 class _WeightFiles:
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        store: Store,
-        directory: str,
-        memory_bytes: int,
-        progress: Callable[[int, int], None] | None,
-        outputs: Sequence[_Output],
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._store = store
-        self._directory = directory
-        self._memory_bytes = memory_bytes
-        self._progress = progress
-        self._total_bytes = sum(output.entry.num_bytes for output in outputs)
-        self._done_bytes = 0
+    checkpoint: Checkpoint
+    store: Store
+    memory_bytes: int
+    progress: Callable[[int, int], None] | None
+    total_bytes: int
+    done_bytes: int = 0
 
     def file(self, path: str, shard: Sequence[_Output], *, fsync: bool) -> None:
         """Write one file as a stream."""
         names = {output.name for output in shard}
         metadata = {"format": "pt"} | {
             alias: owner
-            for alias, owner in self._checkpoint.manifest.ties.items()
+            for alias, owner in self.checkpoint.manifest.ties.items()
             if owner in names and alias not in names
         }
         header = print_header([(o.name, o.dtype, o.entry.shape) for o in shard], metadata)
-        self._store.write_file(path, self._chunks(header, shard), fsync=fsync)
+        self.store.write_file(path, self._chunks(header, shard), fsync=fsync)
 
     def _chunks(self, header: bytes, shard: Sequence[_Output]) -> Iterator[Buffer]:
         yield header
@@ -229,7 +221,7 @@ class _WeightFiles:
         left_bytes = 0
         output = None
         entries = [output.entry for output in shard]
-        for slab in stream(self._checkpoint, entries, memory_bytes=self._memory_bytes):
+        for slab in stream(self.checkpoint, entries, memory_bytes=self.memory_bytes):
             if not left_bytes:
                 output = next(outputs)
                 left_bytes = output.entry.num_bytes
@@ -237,9 +229,9 @@ class _WeightFiles:
             assert output.entry is slab.piece.entry, "slabs come in the order of the outputs"
             left_bytes -= len(slab.data)
             yield from _cast(slab.data, output.entry.dtype, output.dtype)
-            self._done_bytes += len(slab.data)
-            if self._progress is not None:
-                self._progress(self._done_bytes, self._total_bytes)
+            self.done_bytes += len(slab.data)
+            if self.progress is not None:
+                self.progress(self.done_bytes, self.total_bytes)
 
 
 def _cast(data: memoryview, source: str, target: str) -> Iterator[memoryview]:

@@ -8,7 +8,7 @@ so the rules of its family apply unless the user gives others.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ucp_core.errors import (
@@ -16,7 +16,6 @@ from ucp_core.errors import (
     CheckpointNotFoundError,
     UnsupportedVersionError,
 )
-from ucp_core.formats.megatron.agreement import arguments_of, check_agreement
 from ucp_core.formats.megatron.experts import Experts
 from ucp_core.formats.megatron.model import (
     Model,
@@ -39,9 +38,23 @@ from ucp_core.language import Rules
 from ucp_core.manifest import Item
 from ucp_core.native import Checkpoint
 from ucp_core.storage import Store, join
+from ucp_core.torch_files import Opaque
 
 _DISTRIBUTED_FILE = "distrib_optim.pt"
 _MODEL_KEY = re.compile(r"model\d*")
+_SAME = ("iteration", "checkpoint_version")
+#: Arguments that decide shapes, which all ranks share.
+_SAME_ARGUMENTS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "num_experts",
+)
 
 
 def read(
@@ -98,7 +111,7 @@ def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str
     files = Files(store, path)
     files.open(f"{name}/{MODEL_FILE}" for name in folders)
     first = files.trees[f"{folders[0]}/{MODEL_FILE}"]
-    values = arguments_of(first)
+    values = _arguments(first)
     tp = values.get("tensor_model_parallel_size")
     pp = values.get("pipeline_model_parallel_size")
     matches = [match for name in folders if (match := RANK.fullmatch(name))]
@@ -142,8 +155,33 @@ def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str
         )
         for name, (rank, expert) in wanted.items()
     ]
-    check_agreement(path, ranks)
+    _check_agreement(path, ranks)
     return files, ranks, values
+
+
+def _arguments(tree: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = tree.get("args")
+    values = arguments.state if isinstance(arguments, Opaque) else None
+    return values if isinstance(values, dict) else {}
+
+
+def _check_agreement(path: str, ranks: Sequence[RankFile]) -> None:
+    """Check that the files of all ranks belong to one save."""
+    first, *others = [
+        {key: saved.tree.get(key) for key in _SAME}
+        | {f"args.{key}": _arguments(saved.tree).get(key) for key in _SAME_ARGUMENTS}
+        | {"optimizer": "none" if saved.tree.get("optimizer") is None else "some"}
+        for saved in ranks
+    ]
+    for saved, other in zip(ranks[1:], others, strict=True):
+        wrong = next((key for key, value in other.items() if value != first[key]), None)
+        if wrong is not None:
+            raise CheckpointCorruptError(
+                f"{path}/{saved.file} has {wrong} {other[wrong]!r}, {ranks[0].file} "
+                f"{first[wrong]!r}: the folder mixes two saves; use another checkpoint",
+                path=f"{path}/{saved.file}",
+                key=wrong,
+            )
 
 
 def _expert_ranks(arguments: Mapping[str, Any]) -> int:

@@ -18,64 +18,39 @@ from ucp_core.errors import UcpError
 from ucp_core.formats.dcp import Rows
 from ucp_core.formats.shared import stacked_experts
 
-_LAYER = r"(?:model\.)?layers\.(?P<layer>\d+)\."
-_IN_LAYER = "decoder.layers.{layer}."
-_NAMES = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"(?:model\.)?embed_tokens\.weight", "embedding.word_embeddings.weight"),
-        (r"(?:model\.)?norm\.weight", "decoder.final_layernorm.weight"),
-        (r"lm_head\.weight", "output_layer.weight"),
-        (rf"{_LAYER}input_layernorm\.weight", f"{_IN_LAYER}input_layernorm.weight"),
-        (rf"{_LAYER}post_attention_layernorm\.weight", f"{_IN_LAYER}pre_mlp_layernorm.weight"),
-        (
-            rf"{_LAYER}self_attn\.(?P<part>[qkv])_proj\.(?P<kind>weight|bias)",
-            f"{_IN_LAYER}self_attention.linear_qkv.{{kind}}",
-        ),
-        (
-            rf"{_LAYER}self_attn\.o_proj\.weight",
-            f"{_IN_LAYER}self_attention.linear_proj.weight",
-        ),
-        (
-            rf"{_LAYER}self_attn\.(?P<one>[qk])_norm\.weight",
-            f"{_IN_LAYER}self_attention.{{one}}_layernorm.weight",
-        ),
-        (
-            rf"{_LAYER}mlp\.(?P<part>gate|up)_proj\.weight",
-            f"{_IN_LAYER}mlp.linear_fc1.weight",
-        ),
-        (rf"{_LAYER}mlp\.down_proj\.weight", f"{_IN_LAYER}mlp.linear_fc2.weight"),
-        *(
-            (rf"{_LAYER}{theirs}", f"{_IN_LAYER}{name}")
-            for theirs, name in (
-                (r"mlp\.experts\.gate_up_proj", "mlp.experts.experts.linear_fc1.weight"),
-                (r"mlp\.experts\.down_proj", "mlp.experts.experts.linear_fc2.weight"),
-                (r"mlp\.gate\.weight", "mlp.router.weight"),
-                (r"mlp\.gate\.e_score_correction_bias", "mlp.router.expert_bias"),
-                (
-                    r"mlp\.shared_experts\.(?P<part>gate|up)_proj\.weight",
-                    "mlp.shared_experts.linear_fc1.weight",
-                ),
-                (
-                    r"mlp\.shared_experts\.down_proj\.weight",
-                    "mlp.shared_experts.linear_fc2.weight",
-                ),
-                (
-                    r"self_attn\.(?P<one>q|kv)_a_proj(_with_mqa)?\.weight",
-                    "self_attention.linear_{one}_down_proj.weight",
-                ),
-                (
-                    r"self_attn\.(?P<one>q|kv)_a_layernorm\.weight",
-                    "self_attention.{one}_layernorm.weight",
-                ),
-                (
-                    r"self_attn\.(?P<one>q|kv)_b_proj\.weight",
-                    "self_attention.linear_{one}_up_proj.weight",
-                ),
-            )
-        ),
+#: Names of Hugging Face, and of Megatron, outside of layers and in a layer.
+_OUTER = {
+    r"(?:model\.)?embed_tokens\.weight": "embedding.word_embeddings.weight",
+    r"(?:model\.)?norm\.weight": "decoder.final_layernorm.weight",
+    r"lm_head\.weight": "output_layer.weight",
+}
+_IN_LAYER = {
+    r"input_layernorm\.weight": "input_layernorm.weight",
+    r"post_attention_layernorm\.weight": "pre_mlp_layernorm.weight",
+    r"self_attn\.(?P<part>[qkv])_proj\.(?P<kind>weight|bias)": "self_attention.linear_qkv.{kind}",
+    r"self_attn\.o_proj\.weight": "self_attention.linear_proj.weight",
+    r"self_attn\.(?P<one>[qk])_norm\.weight": "self_attention.{one}_layernorm.weight",
+    r"self_attn\.(?P<one>q|kv)_a_proj(_with_mqa)?\.weight": (
+        "self_attention.linear_{one}_down_proj.weight"
+    ),
+    r"self_attn\.(?P<one>q|kv)_a_layernorm\.weight": "self_attention.{one}_layernorm.weight",
+    r"self_attn\.(?P<one>q|kv)_b_proj\.weight": "self_attention.linear_{one}_up_proj.weight",
+    r"mlp\.(?P<part>gate|up)_proj\.weight": "mlp.linear_fc1.weight",
+    r"mlp\.down_proj\.weight": "mlp.linear_fc2.weight",
+    r"mlp\.experts\.gate_up_proj": "mlp.experts.experts.linear_fc1.weight",
+    r"mlp\.experts\.down_proj": "mlp.experts.experts.linear_fc2.weight",
+    r"mlp\.gate\.weight": "mlp.router.weight",
+    r"mlp\.gate\.e_score_correction_bias": "mlp.router.expert_bias",
+    r"mlp\.shared_experts\.(?P<part>gate|up)_proj\.weight": "mlp.shared_experts.linear_fc1.weight",
+    r"mlp\.shared_experts\.down_proj\.weight": "mlp.shared_experts.linear_fc2.weight",
+}
+_NAMES = [(re.compile(theirs), ours) for theirs, ours in _OUTER.items()] + [
+    (
+        re.compile(rf"(?:model\.)?layers\.(?P<layer>\d+)\.{theirs}"),
+        f"decoder.layers.{{layer}}.{ours}",
     )
-)
+    for theirs, ours in _IN_LAYER.items()
+]
 _PARTS = (("q", "k", "v"), ("gate", "up"))
 
 

@@ -45,10 +45,6 @@ def lay_out(
         refused: Makes the error from the number of a parameter, if one is to blame, and the reason.
         is_joined: Whether buckets follow one another without padding, so that only their total size
             is known.
-
-    Raises:
-        Exception: The parameters do not fill the buckets in exactly one way. ``refused`` makes the
-            error.
     """
     places: dict[int, Place] = {}
     left = list(reversed(range(len(sizes))))

@@ -38,15 +38,7 @@ def largest_shape(state: Mapping[str, Any]) -> Shape | None:
 def check_numbers(
     groups: Sequence[Mapping[str, Any]], masters: Sequence[Any] | None, file: str
 ) -> None:
-    """Check that no parameter is numbered twice, and that all have masters if any has.
-
-    Args:
-        masters: Masters by group, if there are any.
-        file: The file, for messages.
-
-    Raises:
-        CheckpointCorruptError: The file was changed, or combines two files.
-    """
+    """Check that no parameter is numbered twice, and that all have masters if any has."""
     numbers = Counter(number for group in groups for number in group["params"])
     twice = [number for number, times in numbers.items() if times > 1]
     if twice:
@@ -81,10 +73,6 @@ def assign(
         params: Names and shapes in the model's order.
         file: The file, for messages.
         remedy: Advice to the user, for messages.
-
-    Raises:
-        PatternError: The shapes do not decide.
-        CheckpointCorruptError: A state is larger than the parameter at its place.
     """
     shapes = [shape for _, shape in params]
     count = sum(len(group) for group in wanted)

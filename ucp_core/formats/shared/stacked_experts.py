@@ -18,11 +18,7 @@ _NAME = re.compile(r"(?P<layer>.+)\.experts\.(?P<kind>gate_up|down)_proj")
 
 
 def stacked_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, re.Match[str]]:
-    """Return the names of stacked experts, each with its ``layer`` and its ``kind``.
-
-    Raises:
-        UcpError: The shapes belong to another arrangement. The error names a tensor.
-    """
+    """Return the names of stacked experts, each with its ``layer`` and its ``kind``."""
     found = {name: match for name in shapes if (match := _NAME.fullmatch(name))}
     for name, match in found.items():
         pair = [shapes.get(f"{match['layer']}.experts.{kind}_proj", ()) for kind in _KINDS]

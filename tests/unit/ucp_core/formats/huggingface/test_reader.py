@@ -288,15 +288,6 @@ def test_a_header_longer_than_the_first_request_is_read_whole() -> None:
     assert len(opened.state_map.entries) == 2000
 
 
-def test_an_unfinished_conversion_is_no_model() -> None:
-    """Its files have their names before its manifest is there, and its moments would be lost."""
-    store = _folder({"model.safetensors": _file({"x": TENSOR}, bytes(8))})
-    store.write_atomic(f"{FOLDER}/.tmp-convert/journal", b"", fsync=False)
-
-    with pytest.raises(CheckpointCorruptError, match="unfinished conversion"):
-        huggingface.read(store, FOLDER)
-
-
 def test_our_own_universal_checkpoint_is_not_taken_for_a_foreign_folder() -> None:
     """It is a safetensors folder too, but has checksums and moments that would be lost."""
     weights = {"model.safetensors": _file({"x": TENSOR}, bytes(8))}

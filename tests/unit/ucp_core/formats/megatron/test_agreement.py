@@ -38,7 +38,7 @@ def test_a_file_without_the_optimizer_that_others_have_is_refused(
     name = _models(made)[-1]
     del made.trees[name]["optimizer"]
 
-    with pytest.raises(CheckpointCorruptError, match=f"{name} has no optimizer"):
+    with pytest.raises(CheckpointCorruptError, match=f"{name} has optimizer 'none'"):
         read(made.write(tmp_path))
 
 
