@@ -31,7 +31,7 @@ def recognise(store: Store, directory: str) -> str | None:
 
     ``everstep`` is the universal format; the others have the ``NAME`` of their package.
     """
-    if _is_native(store, directory):
+    if store.exists(join(directory, MANIFEST_NAME)):
         return _NATIVE
     found = _recognised(store, directory)
     return None if found is None else found[1]
@@ -87,7 +87,7 @@ def _open(
     tag: str | None,
     memory_bytes: int | None,
 ) -> Checkpoint:
-    if _is_native(store, directory):
+    if store.exists(join(directory, MANIFEST_NAME)):
         if tag is not None:
             raise CheckpointNotFoundError(
                 f"{directory} is one checkpoint of {_NATIVE}, which has no tags: open it without "
@@ -101,6 +101,7 @@ def _open(
     is_unfinished = bool(store.list(join(directory, UNFINISHED_NAME)))
     found = None if is_unfinished else _recognised(store, directory)
     if found is None:
+        parent, _, name = directory.rpartition("/")
         if is_unfinished:
             what = (
                 "holds an unfinished conversion or export: run the same ucp convert again to "
@@ -108,7 +109,7 @@ def _open(
             )
         elif not store.exists(directory):
             what = "does not exist"
-        elif not store.list(directory) and not _is_file(store, directory):
+        elif not store.list(directory) and name not in store.sizes(parent):
             what = "is empty"
         else:
             what = (
@@ -131,12 +132,3 @@ def _recognised(store: Store, directory: str) -> tuple[str, str] | None:
         if module.recognise(store, directory):
             return package, module.NAME
     return None
-
-
-def _is_native(store: Store, directory: str) -> bool:
-    return store.exists(join(directory, MANIFEST_NAME))
-
-
-def _is_file(store: Store, path: str) -> bool:
-    parent, _, name = path.rpartition("/")
-    return name in store.sizes(parent)

@@ -49,24 +49,17 @@ def read_header(
     """Return the header that begins at a byte of a file, and the byte where its data begin."""
     size = file_bytes - offset_bytes
     text = store.read_range(path, offset_bytes, max(0, min(size, _FIRST_BYTES)))
-    stop = _LENGTH_BYTES + _header_bytes(text, size, path)
+    if len(text) < _LENGTH_BYTES:
+        _refuse(path, None, f"has {size} bytes, too few for a safetensors file")
+    length = int.from_bytes(text[:_LENGTH_BYTES], "little")
+    stop = _LENGTH_BYTES + length
+    if length > HEADER_BYTES_MAX:
+        _refuse(path, None, f"says its header has {length} bytes, {HEADER_BYTES_MAX} are allowed")
+    if stop > size:
+        _refuse(path, None, f"says its header has {length} bytes, but the file has only {size}")
     if len(text) < stop:
         text += store.read_range(path, offset_bytes + len(text), stop - len(text))
     return parse_header(text[_LENGTH_BYTES:stop], size - stop, path), offset_bytes + stop
-
-
-def _header_bytes(first: bytes, file_bytes: int, where: str) -> int:
-    """Return the length of the JSON that follows the ``_LENGTH_BYTES`` in ``first``."""
-    if len(first) < _LENGTH_BYTES:
-        _refuse(where, None, f"has {file_bytes} bytes, too few for a safetensors file")
-    length = int.from_bytes(first[:_LENGTH_BYTES], "little")
-    if length > HEADER_BYTES_MAX:
-        _refuse(where, None, f"says its header has {length} bytes, {HEADER_BYTES_MAX} are allowed")
-    if length > file_bytes - _LENGTH_BYTES:
-        _refuse(
-            where, None, f"says its header has {length} bytes, but the file has only {file_bytes}"
-        )
-    return length
 
 
 def parse_header(text: bytes, data_bytes: int, where: str) -> Header:

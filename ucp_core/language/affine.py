@@ -159,18 +159,12 @@ def _align(
         axis = axes[0]
         room = shape[axis] - start[axis]
         if size > room:
-            return _overflow(number, size, shape[axis], start[axis])
+            if start[axis] or size % shape[axis]:
+                return _Change(number, cut=room if start[axis] else size - size % shape[axis])
+            return _Change(number, fold=shape[axis])
         extents[axis] = size
         used.append(axis)
     return _Aligned(tuple(start), tuple(extents), tuple(used))
-
-
-def _overflow(number: int, size: int, extent: int, start: int) -> _Change:
-    if start:
-        return _Change(number, cut=extent - start)
-    if size % extent:
-        return _Change(number, cut=size // extent * extent)
-    return _Change(number, fold=extent)
 
 
 def _changed(view: _View, change: _Change) -> list[_View]:

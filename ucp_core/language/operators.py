@@ -8,11 +8,12 @@ rank of another layout needs. The paper's Load and Save are ``ucp_core.load`` an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from operator import add, sub
+from typing import Any
 
 from ucp_core.errors import PatternError
 from ucp_core.geometry import (
@@ -212,16 +213,10 @@ def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
     for key, entry in manifest.state_map.entries.items():
         new_key = TensorKey(new_name(key.fqn), key.slot)
         entries[new_key] = replace(entry, key=new_key)
-    groups = [
-        {**group, "params": [new_name(fqn) for fqn in group["params"]]}
-        if "params" in group
-        else group
-        for group in manifest.param_groups
-    ]
     return replace(
         manifest,
         state_map=replace(manifest.state_map, entries=dict(sorted(entries.items()))),
-        param_groups=groups,
+        param_groups=_with_params(manifest, new_name),
         ties={new_name(alias): new_name(owner) for alias, owner in manifest.ties.items()},
         roles={new_name(fqn): role for fqn, role in manifest.roles.items()},
         patterns={
@@ -229,6 +224,16 @@ def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
             for key, pattern in manifest.patterns.items()
         },
     )
+
+
+def _with_params(manifest: Manifest, new: Callable[[str], str | None]) -> list[Mapping[str, Any]]:
+    """Return the groups with other names of their parameters; None leaves one out."""
+    return [
+        {**group, "params": [name for fqn in group["params"] if (name := new(fqn)) is not None]}
+        if "params" in group
+        else group
+        for group in manifest.param_groups
+    ]
 
 
 def tie(manifest: Manifest, ties: Mapping[str, str]) -> Manifest:
@@ -255,16 +260,10 @@ def tie(manifest: Manifest, ties: Mapping[str, str]) -> Manifest:
         for key in [key for key in entries if key.fqn == alias]:
             kept = TensorKey(owner, key.slot)
             entries[kept] = _joined(entries.get(kept), entries.pop(key), owner)
-    groups = [
-        {**group, "params": [fqn for fqn in group["params"] if fqn not in ties]}
-        if "params" in group
-        else group
-        for group in manifest.param_groups
-    ]
     return replace(
         manifest,
         state_map=replace(manifest.state_map, entries=entries),
-        param_groups=groups,
+        param_groups=_with_params(manifest, lambda fqn: None if fqn in ties else fqn),
         ties={**manifest.ties, **ties},
         roles={fqn: role for fqn, role in manifest.roles.items() if fqn not in ties},
         patterns={key: found for key, found in manifest.patterns.items() if key.fqn not in ties},

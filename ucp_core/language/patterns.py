@@ -18,7 +18,7 @@ Shard-NC, GQA             ``Cut(0, parts=(q, k, v))`` or ``Cut(0, ratio=(4, 1, 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -226,12 +226,15 @@ def _whole_on_each(
     return Placement(shapes[0], pieces, relation, check, shapes)
 
 
-def _check_alike(shapes: Sequence[tuple[int, ...]], what: str) -> None:
+def _check_alike(shapes: Sequence[tuple[int, ...]], what: str, but: Collection[int] = ()) -> None:
+    """Check that all shards have one shape, but along some dims."""
     for rank, shape in enumerate(shapes):
-        if shape != shapes[0]:
+        if len(shape) != len(shapes[0]) or any(
+            n != m for d, (n, m) in enumerate(zip(shape, shapes[0], strict=True)) if d not in but
+        ):
             raise PatternError(
                 f"declared {what}, but rank {rank} holds {list(shape)} and rank 0 "
-                f"{list(shapes[0])}; declare it cut, or give the rule for its slot",
+                f"{list(shapes[0])}; correct the rule, or give one for its slot",
                 rank=rank,
             )
 
@@ -341,7 +344,8 @@ def _place_cuts(
         _extents(shapes, coordinates, axis, (cut.dim, degrees[axis]))
         for axis, cut in enumerate(cuts)
     ]
-    _check_others(shapes, {cut.dim for cut in cuts})
+    dims = sorted(cut.dim for cut in cuts)
+    _check_alike(shapes, f"cut along dim {_listed(dims)}", dims)
     shape = list(shapes[0])
     segments: list[list[list[_Segment]]] = []
     for cut, along in zip(cuts, extents, strict=True):
@@ -386,17 +390,6 @@ def _extents(
     return extents
 
 
-def _check_others(shapes: Sequence[tuple[int, ...]], dims: set[int]) -> None:
-    for rank, shape in enumerate(shapes):
-        for dim, extent in enumerate(shape):
-            if dim not in dims and extent != shapes[0][dim]:
-                raise PatternError(
-                    f"cut along dim {_listed(sorted(dims))}, but rank {rank} holds "
-                    f"{list(shape)} and rank 0 {list(shapes[0])}: dim {dim} differs too",
-                    rank=rank,
-                )
-
-
 def _segments(cut: Cut, extents: Sequence[int]) -> list[list[_Segment]]:
     """Return the ranges along the cut dim for every rank, without padding."""
     widths = _widths(cut, extents)
@@ -413,19 +406,14 @@ def _segments(cut: Cut, extents: Sequence[int]) -> list[list[_Segment]]:
         for rank, width in enumerate(part):
             length = min(width, limit - start)
             if length > 0:
-                _append(segments[rank], _Segment(local[rank], length, start))
+                last = segments[rank][-1] if segments[rank] else _Segment(-1, 0, -1)
+                if (last.local + last.length, last.start + last.length) == (local[rank], start):
+                    segments[rank][-1] = last._replace(length=last.length + length)
+                else:
+                    segments[rank].append(_Segment(local[rank], length, start))
             local[rank] += width
             start += width
     return segments
-
-
-def _append(segments: list[_Segment], new: _Segment) -> None:
-    if segments:
-        last = segments[-1]
-        if (last.local + last.length, last.start + last.length) == (new.local, new.start):
-            segments[-1] = last._replace(length=last.length + new.length)
-            return
-    segments.append(new)
 
 
 def _widths(cut: Cut, extents: Sequence[int]) -> Sequence[Sequence[int]]:

@@ -43,18 +43,13 @@ def target_map(shapes: Shapes, rules: Rules, layout: ParallelLayout, rank: int) 
     place = layout.coordinates(rank)
     num_shares = layout.dp_shard * layout.cp
     share = place["dp_shard"] * layout.cp + place["cp"]
+    stages = rules.stages_of({key.fqn for key in shapes}, layout.pp) if layout.pp > 1 else {}
     return [
         Part(key, dtype, shape, box)
-        for key, (dtype, shape) in _of_stage(shapes, rules, layout.pp, place["pp"]).items()
+        for key, (dtype, shape) in shapes.items()
+        if place["pp"] in stages.get(key.fqn, (0,))
         for box in _boxes(_placement(key, shape, rules, layout.tp), place["tp"], share, num_shares)
     ]
-
-
-def _of_stage(shapes: Shapes, rules: Rules, pp: int, stage: int) -> Shapes:
-    if pp == 1:
-        return shapes
-    stages = rules.stages_of({key.fqn for key in shapes}, pp)
-    return {key: value for key, value in shapes.items() if stage in stages[key.fqn]}
 
 
 def _placement(key: TensorKey, shape: tuple[int, ...], rules: Rules, tp: int) -> Placement:

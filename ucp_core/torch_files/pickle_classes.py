@@ -91,7 +91,16 @@ class Resolver:
         if _is_named(full, _OPAQUE):
             return _opaque(full)
         if full in _REFUSED:
-            return self._refusal(full)
+
+            def refuse(*_: Any) -> NoReturn:
+                raise ForeignClassError(
+                    f"{self._where}: {_REFUSED[full]} ({full}) cannot be read: save it as an "
+                    "ordinary dense tensor",
+                    path=self._where,
+                    name=full,
+                )
+
+            return refuse
         raise ForeignClassError(
             f"{self._where}: the pickle in it needs the class {full}, which is not a known part of "
             "a checkpoint; nothing was executed. If you trust the file, load it with torch, and "
@@ -99,17 +108,6 @@ class Resolver:
             path=self._where,
             name=full,
         )
-
-    def _refusal(self, full: str) -> Callable[..., Any]:
-        def refuse(*_: Any) -> NoReturn:
-            raise ForeignClassError(
-                f"{self._where}: {_REFUSED[full]} ({full}) cannot be read: save it as an "
-                "ordinary dense tensor",
-                path=self._where,
-                name=full,
-            )
-
-        return refuse
 
 
 def _is_named(full: str, names: frozenset[str]) -> bool:

@@ -52,30 +52,16 @@ _SIZED = frozenset((list, tuple, dict, set, frozenset, str, bytes))
 #: on the stack, its number in the memo. The budget counts the bytes of a pickle, including those of
 #: texts, so opcodes that are small letters pay when they come (``_pay``).
 _COSTS = {
-    b"]": 96,
-    b"}": 192,
-    b"\x8f": 256,
-    b"\x91": 256,
-    b"\x94": 72,
-    b"(": 40,
-    b")": 8,
-    b"N": 8,
-    b"K": 8,
-    b"M": 40,
-    b"J": 40,
-    b"G": 32,
-    b"X": 56,
-    b"C": 40,
-    b"h": 8,
-    b"\x81": 64,
-    b"\x85": 56,
-    b"\x86": 64,
-    b"\x87": 72,
-    b"\x88": 8,
-    b"\x89": 8,
-    b"\x8a": 40,
-    b"\x8c": 56,
-    b"\x93": 128,
+    8: b")NKh\x88\x89",
+    32: b"G",
+    40: b"(MJC\x8a",
+    56: b"X\x85\x8c",
+    64: b"\x81\x86",
+    72: b"\x94\x87",
+    96: b"]",
+    128: b"\x93",
+    192: b"}",
+    256: b"\x8f\x91",
 }
 #: Cost of every byte: a copy of it in a text, and a copy on the way there.
 _BYTE_COST = 2
@@ -119,10 +105,8 @@ def read_pickle(
             path=where,
         )
     budget = current_budget()
-    budget.draw(
-        _BYTE_COST * len(data) + sum(data.count(code) * cost for code, cost in _COSTS.items()),
-        where,
-    )
+    opcodes = sum(data.count(code) * cost for cost, codes in _COSTS.items() for code in codes)
+    budget.draw(_BYTE_COST * len(data) + opcodes, where)
     machine = _Machine(bytes(data), Resolver(allow, where), persistent, budget, where)
     try:
         with collector_paused():

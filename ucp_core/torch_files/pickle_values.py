@@ -108,7 +108,9 @@ class _Converter:
             return {"tuple": items} if self._exact and type(value) is tuple else items
         if self._exact and any(type(key) in {int, float, bool} for key in value):
             return {"dict": self.convert([list(pair) for pair in value.items()], depth)}
-        return {self._key(key): self.convert(item, depth) for key, item in value.items()}
+        named = {_text(key): item for key, item in value.items()}
+        self._count(0, sum(len(encode_basestring_ascii(name)) for name in named))
+        return {name: self.convert(item, depth) for name, item in named.items()}
 
     def _object(self, value: Any, depth: int) -> Any:
         if isinstance(value, bytes):
@@ -144,11 +146,6 @@ class _Converter:
         if value.state is not None:
             made["state"] = self.convert(value.state, depth + 1)
         return made
-
-    def _key(self, key: Any) -> str:
-        text = _text(key)
-        self._count(0, len(encode_basestring_ascii(text)))
-        return text
 
 
 def _text(key: Any) -> str:

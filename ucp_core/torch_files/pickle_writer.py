@@ -50,7 +50,7 @@ class TensorData:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
     @classmethod
-    def of_bytes(cls, dtype: str, shape: tuple[int, ...], data: bytes) -> TensorData:
+    def of_bytes(cls, dtype: str, shape: tuple[int, ...], data: Buffer) -> TensorData:
         """Return a small tensor with the given bytes."""
         return cls(dtype, shape, lambda: (data,))
 

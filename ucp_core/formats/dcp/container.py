@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.shared import json_value
 from ucp_core.geometry import Box, Extent, Fragment, TensorEntry, TensorKey, prove_entry
+from ucp_core.manifest import Item
 from ucp_core.storage import Store, join
 from ucp_core.torch_files import (
     EDGE_BYTES,
@@ -86,11 +87,12 @@ class Container:
         """Return the first metadata file's path, for messages."""
         return join(self.directory, self.metadata_names[0])
 
-    def leftovers(self) -> list[str]:
-        """Return the data files that the metadata do not name: another save left them."""
+    def leftovers(self) -> dict[str, Item]:
+        """Return a note on each data file that the metadata do not name."""
         named = {chunk.blob.file for item in self.tensors.values() for chunk in item.chunks}
         named |= {blob.file for blobs in self.blobs.values() for blob in blobs}
-        return sorted(n for n in self.sizes if n.endswith(_LEFT) and n not in named)
+        note = Item("drop", "not named in the metadata: left by another save")
+        return {n: note for n in sorted(self.sizes) if n.endswith(_LEFT) and n not in named}
 
     def values(self, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Yield the value of each key, of the first rank that wrote it.

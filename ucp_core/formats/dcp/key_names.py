@@ -69,7 +69,9 @@ def classify(
             names.groups[key] = (root, group, name)
     prefix = _prefix(tensors, {fqn for fqn, _ in names.states.values()}, suffixes, paths)
     for key in plain:
-        if key in shapes and key.startswith(prefix) and _is_model(key, prefix, paths):
+        # Without a prefix the model's keys are at the top level, and other states in dicts.
+        is_model = prefix or len(paths.get(key, (key,))) == 1
+        if key in shapes and key.startswith(prefix) and is_model:
             names.weights[key] = key[len(prefix) :]
         else:
             names.others.append(key)
@@ -150,11 +152,6 @@ def _prefix(
     most = max(votes.values())
     best = [prefix for prefix, count in votes.items() if count == most]
     return next((prefix for prefix in _PREFIXES if prefix in best), best[0])
-
-
-def _is_model(key: str, prefix: str, paths: Mapping[str, tuple[Any, ...]]) -> bool:
-    # Without a prefix the model's keys are at the top level, and other states in dicts.
-    return bool(prefix) or len(paths.get(key, (key,))) == 1
 
 
 def number_names(

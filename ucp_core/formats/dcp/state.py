@@ -270,9 +270,7 @@ def _add_items(found: Assembly, container: Container, names: KeyNames) -> None:
     if names.groups:
         note = f"{len(found.groups)} groups"
         found.items["optimizer.param_groups"] = Item("replicate", note)
-    for name in container.leftovers():
-        note = "not named in the metadata: left by another save"
-        found.items[name] = Item("drop", note)
+    found.items |= container.leftovers()
     found.layout = {
         "files": len({f.file for e in found.entries.values() for f in e.fragments}),
         "chunks": sum(len(entry.fragments) for entry in found.entries.values()),

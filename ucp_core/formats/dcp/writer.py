@@ -7,9 +7,8 @@ written last and commits. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from ucp_core.errors import UcpError
@@ -172,7 +171,10 @@ class Contents:
         elif isinstance(value, list) and not _is_terminal(value):
             for index, inner in enumerate(value):
                 self.value((*path, index), inner)
-        elif isinstance(value, TensorData) and _is_small(value):
+        elif isinstance(value, TensorData) and (
+            value.dtype == "U8" or (not value.shape and value.dtype in NUMBER_DTYPES)
+        ):
+            # The reader takes such a tensor for a small value; others are objects here.
             self.small[self._key(path)] = value
         else:
             self.values[self._key(path)] = value
@@ -187,14 +189,6 @@ class Contents:
             )
         self.paths[key] = path
         return key
-
-
-def _is_small(tensor: TensorData) -> bool:
-    """Return whether the reader takes such a tensor for a small value.
-
-    Other small values are objects here.
-    """
-    return tensor.dtype == "U8" or (not tensor.shape and tensor.dtype in NUMBER_DTYPES)
 
 
 def _is_terminal(values: list[Any]) -> bool:
@@ -212,23 +206,15 @@ def hyper(name: str, value: Any) -> Any:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor being written: its chunks and the places of their blobs."""
+    """A tensor being written: its chunks with the places of their blobs."""
 
     entry: TensorEntry
-    place: TensorPlace | None = (
-        None  #: Place in the tensor of its key; None if it is the whole tensor.
-    )
-    boxes: list[Box] = field(default_factory=list)
-    places: list[Instance] = field(default_factory=list)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the key's tensor."""
-        return self.entry.shape if self.place is None else self.place.shape
+    place: TensorPlace  #: Place in the tensor of its key.
+    chunks: list[tuple[Box, Instance]] = field(default_factory=list)
 
     def placed(self, box: Box) -> Iterator[tuple[Box, int]]:
         """Yield the boxes of the key's tensor that make up a box, and their numbers of rows."""
-        place = self.place or TensorPlace(self.entry.shape)
+        place = self.place
         rows = place.rows or Rows(0, self.entry.shape[0] if self.entry.shape else 1, 0)
         low, high = (box.start[0], box.stop[0]) if box.start else (0, 1)
         while True:
@@ -242,10 +228,6 @@ class _Tensor:
             low += count
             if low >= high:
                 return
-
-
-def _once(data: memoryview) -> tuple[memoryview]:
-    return (data,)
 
 
 class DcpFiles:
@@ -266,9 +248,10 @@ class DcpFiles:
         self._progress = progress
         self._total_bytes = checkpoint.state_map.num_bytes
         self._done_bytes = 0
+        entries = checkpoint.state_map.entries
         self._tensors = {
-            key: _Tensor(checkpoint.state_map.entries[key], contents.parts.get(key))
-            for key in contents.keys
+            key: _Tensor(entry, contents.parts.get(key) or TensorPlace(entry.shape))
+            for key, entry in ((key, entries[key]) for key in contents.keys)
         }
         self._values: dict[str, Instance] = {}
         self._small_tensors: dict[str, _Tensor] = {}
@@ -315,9 +298,8 @@ class DcpFiles:
             for part, count in tensor.placed(box):
                 data = slab.data[begin : begin + count * row_bytes]
                 begin += len(data)
-                blob = TensorData(entry.dtype, part.shape, partial(_once, data))
-                tensor.boxes.append(part)
-                tensor.places.append((yield from self._blob(blob)))
+                blob = TensorData.of_bytes(entry.dtype, part.shape, data)
+                tensor.chunks.append((part, (yield from self._blob(blob))))
             self._done_bytes += len(slab.data)
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
@@ -330,17 +312,14 @@ class DcpFiles:
         for key, value in self._contents.small.items():
             name = TensorKey(key, "weight")
             entry = TensorEntry(key=name, dtype=value.dtype, shape=value.shape, fragments=())
-            tensor = _Tensor(entry)
-            tensor.boxes.append(Box.full(value.shape))
-            tensor.places.append((yield from self._blob(value)))
-            self._small_tensors[key] = tensor
+            place = Box.full(value.shape), (yield from self._blob(value))
+            self._small_tensors[key] = _Tensor(entry, TensorPlace(value.shape), [place])
         for tensor in self._tensors.values():
             box = Box.full(tensor.entry.shape)
             if box.is_empty:
                 box, _ = next(tensor.placed(box))
                 blob = TensorData.of_bytes(tensor.entry.dtype, box.shape, b"")
-                tensor.boxes.append(box)
-                tensor.places.append((yield from self._blob(blob)))
+                tensor.chunks.append((box, (yield from self._blob(blob))))
 
     def _blob(self, tree: Any) -> Generator[Buffer, None, Instance]:
         """Yield what ``torch.save`` would write and return where it lies."""
@@ -362,8 +341,8 @@ class DcpFiles:
             for name in self._contents.keys[key]:
                 by_name.setdefault(name, []).append(tensor)
         for name, tensors in by_name.items():
-            described[name] = _describe(tensors)
-            chunks = [chunk for one in tensors for chunk in zip(one.boxes, one.places, strict=True)]
+            chunks = [chunk for one in tensors for chunk in one.chunks]
+            described[name] = _describe(tensors[0], [box for box, _ in chunks])
             for number, (box, place) in enumerate(chunks):
                 index = {"fqn": name, "index": number, "offset": Size(box.start)}
                 places[_named("MetadataIndex", index)] = place
@@ -392,12 +371,12 @@ def _named(name: str, attributes: Mapping[str, Any]) -> Instance:
     return Instance(f"{_METADATA}.{name}", state=_Attributes(attributes))
 
 
-def _describe(tensors: Sequence[_Tensor]) -> Instance:
-    """Return the metadata of one key's tensor, which is whole or made of layers."""
+def _describe(tensor: _Tensor, boxes: Iterable[Box]) -> Instance:
+    """Return the metadata of the tensor of a key, of which ``tensor`` is at least a part."""
     properties = Instance(
         f"{_METADATA}.TensorProperties",
         state=(
-            Named(f"torch.{DTYPE_NAMES[tensors[0].entry.dtype]}"),
+            Named(f"torch.{DTYPE_NAMES[tensor.entry.dtype]}"),
             Instance(_LAYOUT, ("torch.strided",)),
             False,
             # The contiguous format.
@@ -407,10 +386,9 @@ def _describe(tensors: Sequence[_Tensor]) -> Instance:
     )
     chunks = [
         _named("ChunkStorageMetadata", {"offsets": Size(box.start), "sizes": Size(box.shape)})
-        for tensor in tensors
-        for box in tensor.boxes
+        for box in boxes
     ]
-    size = Size(tensors[0].shape)
+    size = Size(tensor.place.shape)
     return _named(
         "TensorStorageMetadata", {"properties": properties, "size": size, "chunks": chunks}
     )

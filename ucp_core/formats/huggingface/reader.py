@@ -209,20 +209,16 @@ def _weight_map(store: Store, path: str, size_bytes: int) -> dict[str, str]:
 
 def _json(data: bytes, path: str) -> Any:
     try:
-        return json.loads(data, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(data, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} is not JSON: {error}", path=path) from error
 
 
-def _no_constant(name: str) -> NoReturn:
-    # Python reads and writes NaN, which is not JSON.
-    raise ValueError(f"{name} is not a JSON number")
-
-
 def _finite(text: str) -> float:
+    # Python reads and writes NaN, which is not JSON.
     value = float(text)
     if not isfinite(value):
-        raise ValueError(f"{text} is larger than any float")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 

@@ -146,12 +146,15 @@ class _ContainerReader(Assembly):
         """Refuse state that is no tensor: without it a run would restart its optimizer."""
         for key in self.objects:
             if key_names.is_optimizer(key) and key.endswith(_GATHERED):
-                raise UnsupportedVersionError(
-                    f"{self.container.where}: {key} holds the optimizer's state as gathered by one "
-                    "rank (dp_zero_gather_scatter), which cannot be read: load it with the "
-                    "Megatron that saved it and save it with --dist-ckpt-optim-fully-reshardable",
-                    key=key,
-                )
+                why = "holds the optimizer's state as gathered by one rank (dp_zero_gather_scatter)"
+                raise self._unsupported(key, why)
+
+    def _unsupported(self, key: str, why: str) -> UnsupportedVersionError:
+        return UnsupportedVersionError(
+            f"{self.container.where}: {key} {why}, which cannot be read: load it with the Megatron "
+            "that saved it and save it with --dist-ckpt-optim-fully-reshardable",
+            key=key,
+        )
 
     def _add_extra_states(self) -> None:
         """Keep the modules' extra states. They are None without Transformer Engine."""
@@ -160,7 +163,8 @@ class _ContainerReader(Assembly):
         for shard in [shard for key in keys for shard in self.objects.pop(key)]:
             try:
                 ((_, value),) = self.container.values([shard])
-                if not _is_nothing(value):
+                parts = value if isinstance(value, list | tuple) else [value]
+                if any(part is not None for part in parts):
                     self.is_local = False
                     found[shard] = self.container.as_json(value, shard)
             except ForeignClassError as error:
@@ -182,12 +186,7 @@ class _ContainerReader(Assembly):
             if named is not None:
                 keys[key] = TensorKey(named[1], named[0])
             elif key_names.is_optimizer(key) and key_names.bucket_of(key) is None:
-                raise UnsupportedVersionError(
-                    f"{self.container.where}: {key} comes from a form of the distributed "
-                    "optimizer that cannot be read: load it with the Megatron that saved it "
-                    "and save it with --dist-ckpt-optim-fully-reshardable",
-                    key=key,
-                )
+                raise self._unsupported(key, "has an unknown form of the distributed optimizer")
         self._refuse_flattened(keys)
         mastered = {name.fqn for name in keys.values() if name.slot == "weight"}
         copies = [key for key in models if key in mastered]
@@ -212,13 +211,8 @@ class _ContainerReader(Assembly):
             model = self.container.tensors.get(fqn)
             shape = self.container.tensors[key].shape
             if slot == "weight" and model is not None and model.shape != shape:
-                raise UnsupportedVersionError(
-                    f"{self.container.where}: {key} is {list(shape)}, {fqn} {list(model.shape)}: "
-                    "ranges of flattened parameters (fully_sharded_model_space) cannot be read: "
-                    "load it with the Megatron that saved it and save it with "
-                    "--dist-ckpt-optim-fully-reshardable",
-                    key=key,
-                )
+                why = f"is {list(shape)} and {fqn} {list(model.shape)}: a range of flattened "
+                raise self._unsupported(key, f"{why}parameters (fully_sharded_model_space)")
 
     def _add_buckets(self, models: list[str]) -> None:
         """Replace the weights by the masters in the flat buffers, and add their states."""
@@ -337,9 +331,7 @@ class _ContainerReader(Assembly):
                 self.items[key] = Item("reseed", note)
             else:
                 self.items[key] = Item("replicate", "kept in extra")
-        for name in self.container.leftovers():
-            note = "not named in the metadata: left by another save"
-            self.items[name] = Item("drop", note)
+        self.items |= self.container.leftovers()
 
     def _add_roles(self, models: list[str]) -> None:
         slots: dict[str, int] = {}
@@ -353,9 +345,3 @@ class _ContainerReader(Assembly):
 
 
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq", "running_mean", "running_var")
-
-
-def _is_nothing(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(item is None for item in value)
-    return value is None

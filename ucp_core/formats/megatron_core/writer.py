@@ -88,7 +88,13 @@ def _places(checkpoint: Checkpoint, query_groups: int | None) -> dict[str, Joine
         for key, entry in sorted(checkpoint.state_map.entries.items())
         if key.slot == "weight" and checkpoint.manifest.roles.get(key.fqn) != "extra"
     }
-    return joined(shapes, _query_groups(checkpoint) if query_groups is None else query_groups)
+    if query_groups is None:
+        documents = checkpoint.extra.get("huggingface")
+        config = documents.get("config.json") if isinstance(documents, dict) else None
+        values = config if isinstance(config, dict) else {}
+        found = values.get("num_key_value_heads", values.get("num_attention_heads"))
+        query_groups = found if isinstance(found, int) else None
+    return joined(shapes, query_groups)
 
 
 def _check_experts(places: Mapping[str, Joined], ep: int) -> None:
@@ -154,15 +160,6 @@ def _kinds(
                 fqn=key.fqn,
             )
     return kinds
-
-
-def _query_groups(checkpoint: Checkpoint) -> int | None:
-    """Return the number of heads of k and v by Hugging Face's configuration."""
-    documents = checkpoint.extra.get("huggingface")
-    config = documents.get("config.json") if isinstance(documents, dict) else None
-    values = config if isinstance(config, dict) else {}
-    found = values.get("num_key_value_heads", values.get("num_attention_heads"))
-    return found if isinstance(found, int) else None
 
 
 def _common(

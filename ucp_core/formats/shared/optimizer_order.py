@@ -88,7 +88,12 @@ def assign(
                     fqn=name,
                 )
         return [[name for name, _ in params]]
-    places = [_places(group, shapes) for group in wanted]
+    # The first and the last places in the model that fit each group's shapes in order.
+    end = len(shapes) - 1
+    places = [
+        (_first(group, shapes), [end - at for at in _first(group[::-1], shapes[::-1])][::-1])
+        for group in wanted
+    ]
     for index, (first, last) in enumerate(places):
         if first != last or len(first) != len(wanted[index]):
             how = "in no way" if len(first) != len(wanted[index]) else "in several ways"
@@ -103,12 +108,6 @@ def assign(
     if twice:
         raise unclear(file, f"by the shapes, two groups would have {twice[0]}", remedy)
     return [[params[place][0] for place in first] for first, _ in places]
-
-
-def _places(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> tuple[list[int], list[int]]:
-    """Return the first and the last places in the model that fit a group's shapes in order."""
-    end = len(shapes) - 1
-    return _first(group, shapes), [end - at for at in _first(group[::-1], shapes[::-1])][::-1]
 
 
 def _first(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int]:

@@ -187,9 +187,19 @@ class Shards:
                 placed[memo] = _PlacedRuns(place(pattern, shapes, name=str(key)), plain(pattern))
             made[key] = _entry(key, stages, placed[memo], extent)
             if self.tp_degree > 1:
-                self.patterns[key] = _told(pattern, placed[memo], made[key])
+                # The true extent if padding was stripped.
+                is_stripped = made[key].shape != placed[memo].placement.shape
+                self.patterns[key] = (
+                    plain(Cut(0, unpadded=made[key].shape[0]))
+                    if is_stripped and pattern == Cut(0)
+                    else placed[memo].told
+                )
         if unknown:
-            raise _all_unknown(list(unknown.values()))
+            names = [str(error.facts["unknown"]) for error in unknown.values()]
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""  # noqa: PLR2004
+            first = next(iter(unknown.values()))
+            told = f"{first} (tensors: {', '.join(names[:5])}{more})"
+            raise PatternError(told, unknown=tuple(names))
         return dict(sorted(made.items()))
 
 
@@ -211,14 +221,6 @@ class _PlacedRuns:
             found = extract(key, "U8", self.placement, tp, file="", offset_bytes=0, flat=flat)
             self.known[place_of] = found
         return found
-
-
-def _told(pattern: Pattern, placed: _PlacedRuns, entry: TensorEntry) -> Any:
-    """Return the pattern as JSON, with the true extent if padding was stripped."""
-    is_stripped = entry.shape != placed.placement.shape
-    if is_stripped and pattern == Cut(0):
-        return plain(Cut(0, unpadded=entry.shape[0]))
-    return placed.told
 
 
 def _by_stage(
@@ -314,10 +316,3 @@ def _strided(
             strides=strides,
             copy=tp if placement.relation == "average" else 0,
         )
-
-
-def _all_unknown(errors: Sequence[PatternError]) -> PatternError:
-    """Return one error for all tensors with an unknown pattern."""
-    names = [str(error.facts["unknown"]) for error in errors]
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")  # noqa: PLR2004
-    return PatternError(f"{errors[0]} (tensors: {shown})", unknown=tuple(names))

@@ -63,7 +63,7 @@ def test_one_rank_holds_fused_parts_as_they_are() -> None:
         (Cut(2), [(2, 3)], "w: cut along dim 2, but its shards have 2 dims"),
         (Cut(0), [()], "w: cut along dim 0, but its shards have 0 dims"),
         (Cut(0), [(2, 3), (2,)], "w: rank 1 holds [2], rank 0 [2, 3]: not of as many dims"),
-        (Cut(0), [(2, 3), (2, 4)], "rank 1 holds [2, 4] and rank 0 [2, 3]: dim 1 differs too"),
+        (Cut(0), [(2, 3), (2, 4)], "cut along dim 0, but rank 1 holds [2, 4] and rank 0 [2, 3]"),
         (Cut(0, widths=(2, 3)), [(2,), (2,)], "w: rank 1 holds 2 along dim 0, the pattern says 3"),
         (Cut(0, widths=(2,)), [(1,), (1,)], "widths are given for 1 ranks, 2 ranks hold it"),
         (Cut(0, widths=()), [(1,)], "w: a list is empty"),
