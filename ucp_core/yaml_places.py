@@ -55,8 +55,9 @@ class YamlText:
             return values
         try:
             return self._loader.construct_object(node)
-        except (yaml.YAMLError, ValueError) as error:
-            self._wrong(node, path, f"cannot be read: {str(error).splitlines()[0]}")
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+            # Values that a tag contradicts, such as ``!!int ""``.
+            self._wrong(node, path, f"cannot be read: {str(error).partition(chr(10))[0]}")
             return None
 
     def _place(self, node: yaml.Node) -> Place:

@@ -141,7 +141,7 @@ class Assembly:
             state_map=StateMap(
                 entries=dict(sorted(entries.items())),
                 block_bytes=BLOCK_BYTES,
-                extents={name: found for name, found in self.extents.items() if name in used},
+                extents={name: self.extents[name] for name in sorted(used & self.extents.keys())},
             ),
             files={},
             param_groups=self.groups,
