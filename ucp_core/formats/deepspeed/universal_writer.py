@@ -36,7 +36,7 @@ from ucp_core.formats.deepspeed.writing import (
 )
 from ucp_core.language import Affine, Cut, Grid
 from ucp_core.native import check_memory
-from ucp_core.torch_files import Instance, Size, TensorData
+from ucp_core.torch_files import Instance, Size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,7 +95,8 @@ def write(  # noqa: PLR0913 - the signature of every writer
     tags = {name: _tags(model, name, rules) for name in model.parameters}
     folder = tag or f"global_step{model.counters['global_steps']}_universal"
     precision = DTYPES[dtype or model.precision]
-    trees = Trees(model, FlatReader(checkpoint, memory_bytes), dtype=precision, dp=1)
+    reader = FlatReader(checkpoint, memory_bytes)
+    trees = Trees(model=model, reader=reader, dtype=precision, dp=1)
 
     def files() -> Iterator[tuple[str, Any]]:
         # In this order a partial folder never looks complete: metadata that name every parameter
@@ -202,7 +203,7 @@ def _optimizer_state(trees: Trees) -> dict[str, Any]:
         for key, value in param_groups[0].items()
         if all(key in group and group[key] == value for group in param_groups)
     }
-    tree = trees.scaling() | {
+    return trees.scaling() | {
         "zero_stage": Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (1,)),
         "group_paddings": [0] * len(groups),
         "partition_count": [1] * len(groups),
@@ -213,19 +214,14 @@ def _optimizer_state(trees: Trees) -> dict[str, Any]:
             # Stage 3 gives group 0's values to all groups.
             "param_groups": [common | {"params": [0]}],
         },
+        **trees.clipping(),
     }
-    if trees.model.clip_grad is not None:
-        tree["clip_grad"] = trees.model.clip_grad
-    return tree
 
 
 def _model_states(trees: Trees, *, with_tensors: bool) -> dict[str, Any]:
     model = trees.model
     # These are the names of stage 3, where parameters have no elements.
-    module: OrderedDict[str, TensorData] = trees.placeholders()
-    if with_tensors:
-        module.update(trees.untrained())
-        module.update((alias, module[owner]) for alias, owner in model.ties.items())
+    module = trees.module(empty=(*model.parameters, *(() if with_tensors else model.frozen)))
     frozen = OrderedDict((name, module[name]) for name in model.frozen if with_tensors)
     return common_state(model, dp=1) | {
         "module": module,

@@ -41,6 +41,7 @@ DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 #: Stages of ZeRO that shard Muon's momentum differently from the masters.
 _WHOLE_MOMENTUM = (1, 2)
 _STAGES = (0, 1, 2, 3)
+_ZERO3 = 3
 #: Sections of a configuration about precision and layout.
 _LAYOUT_KEYS = frozenset({"bf16", "bfloat16", "fp16", "tensor_parallel"})
 
@@ -118,9 +119,7 @@ def write(
         wanted = replace(wanted, dtype=model.precision if wanted.stage else "fp32")
     _check_groups(model, wanted)
     placements = _placements(model, wanted, rules)
-    reader = FlatReader(checkpoint, memory_bytes)
     tag = wanted.tag or f"global_step{model.counters['global_steps']}"
-
     pipeline = Pipeline(wanted.stages, wanted.tied_layers) if wanted.stages else None
     parts = [model] if pipeline is None else pipeline.models(model)
     info: dict[str, Any] = {}
@@ -128,42 +127,63 @@ def write(
         tied = pipeline.tied(model) if pipeline is not None else ()
         names = (*model.parameters, *model.frozen, *model.buffers)
         info["universal_checkpoint_info"] = universal_info(names, placements, tied=tied)
-    experts = _experts(model, wanted)
-
-    def trees(part: Model, tp_rank: int) -> Trees:
-        dtype = DTYPES[wanted.dtype or model.precision]
-        degrees = {"dp": wanted.dp, "ep": wanted.ep}
-        return Trees(part, reader, dtype=dtype, **degrees, placements=placements, rank=tp_rank)
-
-    def files() -> Iterator[tuple[str, Any]]:
-        if experts is not None:
-            by_rank = [trees(experts.rank(rank), 0) for rank in range(wanted.ep)]
-            yield from _files(by_rank, wanted, 0, {"num_experts": experts.counts})
-            yield from _expert_files(trees(model, 0), experts)
-            return
-        for stage, part in enumerate(parts):
-            for tp_rank in range(wanted.tp):
-                mp_rank = stage * wanted.tp + tp_rank
-                yield from _files([trees(part, tp_rank)], wanted, mp_rank, info)
-        if pipeline is not None:
-            for tp_rank in range(wanted.tp):
-                yield from _layer_files(trees(model, tp_rank), wanted, pipeline, tp_rank)
-
-    Output(store, directory, tag, progress, fsync=fsync).write(files, latest="latest")
-
-
-def _experts(model: Model, wanted: Target) -> ExpertShares | None:
-    """Return the experts of the model, spread over the target's ranks; None if there are none."""
     experts = ExpertShares(model, wanted.ep, apart=wanted.stage > 0)
-    if not experts.counts:
-        return None
-    if wanted.stage == 3 or wanted.tp > 1 or wanted.stages:  # noqa: PLR2004 - ZeRO's
+    if experts.counts and (wanted.stage == _ZERO3 or wanted.tp > 1 or wanted.stages):
         raise UcpError(
             "experts of DeepSpeed's MoE are written for stages 0 to 2 without tensor-parallel "
             "ranks and pipeline: DeepSpeed has no stage 3 for them, and names experts "
             "differently in the other layouts"
         )
-    return experts
+    whole = Trees(
+        model=model,
+        reader=FlatReader(checkpoint, memory_bytes),
+        dtype=DTYPES[wanted.dtype or model.precision],
+        dp=wanted.dp,
+        ep=wanted.ep,
+        placements=placements,
+    )
+
+    def files() -> Iterator[tuple[str, Any]]:
+        if experts.counts:
+            return _expert_files(whole, wanted, experts)
+        return _all_files(whole, wanted, parts, info, pipeline)
+
+    Output(store, directory, tag, progress, fsync=fsync).write(files, latest="latest")
+
+
+def _all_files(
+    whole: Trees,
+    target: Target,
+    parts: Sequence[Model],
+    info: Mapping[str, Any],
+    pipeline: Pipeline | None,
+) -> Iterator[tuple[str, Any]]:
+    """Yield the files of every rank, then those of a pipeline's layers.
+
+    Args:
+        parts: The model of each stage.
+    """
+    for stage, part in enumerate(parts):
+        for rank in range(target.tp):
+            trees = replace(whole, model=part, rank=rank)
+            yield from _files([trees], target, stage * target.tp + rank, info)
+    if pipeline is not None:
+        for rank in range(target.tp):
+            module = replace(whole, rank=rank).module()
+            axis = f"-model_{rank:02d}" if target.tp > 1 else ""
+            for layer, own in pipeline.layers(module).items():
+                tree = OrderedDict((local, module[name]) for local, name in own.items())
+                yield f"layer_{layer:02d}{axis}-model_states.pt", tree
+
+
+def _expert_files(whole: Trees, target: Target, experts: ExpertShares) -> Iterator[tuple[str, Any]]:
+    """Yield the files of every rank, then those of experts, with their names in the whole model."""
+    by_rank = [replace(whole, model=experts.rank(rank)) for rank in range(target.ep)]
+    yield from _files(by_rank, target, 0, {"num_experts": experts.counts})
+    module = whole.module()
+    for file, names in experts.files().items():
+        tree = OrderedDict((name, module[name]) for name in names)
+        yield f"{file}_mp_rank_00_model_states.pt", tree
 
 
 def _check_groups(model: Model, wanted: Target) -> None:
@@ -198,31 +218,23 @@ def _placements(
                 fqn=name,
             )
         placements[name] = split(pattern, model.weight(name).shape, tp, name=name)
-    if target.stage > 0:
-        _refuse_empty_shards(model, placements)
-    return placements
-
-
-def _refuse_empty_shards(model: Model, placements: Mapping[str, Placement]) -> None:
-    """Raise an error if a tensor-parallel rank would have no element of a trained parameter.
-
-    DeepSpeed 0.19.8 (``is_optimized_parameter``) treats it as frozen on that rank; older versions
-    keep it in the optimizer's groups and lose its shape. No file works with both.
-    """
-    for name in model.parameters:
+    for name in model.parameters if target.stage > 0 else ():
+        # DeepSpeed 0.19.8 (``is_optimized_parameter``) treats a parameter without elements as
+        # frozen on that rank; older versions keep it in the optimizer's groups and lose its shape.
+        # No file works with both.
         for rank, shard in enumerate(placements[name].shards):
-            if 0 not in shard:
-                continue
-            shape, dim, tp = model.weight(name).shape, shard.index(0), len(placements[name].shards)
-            raise UcpError(
-                f"{name}: the rules cut dim {dim} of {list(shape)} over tp={tp} ranks and "
-                f"leave rank {rank} without a part, so DeepSpeed would not train it there; "
-                "give other widths or another cut for it with --rules, or a smaller tp",
-                fqn=name,
-                dim=dim,
-                tp=tp,
-                rank=rank,
-            )
+            if 0 in shard:
+                raise UcpError(
+                    f"{name}: the rules cut dim {shard.index(0)} of "
+                    f"{list(model.weight(name).shape)} over tp={tp} ranks and leave rank {rank} "
+                    "without a part, so DeepSpeed would not train it there; give other widths or "
+                    "another cut for it with --rules, or a smaller tp",
+                    fqn=name,
+                    dim=shard.index(0),
+                    tp=tp,
+                    rank=rank,
+                )
+    return placements
 
 
 def _files(
@@ -237,10 +249,13 @@ def _files(
     if stage > 0:
         prefix = "bf16_" if target.dtype == "bf16" else ""
         for dp_rank in range(target.dp):
-            expert_rank, ep_rank = _expert_ranks(trees.model, target, dp_rank)
+            # A rank's number among the holders of its experts, and its expert-parallel rank.
+            expert_rank, ep_rank = divmod(dp_rank, target.ep)
+            if trees.model.config.get("use_data_before_expert_parallelism"):
+                ep_rank, expert_rank = divmod(dp_rank, target.dp // target.ep)
             state = (
                 trees.optimizer_stage_3(dp_rank, target.sub_group_size)
-                if stage == 3  # noqa: PLR2004 - ZeRO's
+                if stage == _ZERO3
                 else by_rank[ep_rank].optimizer_stage_1_2(stage, dp_rank, expert_rank)
             )
             tree = {
@@ -253,66 +268,45 @@ def _files(
         for ep_rank, mine in enumerate(by_rank):
             name = f"expp_rank_{ep_rank}_{mp}_optim_states.pt"
             yield name, {"optimizer": mine.plain_optimizer()}
-    if stage < 3:  # noqa: PLR2004 - ZeRO's
-        yield f"{mp}_model_states.pt", {**_model_states(trees, target), **info}
-        return
-    for dp_rank in range(target.dp):
-        name = f"zero_pp_rank_{dp_rank}_{mp}_model_states.pt"
-        yield name, {**_model_states_stage_3(trees, target, dp_rank), **info}
+    for dp_rank in range(target.dp if stage == _ZERO3 else 1):
+        zero = f"zero_pp_rank_{dp_rank}_" if stage == _ZERO3 else ""
+        states = _model_states_stage_3 if stage == _ZERO3 else _model_states
+        common = common_state(trees.model, dp=target.dp, tp=target.tp, pp=target.pp)
+        common["ds_config"] = _config(trees.model, target)
+        tree = {**states(trees, target, dp_rank), **common, **info}
+        yield f"{zero}{mp}_model_states.pt", tree
 
 
-def _expert_ranks(model: Model, target: Target, dp_rank: int) -> tuple[int, int]:
-    """Return a rank's number among the holders of its experts, and its expert-parallel rank."""
-    if model.config.get("use_data_before_expert_parallelism"):
-        ep_rank, expert_rank = divmod(dp_rank, target.dp // target.ep)
-        return expert_rank, ep_rank
-    return divmod(dp_rank, target.ep)
-
-
-def _expert_files(trees: Trees, experts: ExpertShares) -> Iterator[tuple[str, Any]]:
-    """Yield the weights of every expert under its name in the whole model."""
-    module = trees.module()
-    for file, names in experts.files().items():
-        tree = OrderedDict((name, module[name]) for name in names)
-        yield f"{file}_mp_rank_00_model_states.pt", tree
-
-
-def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
-    """Return the model_states of stage 0, 1 or 2, which are equal on all dp ranks."""
-    model, stage = trees.model, target.stage
-    module = trees.module()
-    tree: dict[str, Any] = {
-        # The tensors of a pipeline are in files of layers.
-        "module": None if target.stages else _without_experts(module),
-        "buffer_names": list(model.buffers),
-    }
-    tree["optimizer"] = trees.plain_optimizer() if stage == 0 else None
-    tree["param_shapes"] = tree["shared_params"] = None
-    tree["frozen_param_shapes"] = tree["frozen_param_fragments"] = None
-    if model.groups:
-        # DeepSpeed omits them at stage 0, where nothing else names the numbered parameters.
-        tree["param_shapes"] = trees.groups_of_shapes(group.names for group in model.groups)
-    if stage > 0:
-        tree["shared_params"] = dict(model.ties)
-    if stage == 2 or model.frozen:  # noqa: PLR2004 - ZeRO's
+def _model_states(trees: Trees, target: Target, _: int) -> dict[str, Any]:
+    """Return the content for stage 0, 1 or 2, which is equal on all dp ranks."""
+    model, module = trees.model, trees.module()
+    # DeepSpeed omits shapes at stage 0, where nothing else names the numbered parameters.
+    shapes = trees.groups_of_shapes(group.names for group in model.groups) if model.groups else None
+    shared = dict(model.ties) if target.stage > 0 else None
+    fragments = sizes = None
+    if target.stage == 2 or model.frozen:  # noqa: PLR2004 - ZeRO's
         # These are the module's tensors, so they are stored once. DeepSpeed omits them at stages 0
         # and 1, and its zero_to_fp32 then loses them.
-        frozen = OrderedDict((name, module[name]) for name in model.frozen)
-        tree["frozen_param_fragments"] = frozen
-        tree["frozen_param_shapes"] = OrderedDict((n, Size(t.shape)) for n, t in frozen.items())
-    return tree | _common(model, target)
-
-
-def _without_experts(module: OrderedDict[str, Any]) -> OrderedDict[str, Any]:
-    """Return the content that is not in the files of experts."""
-    return OrderedDict((name, data) for name, data in module.items() if not is_expert(name))
+        fragments = OrderedDict((name, module[name]) for name in model.frozen)
+        sizes = OrderedDict((n, Size(t.shape)) for n, t in fragments.items())
+    # Tensors of a pipeline and of experts have their own files.
+    held = OrderedDict((name, data) for name, data in module.items() if not is_expert(name))
+    return {
+        "module": None if target.stages else held,
+        "buffer_names": list(model.buffers),
+        "optimizer": trees.plain_optimizer() if target.stage == 0 else None,
+        "param_shapes": shapes,
+        "shared_params": shared,
+        "frozen_param_shapes": sizes,
+        "frozen_param_fragments": fragments,
+    }
 
 
 def _model_states_stage_3(trees: Trees, target: Target, dp_rank: int) -> dict[str, Any]:
     model = trees.model
     parts = [names for group in trees.sub_groups(target.sub_group_size) for names in group]
-    tree: dict[str, Any] = {
-        "module": trees.placeholders(),
+    return {
+        "module": trees.module(empty=(*model.parameters, *model.frozen)),
         "buffer_names": list(model.buffers),
         "optimizer": None,
         "param_shapes": trees.groups_of_shapes(parts),
@@ -321,23 +315,6 @@ def _model_states_stage_3(trees: Trees, target: Target, dp_rank: int) -> dict[st
         "shared_params": dict(model.ties) if dp_rank == 0 else {},
         "frozen_param_fragments": trees.frozen_fragments(dp_rank),
     }
-    return tree | _common(model, target)
-
-
-def _layer_files(
-    trees: Trees, target: Target, pipeline: Pipeline, tp_rank: int
-) -> Iterator[tuple[str, Any]]:
-    """Yield the weights of a pipeline by layer."""
-    module = trees.module()
-    axis = f"-model_{tp_rank:02d}" if target.tp > 1 else ""
-    for layer, names in pipeline.layers(module).items():
-        tree = OrderedDict((local, module[name]) for local, name in names.items())
-        yield f"layer_{layer:02d}{axis}-model_states.pt", tree
-
-
-def _common(model: Model, target: Target) -> dict[str, Any]:
-    state = common_state(model, dp=target.dp, tp=target.tp, pp=target.pp)
-    return state | {"ds_config": _config(model, target)}
 
 
 def common_state(model: Model, *, dp: int, tp: int = 1, pp: int = 1) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def open_native(store: Store, directory: str, names: Names, *, with_optim: bool 
         why = "not a file of the checkpoint" if kind == "other" else why
         unused = (name for name in listed.values() if name not in files.trees)
         native.items |= dict.fromkeys(unused, Item("drop", why))
-    _check_one_save(files, [*native.model.values(), *native.optim.values()])
+    _check_one_save(native)
     return native
 
 
@@ -229,12 +229,17 @@ def _optim(
     return _taken(directory, found, ranks, f"{prefix}{_ZERO}optim_states.pt")
 
 
-def _check_one_save(files: Files, names: Iterable[str]) -> None:
-    """Raise an error if the files come from different saves."""
+def _check_one_save(native: Native) -> None:
+    """Raise an error if the files come from different saves; ZeRO's may lack a key."""
+    trees = native.files.trees
     for key in _SAVE:
-        told = [(n, v) for n in names if (v := files.trees[n].get(key)) is not None]
-        for name, value in told:
-            if value != told[0][1]:
-                raise two_saves(
-                    files.path(name), f"{key} is {value!r}, in {told[0][0]} {told[0][1]!r}"
-                )
+        models = [(name, trees[name].get(key)) for name in native.model.values()]
+        of_zero = [(name, trees[name].get(key)) for name in native.optim.values()]
+        known = [(name, value) for name, value in models[:1] + of_zero if value is not None]
+        for told in (models, known):
+            for name, value in told:
+                if value != told[0][1]:
+                    raise two_saves(
+                        native.files.path(name),
+                        f"{key} is {value!r}, in {told[0][0]} {told[0][1]!r}",
+                    )

@@ -1,12 +1,15 @@
 """Parts of the writers of DeepSpeed's checkpoints.
 
-``model`` and ``fused_experts`` make the state to write. ``partitions``, ``pipeline``, ``experts``
-and ``universal_info`` spread it over ranks and files. ``trees`` makes the content of each file,
+``model`` makes the state to write. ``partitions``, ``pipeline``, ``experts`` and
+``universal_info`` spread it over ranks and files. ``trees`` makes the content of each file,
 ``streams`` its bytes, and ``output`` puts the files into a store.
 """
 
-from ucp_core.formats.deepspeed.writing.experts import ExpertShares, is_expert
-from ucp_core.formats.deepspeed.writing.fused_experts import with_single_experts
+from ucp_core.formats.deepspeed.writing.experts import (
+    ExpertShares,
+    is_expert,
+    with_single_experts,
+)
 from ucp_core.formats.deepspeed.writing.model import Group, Model, describe
 from ucp_core.formats.deepspeed.writing.output import Output
 from ucp_core.formats.deepspeed.writing.pipeline import Pipeline

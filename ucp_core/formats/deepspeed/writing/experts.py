@@ -3,7 +3,8 @@
 Every rank numbers its experts from 0, layer by layer; the names of their files count through the
 whole layer. Under ZeRO a group of the optimizer has only experts or none, and groups of experts are
 cut over the ranks that hold the same experts (DeepSpeed 0.19, ``moe/utils.py``,
-``utils/groups.py``). ``ucp_core.formats.deepspeed.reading.zero`` reads the result.
+``utils/groups.py``). ``ucp_core.formats.deepspeed.reading.zero`` reads the result. In
+``transformers`` 5 all experts of a layer are one tensor, which is split into their matrices.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ from typing import TYPE_CHECKING
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.keys import EXPERT
 from ucp_core.formats.deepspeed.writing.model import part_of
+from ucp_core.formats.deepspeed.writing.streams import StackPart
+from ucp_core.formats.shared import stacked_experts
+from ucp_core.geometry import TensorKey
 from ucp_core.numerics import grouped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ucp_core.formats.deepspeed.writing.model import Group, Model
+    from ucp_core.geometry import TensorEntry
 
 _GROUP = re.compile(r"ep_size_(\d+)")
+_MATRICES = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+_ROUTERS = {"weight": "wg.weight"}
+_ROUTER = re.compile(r"(?P<layer>.+)\.gate\.(?P<rest>.+)")
 #: DeepSpeed cuts a rank's group of experts into groups of at most this many elements.
 _GROUP_ELEMENTS_MAX = 178956971
 
@@ -65,16 +73,16 @@ class ExpertShares:
     def rank(self, ep_rank: int) -> Model:
         """Return the model of one rank, with the names that tensors have there."""
 
-        def local(name: str) -> str | None:
+        def local(name: str) -> list[str]:
             match = EXPERT.fullmatch(name)
             if match is None:
-                return name
+                return [name]
             rank, number = divmod(int(match[2]), self._counts[match[1]] // self._ep)
-            return f"{match[1]}{number}{match[3]}" if rank == ep_rank else None
+            return [f"{match[1]}{number}{match[3]}"] if rank == ep_rank else []
 
         groups: list[Group] = []
         for group in self._groups:
-            names = [name for name in _ordered(group.names) if local(name) is not None]
+            names = [name for name in _ordered(group.names) if local(name)]
             parts = [names]
             if group.is_expert:
                 parts = list(grouped(names, self._numel, _GROUP_ELEMENTS_MAX))
@@ -142,3 +150,60 @@ def _ordered(names: Sequence[str]) -> list[str]:
         return first.setdefault(match[1], numbered[0]), int(match[2])
 
     return [name for _, name in sorted(enumerate(names), key=place)]
+
+
+def with_single_experts(model: Model, ep: int) -> Model:
+    """Return the model with a tensor for each matrix of each expert, in DeepSpeed's names.
+
+    Without expert-parallel ranks the model stays as it is, as ``transformers`` itself runs on
+    DeepSpeed.
+    """
+    if ep == 1:
+        return model
+    names = (*model.parameters, *model.frozen, *model.buffers)
+    fused = stacked_experts({name: model.weight(name).shape for name in names})
+    layers = {match["layer"] for match in fused.values()}
+    routers = {
+        name: f"{match['layer']}.deepspeed_moe.gate.{_ROUTERS.get(match['rest'], match['rest'])}"
+        for name in names
+        if (match := _ROUTER.fullmatch(name)) and match["layer"] in layers
+    }
+    # The tensor keeps its name in the source for reading, whatever its name here.
+    entries: dict[TensorKey, TensorEntry] = {}
+    renamed: dict[str, dict[str, None]] = {}
+    for key, entry in model.entries.items():
+        if key.fqn not in fused:
+            entries[TensorKey(routers.get(key.fqn, key.fqn), key.slot)] = entry
+            continue
+        for own, part in _parts(fused[key.fqn], entry, model.weight(key.fqn).shape):
+            entries[TensorKey(own, key.slot)] = part
+            renamed.setdefault(key.fqn, {})[own] = None
+
+    return part_of(model, lambda n: renamed.get(n, [routers.get(n, n)]), entries)
+
+
+def _parts(
+    match: re.Match[str], entry: TensorEntry, shape: tuple[int, ...]
+) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield name and entry of each matrix; all matrices share a slot that is one number.
+
+    Args:
+        shape: Shape of the weight.
+    """
+    matrices = _MATRICES[match["kind"]]
+    num_experts, num_rows, width = shape
+    rows = num_rows // len(matrices)
+    for expert in range(num_experts):
+        prefix = f"{match['layer']}.deepspeed_moe.experts.deepspeed_experts.{expert}"
+        for number, matrix in enumerate(matrices):
+            part = entry
+            if entry.shape == shape:
+                part = StackPart(
+                    key=entry.key,
+                    dtype=entry.dtype,
+                    shape=(rows, width),
+                    fragments=(),
+                    whole=entry,
+                    corner=(expert, number * rows, 0),
+                )
+            yield f"{prefix}.{matrix}.weight", part

@@ -17,7 +17,7 @@ from ucp_core.geometry import DTYPE_BYTES, TensorEntry, TensorKey
 from ucp_core.numerics import FLOATS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from ucp_core.native import Checkpoint
 
@@ -76,31 +76,38 @@ class Model:
         return self.entries.get(TensorKey(name, slot))
 
 
-def part_of(model: Model, name_of: Callable[[str], str | None]) -> Model:
-    """Return a model with some of the tensors: ``name_of`` gives their names there, or None.
+def part_of(
+    model: Model,
+    names_of: Callable[[str], Collection[str]],
+    entries: Mapping[TensorKey, TensorEntry] | None = None,
+) -> Model:
+    """Return a model with other names: ``names_of`` gives those of each tensor, perhaps none.
 
     It lacks groups of the optimizer that have no parameter there.
+
+    Args:
+        entries: Its tensors, if a tensor becomes several.
     """
 
     def named(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(name for name in map(name_of, names) if name is not None)
+        return tuple(new for name in names for new in names_of(name))
 
+    if entries is None:
+        items = model.entries.items()
+        entries = {TensorKey(n, key.slot): e for key, e in items for n in names_of(key.fqn)}
     groups = [replace(group, names=named(group.names)) for group in model.groups]
     return replace(
         model,
-        entries={
-            TensorKey(name, key.slot): entry
-            for key, entry in model.entries.items()
-            if (name := name_of(key.fqn)) is not None
-        },
+        entries=entries,
         groups=tuple(group for group in groups if group.names),
         trained=named(model.trained),
         frozen=named(model.frozen),
         buffers=named(model.buffers),
         ties={
-            name: owned
+            new: owned
             for alias, owner in model.ties.items()
-            if (name := name_of(alias)) is not None and (owned := name_of(owner)) is not None
+            if len(names_of(alias)) == len(names_of(owner))
+            for new, owned in zip(names_of(alias), names_of(owner), strict=True)
         },
     )
 
@@ -123,9 +130,8 @@ def describe(checkpoint: Checkpoint) -> Model:
     entries = {k: e for k, e in state_map.entries.items() if roles.get(k.fqn) != "extra"}
     weights = [key.fqn for key in sorted(entries) if key.slot == _WEIGHT]
     shapes = {name: entries[TensorKey(name, _WEIGHT)].shape for name in weights}
-    _check_names(entries, manifest.ties, shapes)
     named = [_names(index, group, checkpoint) for index, group in enumerate(manifest.param_groups)]
-    _check_once(named, shapes)
+    _check_names(named, entries, manifest.ties, shapes)
     grouped = {name for names in named for name in names}
     rest = [name for name in weights if name not in grouped and name not in roles]
     if grouped and rest:
@@ -156,16 +162,30 @@ def describe(checkpoint: Checkpoint) -> Model:
 
 
 def _check_names(
+    named: Sequence[Sequence[str]],
     entries: Mapping[TensorKey, TensorEntry],
     ties: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
+    """Raise an error unless names have a weight, and are in one group at most."""
     for key in sorted(entries):
         if key.fqn not in shapes:
             raise UcpError(f"{key}: the checkpoint has no weight of that name", fqn=key.fqn)
     for alias, owner in sorted(ties.items()):
         if owner not in shapes:
             raise UcpError(f"{alias} is tied to {owner}, which the checkpoint does not have")
+    seen: dict[str, int] = {}
+    for index, names in enumerate(named):
+        for name in names:
+            if name not in shapes:
+                raise UcpError(
+                    f"param_groups[{index}] names {name}, which the checkpoint does not have",
+                    fqn=name,
+                )
+            if seen.setdefault(name, index) != index:
+                raise UcpError(
+                    f"{name} is in the groups {seen[name]} and {index} of the optimizer", fqn=name
+                )
 
 
 def _names(index: int, group: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -175,22 +195,6 @@ def _names(index: int, group: Mapping[str, Any], checkpoint: Checkpoint) -> tupl
     ties, roles = checkpoint.manifest.ties, checkpoint.manifest.roles
     owners = dict.fromkeys(ties.get(name, name) for name in names)
     return tuple(name for name in owners if name not in roles)
-
-
-def _check_once(named: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    seen: dict[str, int] = {}
-    for index, names in enumerate(named):
-        for name in names:
-            if name not in shapes:
-                raise UcpError(
-                    f"param_groups[{index}] names {name}, which the checkpoint does not have",
-                    fqn=name,
-                )
-            if name in seen:
-                raise UcpError(
-                    f"{name} is in the groups {seen[name]} and {index} of the optimizer", fqn=name
-                )
-            seen[name] = index
 
 
 def _scalar_slots(
@@ -223,38 +227,28 @@ def _group(
     flat: dict[str, str] = {}
     scalars: dict[str, tuple[str, bytes]] = {}
     for slot, held in by_slot.items():
+        # The widest of them holds every value.
+        flat[slot] = max((entry.dtype for entry in held), key=lambda dtype: DTYPE_BYTES[dtype])
+        values = [b""] * len(held)
         if slot in scalar_slots:
-            scalars[slot] = _one_value(checkpoint, held)
-        else:
-            flat[slot] = _flat_dtype(checkpoint, held)
+            values = read_scalars(checkpoint, held)
+            scalars[slot] = flat.pop(slot), values[0]
+        for entry, value in zip(held, values, strict=True):
+            shape = entries[TensorKey(entry.key.fqn, _WEIGHT)].shape
+            if slot in scalar_slots and (entry.dtype, value) != (held[0].dtype, values[0]):
+                why = (
+                    f"differs from {held[0].key}: DeepSpeed keeps one number for the whole group "
+                    "of the optimizer; put the parameters into groups of their own"
+                )
+            elif slot not in scalar_slots and entry.shape != shape:
+                why = (
+                    f"has the shape {list(entry.shape)}, its parameter {list(shape)}: DeepSpeed "
+                    "flattens a slot like its parameter and cannot hold this one"
+                )
+            else:
+                continue
+            raise UcpError(f"{entry.key} {why}", fqn=entry.key.fqn, slot=slot)
     return Group(names=names, hyper=hyper, flat=flat, scalars=scalars)
-
-
-def _one_value(checkpoint: Checkpoint, held: Sequence[TensorEntry]) -> tuple[str, bytes]:
-    values = read_scalars(checkpoint, held)
-    for entry, value in zip(held, values, strict=True):
-        if (entry.dtype, value) != (held[0].dtype, values[0]):
-            raise UcpError(
-                f"{entry.key} differs from {held[0].key}: DeepSpeed keeps one number for the "
-                "whole group of the optimizer; put the parameters into groups of their own",
-                fqn=entry.key.fqn,
-                slot=entry.key.slot,
-            )
-    return held[0].dtype, values[0]
-
-
-def _flat_dtype(checkpoint: Checkpoint, held: Sequence[TensorEntry]) -> str:
-    for entry in held:
-        shape = checkpoint.state_map.entries[TensorKey(entry.key.fqn, _WEIGHT)].shape
-        if entry.shape != shape:
-            raise UcpError(
-                f"{entry.key} has the shape {list(entry.shape)}, its parameter {list(shape)}: "
-                "DeepSpeed flattens a slot like its parameter and cannot hold this one",
-                fqn=entry.key.fqn,
-                slot=entry.key.slot,
-            )
-    # The widest of them holds every value.
-    return max((entry.dtype for entry in held), key=lambda dtype: DTYPE_BYTES[dtype])
 
 
 def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -268,12 +262,14 @@ def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
             counters[name] = value
     clip_grad = _dict(extra.pop("optimizer", None)).get("clip_grad")
     kept = {name: restored(extra.pop(name, None)) for name in keys.STATES}
+    scaler = _dict(extra.pop("loss_scaler", None))
     values: dict[str, Any] = {
         "counters": counters,
         "kept": kept,
         "precision": _precision(checkpoint, config),
         "config": config,
-        "scaler": _scaler(extra.pop("loss_scaler", None)),
+        # As the reader keeps it: ``{class, state}``.
+        "scaler": scaler if "class" in scaler and isinstance(scaler.get("state"), dict) else None,
         "clip_grad": clip_grad if isinstance(clip_grad, int | float) else None,
     }
     merged = extra | _dict(extra.pop("client_state", None))
@@ -293,10 +289,3 @@ def _precision(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
 
 def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _scaler(value: Any) -> Mapping[str, Any] | None:
-    """Return ``{class, state}`` of a DeepSpeed loss scaler, as the reader keeps it, or None."""
-    if isinstance(value, dict) and isinstance(value.get("state"), dict) and "class" in value:
-        return value
-    return None

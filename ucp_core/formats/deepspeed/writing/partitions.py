@@ -54,26 +54,18 @@ def group_spans(numels: Sequence[int], dp: int, rank: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def padding_of(spans: Sequence[Span]) -> int:
-    """Return the number of zeros in spans."""
-    return sum(span.num_elements for span in spans if span.tensor == PADDING)
+def tensor_spans(numels: Sequence[int], dp: int, rank: int) -> tuple[Span, ...]:
+    """Return the spans of a sub-group that ``rank`` holds in stage 3, which cuts each tensor.
 
-
-def sub_group_spans(numels: Sequence[int], dp: int, rank: int) -> tuple[Span, ...]:
-    """Return the spans of a sub-group that ``rank`` holds in stage 3, which cuts each tensor."""
-    return tuple(s for i, numel in enumerate(numels) for s in tensor_spans(numel, dp, rank, i))
-
-
-def tensor_spans(numel: int, dp: int, rank: int, index: int = 0) -> tuple[Span, ...]:
-    """Return the spans of one tensor that ``rank`` holds in stage 3, with the padding after them.
-
-    A tensor of n elements gives every rank ``ceil(n / dp)`` elements.
+    A tensor of n elements gives every rank ``ceil(n / dp)`` elements, the last ones with padding.
     """
-    extent = -(-numel // dp)
-    start, stop = min(rank * extent, numel), min((rank + 1) * extent, numel)
-    held = (Span(index, start, stop),) if start < stop else ()
-    padding = extent - (stop - start)
-    return (*held, Span(PADDING, 0, padding)) if padding else held
+    spans: list[Span] = []
+    for index, numel in enumerate(numels):
+        extent = -(-numel // dp)
+        start, stop = min(rank * extent, numel), min((rank + 1) * extent, numel)
+        parts = (Span(index, start, stop), Span(PADDING, 0, extent - (stop - start)))
+        spans += filter(lambda span: span.num_elements, parts)
+    return tuple(spans)
 
 
 def sub_groups(numels: Sequence[int], dp: int, sub_group_size: int) -> list[list[int]]:

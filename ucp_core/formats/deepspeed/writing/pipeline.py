@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -59,11 +60,11 @@ class Pipeline:
 
     def models(self, model: Model) -> list[Model]:
         """Return the model of every stage; several stages hold a tied tensor."""
-        by_stage: list[set[str]] = [set() for _ in self._starts]
+        by_stage: list[dict[str, list[str]]] = [defaultdict(list) for _ in self._starts]
         for name in (*model.parameters, *model.frozen, *model.buffers):
             for layer in self.place(name)[0]:
-                by_stage[bisect_right(self._starts, layer) - 1].add(name)
-        return [part_of(model, {name: name for name in held}.get) for held in by_stage]
+                by_stage[bisect_right(self._starts, layer) - 1][name] = [name]
+        return [part_of(model, held.__getitem__) for held in by_stage]
 
     def tied(self, model: Model) -> tuple[str, ...]:
         """Return the tensors that several layers share."""

@@ -44,11 +44,6 @@ class RankShard(NamedTuple):
     #: Boxes of the shard and their places in the whole tensor; all other elements are zero.
     pieces: tuple[ShardPiece, ...] | None = None
 
-    @property
-    def num_elements(self) -> int:
-        """Return the number of elements."""
-        return prod(self.shape)
-
 
 class Range(NamedTuple):
     """Elements ``start <= i < stop`` of a flattened shard, or zeros if ``shard`` is None."""
@@ -92,16 +87,6 @@ class FlatReader:
             slabs = iter(self._reader.read([piece for run in group for piece, _ in run.pieces]))
             for run in group:
                 yield _elements(run, slabs, dtype)
-
-
-def whole(entry: TensorEntry) -> tuple[Range, ...]:
-    """Return the ranges of a whole tensor."""
-    return everything(RankShard(entry, entry.shape))
-
-
-def everything(shard: RankShard) -> tuple[Range, ...]:
-    """Return the ranges of a whole shard."""
-    return (Range(shard, 0, shard.num_elements),)
 
 
 def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Box]:

@@ -6,8 +6,8 @@ Each model-parallel rank has one ``Trees``. Keys and shapes follow DeepSpeed 0.1
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,11 @@ from ucp_core.formats.deepspeed.writing.partitions import (
     PADDING,
     Span,
     group_spans,
-    padding_of,
-    sub_group_spans,
     sub_groups,
     tensor_spans,
 )
-from ucp_core.formats.deepspeed.writing.streams import Range, RankShard, everything
+from ucp_core.formats.deepspeed.writing.streams import Range, RankShard
+from ucp_core.formats.shared import number_of
 from ucp_core.numerics import FLOATS
 from ucp_core.torch_files import Instance, Named, Size, TensorData
 
@@ -46,7 +45,7 @@ DEEPSPEED_NAMES = frozenset(
     }
 )
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler."
-_ONE_DTYPES = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i", "I16": "<h", "I8": "<b"}
+_INTEGERS = {"I64", "I32", "I16", "I8"}
 
 #: DeepSpeed's defaults for fp16 (``fp16`` of its config).
 _NEW_SCALER = {
@@ -65,42 +64,25 @@ _NEW_SCALER = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trees:
-    """The files of one model-parallel rank.
+    """The files of one model-parallel rank."""
 
-    Args:
-        dtype: Dtype of the model's weights in the target.
-        dp: Data-parallel ranks of the target.
-        ep: Expert-parallel ranks of the target.
-        placements: How tensors are sharded over tensor-parallel ranks; None: not at all.
-        rank: This tensor-parallel rank.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        reader: FlatReader,
-        *,
-        dtype: str,
-        dp: int,
-        ep: int = 1,
-        placements: Mapping[str, Placement] | None = None,
-        rank: int = 0,
-    ) -> None:
-        self.model = model
-        self._reader = reader
-        self._dtype = dtype
-        self._dp = dp
-        self._ep = ep
-        self._placements = placements
-        self._rank = rank
+    model: Model
+    reader: FlatReader
+    dtype: str  #: Dtype of the model's weights in the target.
+    dp: int  #: Data-parallel ranks of the target.
+    ep: int = 1  #: Expert-parallel ranks of the target.
+    #: How tensors are sharded over tensor-parallel ranks; None: not at all.
+    placements: Mapping[str, Placement] | None = None
+    rank: int = 0  #: This tensor-parallel rank.
 
     def shard(self, entry: TensorEntry) -> RankShard:
         """Return this rank's shard of a tensor; a slot is sharded like its parameter."""
-        if self._placements is None:
+        if self.placements is None:
             return RankShard(entry, entry.shape)
-        placement = self._placements[entry.key.fqn]
-        return RankShard(entry, placement.shards[self._rank], placement.pieces[self._rank])
+        placement = self.placements[entry.key.fqn]
+        return RankShard(entry, placement.shards[self.rank], placement.pieces[self.rank])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's part of a parameter or buffer."""
@@ -109,63 +91,39 @@ class Trees:
     def data(self, entry: TensorEntry, dtype: str | None = None) -> TensorData:
         """Return this rank's part of a tensor, cast to ``dtype`` if one is given."""
         shard = self.shard(entry)
-        return self.stream(shard.shape, dtype or entry.dtype, everything(shard))
+        whole = [Range(shard, 0, prod(shard.shape))]
+        return self.stream(shard.shape, dtype or entry.dtype, whole)
 
     def stream(self, shape: tuple[int, ...], dtype: str, ranges: Sequence[Range]) -> TensorData:
         """Return a tensor made of ranges of other tensors."""
-        return TensorData(dtype, shape, lambda: self._reader.stream(ranges, dtype))
-
-    def model_dtype(self, entry: TensorEntry) -> str:
-        """Return the dtype of a frozen parameter in the target: floats have the model's dtype."""
-        return self._dtype if entry.dtype in FLOATS else entry.dtype
+        return TensorData(dtype, shape, lambda: self.reader.stream(ranges, dtype))
 
     def groups_of_shapes(self, groups: Iterable[Sequence[str]]) -> list[Any]:
         """Return ``param_shapes``: names in the order of flattening, by group."""
         return [OrderedDict((n, Size(self.shape(n))) for n in names) for names in groups]
 
-    def module(self) -> OrderedDict[str, TensorData]:
-        """Return the weights in the model's dtype, frozen parameters, buffers and aliases."""
-        model = self.model
-        tensors: OrderedDict[str, TensorData] = OrderedDict()
-        for name in model.parameters:
-            tensors[name] = self.data(model.weight(name), self._dtype)
-        tensors.update(self.untrained())
-        for alias, owner in model.ties.items():
-            if owner in tensors:
-                tensors[alias] = tensors[owner]
-        return tensors
+    def module(self, empty: Iterable[str] = ()) -> OrderedDict[str, TensorData]:
+        """Return the weights in the model's dtype, frozen parameters, buffers and aliases.
 
-    def untrained(self) -> OrderedDict[str, TensorData]:
-        """Return frozen parameters and buffers."""
-        weight = self.model.weight
-        tensors: OrderedDict[str, TensorData] = OrderedDict()
-        for name in self.model.frozen:
-            tensors[name] = self.data(weight(name), self.model_dtype(weight(name)))
-        for name in self.model.buffers:
-            tensors[name] = self.data(weight(name))
-        return tensors
-
-    def placeholders(self) -> OrderedDict[str, TensorData]:
-        """Return the module of stage 3: empty parameters, unchanged buffers."""
-        model = self.model
-        empty = TensorData.of_bytes(self._dtype, (0,), b"")
-        tensors: OrderedDict[str, TensorData] = OrderedDict()
-        for name in (*model.parameters, *model.frozen):
-            tensors[name] = empty
-        for name in model.buffers:
-            tensors[name] = self.data(model.weight(name))
-        for alias, owner in model.ties.items():
-            if owner in tensors:
-                tensors[alias] = tensors[owner]
+        Args:
+            empty: Names that have an empty tensor, as at stage 3.
+        """
+        model, stand_in = self.model, TensorData.of_bytes(self.dtype, (0,), b"")
+        tensors = OrderedDict.fromkeys((*model.parameters, *model.frozen), stand_in)
+        left_out = set(empty)
+        for name in (*model.parameters, *model.frozen, *model.buffers):
+            if name not in left_out:
+                tensors[name] = self.data(model.weight(name), self._dtype_of(name))
+        aliases = (pair for pair in model.ties.items() if pair[1] in tensors)
+        tensors.update((alias, tensors[owner]) for alias, owner in aliases)
         return tensors
 
     def frozen_fragments(self, dp_rank: int) -> OrderedDict[str, TensorData]:
         """Return the part of every frozen parameter that a rank of stage 3 holds."""
         fragments: OrderedDict[str, TensorData] = OrderedDict()
         for name in self.model.frozen:
-            entry = self.model.weight(name)
-            spans = tensor_spans(prod(self.shape(name)), self._dp, dp_rank)
-            fragments[name] = self._flat([name], spans, None, self.model_dtype(entry))
+            spans = tensor_spans([prod(self.shape(name))], self.dp, dp_rank)
+            fragments[name] = self._flat([name], spans, None, self._dtype_of(name))
         return fragments
 
     def optimizer_stage_1_2(self, stage: int, dp_rank: int, expert_rank: int) -> dict[str, Any]:
@@ -175,7 +133,7 @@ class Trees:
             expert_rank: The rank's number among those that hold the same experts.
         """
         groups, mappings, masters, paddings = self.model.groups, [], [], []
-        counts = [self._dp // self._ep if group.is_expert else self._dp for group in groups]
+        counts = [self.dp // self.ep if group.is_expert else self.dp for group in groups]
         state: dict[int, Any] = {}
         for index, group in enumerate(groups):
             numels = [prod(self.shape(name)) for name in group.names]
@@ -183,10 +141,10 @@ class Trees:
             spans = group_spans(numels, counts[index], rank)
             held = [span for span in spans if span.tensor != PADDING]
             masters.append(self._flat(group.names, held, None, "F32"))
-            paddings.append(padding_of(spans))
+            paddings.append(sum(s.num_elements for s in spans if s.tensor == PADDING))
             state[index] = self._state(group, group.names, spans)
             mappings.append(_addresses(group.names, held))
-        tree = self.scaling() | {
+        return self.scaling() | {
             "base_optimizer_state": {
                 "state": {index: value for index, value in state.items() if value},
                 "param_groups": [hyper_parameters(group, [i]) for i, group in enumerate(groups)],
@@ -197,10 +155,8 @@ class Trees:
             "partition_count": counts,
             "ds_version": DS_VERSION,
             "param_slice_mappings": mappings,
+            **self.clipping(),
         }
-        if self.model.clip_grad is not None:
-            tree["clip_grad"] = self.model.clip_grad
-        return tree
 
     def optimizer_stage_3(self, dp_rank: int, sub_group_size: int) -> dict[str, Any]:
         """Return the ``optimizer_state_dict`` of one rank of stage 3."""
@@ -212,12 +168,12 @@ class Trees:
             param_groups.append(hyper_parameters(group, numbers))
             for number, names in zip(numbers, parts, strict=True):
                 numels = [prod(self.shape(name)) for name in names]
-                spans = sub_group_spans(numels, self._dp, dp_rank)
+                spans = tensor_spans(numels, self.dp, dp_rank)
                 masters.append(self._flat(names, spans, None, "F32"))
                 state[number] = self._state(group, names, spans)
         return self.scaling() | {
             "zero_stage": Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (3,)),
-            "partition_count": self._dp,
+            "partition_count": self.dp,
             "optimizer_state_dict": {
                 "state": {number: value for number, value in state.items() if value},
                 "param_groups": param_groups,
@@ -230,7 +186,7 @@ class Trees:
         found = []
         for group in self.model.groups:
             numels = [prod(self.shape(name)) for name in group.names]
-            parts = sub_groups(numels, self._dp, sub_group_size)
+            parts = sub_groups(numels, self.dp, sub_group_size)
             found.append([[group.names[index] for index in part] for part in parts])
         return found
 
@@ -240,28 +196,59 @@ class Trees:
             return None
         state: dict[int, Any] = {}
         param_groups: list[dict[str, Any]] = []
+        first = 0
         for group in self.model.groups:
-            first = sum(len(other["params"]) for other in param_groups)
-            param_groups.append(
-                hyper_parameters(group, list(range(first, first + len(group.names))))
-            )
-            for number, name in enumerate(group.names, start=first):
+            numbers = list(range(first, first + len(group.names)))
+            first += len(numbers)
+            param_groups.append(hyper_parameters(group, numbers))
+            for number, name in zip(numbers, group.names, strict=True):
                 held = {slot: self.model.slot(name, slot) for slot in group.flat}
-                values: dict[str, Any] = {
-                    slot: self.data(entry) for slot, entry in held.items() if entry is not None
-                }
+                values = {slot: self.data(entry) for slot, entry in held.items() if entry}
                 if values or group.scalars:
                     state[number] = _scalars(group) | values
         return {"state": state, "param_groups": param_groups}
+
+    def scaling(self) -> dict[str, Any]:
+        """Return the loss scaler and its settings: the source's in fp16, otherwise none."""
+        state: dict[str, Any] = {"cur_scale": 1.0, "dynamic": False}
+        if self.dtype == "F16":
+            kept = self.model.scaler
+            is_ours = kept is not None and str(kept["class"]).startswith(_SCALERS)
+            state = dict(kept["state"] if kept and is_ours else _NEW_SCALER)
+            if not isinstance(state.get("dynamic"), bool) or "cur_scale" not in state:
+                raise UcpError("the loss scaler of the source has no cur_scale or no dynamic")
+            if isinstance(state.get("dtype"), str):
+                state["dtype"] = Named("torch.float16")
+        name = "DynamicLossScaler" if state["dynamic"] else "LossScaler"
+        return {
+            "loss_scaler": Instance(f"{_SCALERS}{name}", (), state),
+            "dynamic_loss_scale": state["dynamic"],
+            "overflow": False,
+        }
+
+    def clipping(self) -> dict[str, Any]:
+        """Return the limit of the gradient's norm, if it is known."""
+        clip_grad = self.model.clip_grad
+        return {} if clip_grad is None else {"clip_grad": clip_grad}
+
+    def _dtype_of(self, name: str) -> str | None:
+        """Return the dtype of a weight in the target; None: the source's."""
+        is_cast = self.model.weight(name).dtype in FLOATS or name not in self.model.frozen
+        return self.dtype if is_cast and name not in self.model.buffers else None
 
     def _state(self, group: Group, names: Sequence[str], spans: Sequence[Span]) -> dict[str, Any]:
         flat = {slot: self._flat(names, spans, slot, dtype) for slot, dtype in group.flat.items()}
         return _scalars(group) | flat
 
     def _flat(
-        self, names: Sequence[str], spans: Sequence[Span], slot: str | None, dtype: str
+        self, names: Sequence[str], spans: Sequence[Span], slot: str | None, dtype: str | None
     ) -> TensorData:
-        """Return one flat tensor, with zeros for a parameter that lacks the slot."""
+        """Return one flat tensor, with zeros for a parameter that lacks the slot.
+
+        Args:
+            slot: None for the weights.
+            dtype: None: that of the first parameter.
+        """
         ranges: list[Range] = []
         for span in spans:
             entry = None
@@ -270,32 +257,8 @@ class Trees:
                 entry = self.model.weight(name) if slot is None else self.model.slot(name, slot)
             shard = self.shard(entry) if entry is not None else None
             ranges.append(Range(shard, span.start, span.stop))
-        return self.stream((sum(span.num_elements for span in spans),), dtype, ranges)
-
-    def scaling(self) -> dict[str, Any]:
-        """Return the loss scaler and its settings."""
-        state = scaler_state(self.model, self._dtype)
-        name = "DynamicLossScaler" if state["dynamic"] else "LossScaler"
-        return {
-            "loss_scaler": Instance(f"{_SCALERS}{name}", (), state),
-            "dynamic_loss_scale": state["dynamic"],
-            "overflow": False,
-        }
-
-
-def scaler_state(model: Model, dtype: str) -> dict[str, Any]:
-    """Return the attributes of the loss scaler: the source's in fp16, otherwise none."""
-    if dtype != "F16":
-        return {"cur_scale": 1.0, "dynamic": False}
-    state = dict(_NEW_SCALER)
-    kept = model.scaler
-    if kept is not None and str(kept["class"]).startswith(_SCALERS):
-        state = dict(kept["state"])
-        if not isinstance(state.get("dynamic"), bool) or "cur_scale" not in state:
-            raise UcpError("the loss scaler of the source has no cur_scale or no dynamic")
-    if isinstance(state.get("dtype"), str):
-        state["dtype"] = Named("torch.float16")
-    return state
+        shape = (sum(span.num_elements for span in spans),)
+        return self.stream(shape, dtype or self.model.weight(names[0]).dtype, ranges)
 
 
 def hyper_parameters(group: Group, params: list[int]) -> dict[str, Any]:
@@ -316,8 +279,8 @@ def number(dtype: str, data: bytes) -> TensorData | int:
 
     An integer stays an integer, which optimizers without tensor steps expect.
     """
-    if dtype in _ONE_DTYPES and dtype.startswith("I"):
-        return int(struct.unpack(_ONE_DTYPES[dtype], data)[0])
+    if dtype in _INTEGERS:
+        return int(number_of(data, dtype))
     return TensorData.of_bytes(dtype, (), data)
 
 
