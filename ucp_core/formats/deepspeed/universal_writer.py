@@ -26,13 +26,13 @@ from ucp_core.formats.deepspeed.writing import (
     FlatReader,
     Group,
     Model,
-    Output,
     Range,
     Trees,
     describe,
     hyper_parameters,
     is_expert,
     number,
+    write_files,
 )
 from ucp_core.language import Affine, Cut, Grid
 from ucp_core.native import check_memory
@@ -109,10 +109,13 @@ def write(  # noqa: PLR0913 - the signature of every writer
             for name in group.names:
                 yield from _parameter(trees, group, name, tags[name])
 
-    Output(store, directory, folder, progress, fsync=fsync).write(files, latest="latest_universal")
+    write_files(
+        store, directory, folder, files, latest="latest_universal", progress=progress, fsync=fsync
+    )
 
 
 def _check(model: Model) -> None:
+    """Raise an error if the folder cannot hold a parameter or a slot."""
     for name in model.parameters:
         if "/" in name or "\0" in name or name in {"", ".", "..", "optimizer_state.pt"}:
             raise UcpError(
@@ -121,13 +124,12 @@ def _check(model: Model) -> None:
                 fqn=name,
             )
     for group in model.groups:
-        for slot in group.scalars:
-            if slot != _STEP:
-                raise UcpError(
-                    f"the slot {slot} is one number for each parameter, for which DeepSpeed's "
-                    "universal folder has no place: write the native form",
-                    slot=slot,
-                )
+        if numbers := group.scalars.keys() - {_STEP}:
+            raise UcpError(
+                f"the slot {min(numbers)} is one number for each parameter, for which DeepSpeed's "
+                "universal folder has no place: write the native form",
+                slot=min(numbers),
+            )
         for slot in group.flat:
             if "/" in slot or slot in {_STEP, "fp32", "", ".", ".."}:
                 raise UcpError(f"the slot {slot!r} cannot be the name of a file", slot=slot)
@@ -143,41 +145,28 @@ def _parameter(
         yield f"zero/{name}/step.pt", number(*group.scalars[_STEP])
     for slot, dtype in group.flat.items():
         entry = model.slot(name, slot)
-        if entry is not None:
-            value = trees.data(entry, dtype)
-        else:
-            value = trees.stream(weight.shape, dtype, [Range(None, 0, prod(weight.shape))])
+        zeros = [Range(None, 0, prod(weight.shape))]
+        value = trees.data(entry, dtype) if entry else trees.stream(weight.shape, dtype, zeros)
         yield f"zero/{name}/{slot}.pt", {"param": value} | tags
     yield f"zero/{name}/fp32.pt", {"param": trees.data(weight, "F32")} | tags
 
 
 def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:
     """Return how DeepSpeed must shard a parameter over tensor-parallel ranks."""
-    pattern = rules.match(name) if rules is not None else Cut(0)
+    cut = rules.match(name) if rules is not None else Cut(0)
     shape = model.weight(name).shape
-    if isinstance(pattern, Cut) and pattern.ratio is not None and shape:
-        pattern = _by_parts(pattern, shape)
-    match pattern:
-        case Cut(widths=None, part_widths=None, ratio=None):
-            return _cut_tags(name, pattern, shape)
-        case Cut() | Grid() | Affine():
-            raise UcpError(
-                f"{name}: the universal folder can only express even cuts along one dim; write the "
-                "native form for uneven ones",
-                fqn=name,
-            )
-        case _:
-            return {}
-
-
-def _by_parts(cut: Cut, shape: tuple[int, ...]) -> Cut:
-    """Return a cut of fused parts by extents instead of ratios, if the ratios divide the extent."""
-    ratio = cut.ratio or ()
-    unit, rest = divmod(shape[cut.dim], sum(ratio))
-    return cut if rest else replace(cut, ratio=None, parts=tuple(unit * part for part in ratio))
-
-
-def _cut_tags(name: str, cut: Cut, shape: tuple[int, ...]) -> dict[str, Any]:
+    if not isinstance(cut, Cut | Grid | Affine):
+        return {}
+    if isinstance(cut, Cut) and cut.ratio is not None and shape:
+        unit, rest = divmod(shape[cut.dim], sum(cut.ratio))
+        if not rest:
+            cut = replace(cut, ratio=None, parts=tuple(unit * part for part in cut.ratio))
+    if not isinstance(cut, Cut) or (cut.widths, cut.part_widths, cut.ratio) != (None, None, None):
+        raise UcpError(
+            f"{name}: the universal folder can only express even cuts along one dim; write the "
+            "native form for uneven ones",
+            fqn=name,
+        )
     if not shape:
         return {}
     dim = cut.dim % len(shape)

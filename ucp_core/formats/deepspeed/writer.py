@@ -17,13 +17,13 @@ from ucp_core.formats.deepspeed.writing import (
     ExpertShares,
     FlatReader,
     Model,
-    Output,
     Pipeline,
     Trees,
     describe,
     is_expert,
     universal_info,
     with_single_experts,
+    write_files,
 )
 from ucp_core.language import Placement, split
 from ucp_core.native import check_memory
@@ -66,23 +66,25 @@ class Target:
 
     def check(self) -> None:
         """Check the numbers, and raise an ``UcpError`` that names a wrong one."""
-        if self.stage not in _STAGES:
-            raise UcpError(f"stage={self.stage!r}: ZeRO has stages 0 to 3")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UcpError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}")
         for name in ("dp", "tp", "ep", "sub_group_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UcpError(f"{name}={value!r} must be at least 1")
-        if self.dp % self.ep:
-            raise UcpError(f"ep={self.ep} must divide dp={self.dp}: experts are spread over it")
-        if self.stage == 0 and self.dtype not in {None, "fp32"}:
-            raise UcpError(
-                f"the form that stage 0 has in {self.dtype} cannot be written: give stage 1, "
-                "or fp32"
-            )
-        if self.stages and self.stage > 1:
-            raise UcpError(f"stage={self.stage}: a PipelineModule runs with ZeRO stage 0 or 1 only")
+        wrong = {
+            f"stage={self.stage!r}: ZeRO has stages 0 to 3": self.stage not in _STAGES,
+            f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}": self.dtype
+            not in {None, *DTYPES},
+            f"ep={self.ep} must divide dp={self.dp}: experts are spread over it": self.dp % self.ep,
+            f"the form that stage 0 has in {self.dtype} cannot be written: give stage 1, or fp32": (
+                self.stage == 0 and self.dtype not in {None, "fp32"}
+            ),
+            f"stage={self.stage}: a PipelineModule runs with ZeRO stage 0 or 1 only": (
+                self.stages and self.stage not in {0, 1}
+            ),
+        }
+        for message, is_so in wrong.items():
+            if is_so:
+                raise UcpError(message)
 
     @property
     def pp(self) -> int:
@@ -148,7 +150,7 @@ def write(
             return _expert_files(whole, wanted, experts)
         return _all_files(whole, wanted, parts, info, pipeline)
 
-    Output(store, directory, tag, progress, fsync=fsync).write(files, latest="latest")
+    write_files(store, directory, tag, files, latest="latest", progress=progress, fsync=fsync)
 
 
 def _all_files(

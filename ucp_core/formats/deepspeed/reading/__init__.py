@@ -1,16 +1,17 @@
 """Parts of the readers of DeepSpeed's checkpoints.
 
 ``topology`` finds the files of a checkpoint. ``zero`` reads ZeRO's files, ``without_zero`` the
-optimizer without ZeRO, ``weights`` and ``extras`` the model's files. ``tensor_parallel`` finds how
-tensors are cut over tensor-parallel ranks.
+optimizer without ZeRO, ``weights`` the model's files. ``tensor_parallel`` finds how tensors are cut
+over tensor-parallel ranks.
 """
 
-from ucp_core.formats.deepspeed.reading.extras import add_model_values, add_optimizer_values
 from ucp_core.formats.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
 from ucp_core.formats.deepspeed.reading.topology import Native, open_native
 from ucp_core.formats.deepspeed.reading.weights import (
     Modules,
+    add_model_values,
     add_modules,
+    add_optimizer_values,
     buffer_names,
     shapes_by_mappings,
 )

@@ -1,8 +1,9 @@
-"""Reads the weights in the model's dtype: frozen parameters and buffers.
+"""Reads the model's files: weights in its dtype, frozen parameters and buffers, and small values.
 
 The reader skips trained parameters whose float32 masters are in ZeRO's files. Ties come from
 ``shared_params``, which only the first rank fills, and from tensors that share their bytes in a
-file.
+file. Every other key has a policy: ``replicate`` keeps the value in ``extra``, ``reseed`` only the
+first rank's, as a run in another layout must make its own, and ``drop`` notes the reason.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ucp_core.formats.deepspeed import keys
 from ucp_core.formats.deepspeed.keys import EXPERT
 from ucp_core.formats.deepspeed.reading.zero import WEIGHT, share
 from ucp_core.formats.deepspeed.refusals import corrupt, missing, two_saves
@@ -345,3 +347,36 @@ def _add_experts(native: Native, modules: Modules) -> None:
     for (_, _, mp), file in sorted(native.experts.items()):
         for name, ref in _tensors(trees[file], modules.items):
             _add_weight(modules, native.rank(mp), name, ref)
+
+
+def add_model_values(found: Assembly, native: Native) -> None:
+    """Add the keys of the first rank's model file."""
+    tree, file, num_ranks = native.first, native.model[0, 0], native.tp * native.pp
+    found.extra["counters"] = {k: tree[k] for k in keys.COUNTERS if isinstance(tree.get(k), int)}
+    found.items |= native.items
+    for key, value in tree.items():
+        if key in keys.MODEL:
+            found.items[key] = keys.MODEL[key]
+        elif key in keys.COUNTERS:
+            found.items[key] = Item("replicate", "in extra: counters")
+        elif value is None and key in keys.NAMED:
+            found.items[key] = Item("drop", "it is None")
+        elif key in keys.NAMED:
+            found.keep(key, value, file, num_ranks=num_ranks)
+        else:
+            client = found.extra.setdefault("client_state", {})
+            found.keep(str(key), value, file, into=client, num_ranks=num_ranks, exact=True)
+
+
+def add_optimizer_values(found: Assembly, rest: Mapping[str, Any], file: str) -> None:
+    """Add the keys of the first rank's optimizer state that are not tensors."""
+    kept: dict[str, Any] = {}
+    for key, value in rest.items():
+        item = f"optimizer.{key}"
+        if key in keys.OPTIMIZER:
+            found.items[item] = keys.OPTIMIZER[key]
+        else:
+            into = found.extra if key == "loss_scaler" else kept
+            found.keep(str(key), value, file, item=item, into=into)
+    if kept:
+        found.extra["optimizer"] = kept

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import PatternError, UnsupportedVersionError
 from ucp_core.formats.deepspeed.keys import EXPERT
-from ucp_core.formats.deepspeed.reading.extras import add_optimizer_values
-from ucp_core.formats.deepspeed.reading.weights import LayerFiles, Modules
+from ucp_core.formats.deepspeed.reading.weights import LayerFiles, Modules, add_optimizer_values
 from ucp_core.formats.deepspeed.reading.zero import WEIGHT, param_shapes
 from ucp_core.formats.deepspeed.refusals import corrupt, missing
 from ucp_core.formats.shared import (

@@ -11,7 +11,7 @@ from ucp_core.formats.deepspeed.writing.experts import (
     with_single_experts,
 )
 from ucp_core.formats.deepspeed.writing.model import Group, Model, describe
-from ucp_core.formats.deepspeed.writing.output import Output
+from ucp_core.formats.deepspeed.writing.output import write_files
 from ucp_core.formats.deepspeed.writing.pipeline import Pipeline
 from ucp_core.formats.deepspeed.writing.streams import FlatReader, Range
 from ucp_core.formats.deepspeed.writing.trees import DS_VERSION, Trees, hyper_parameters, number

@@ -22,85 +22,64 @@ if TYPE_CHECKING:
 _TAG = re.compile(r"[^/\\\x00-\x1f]+")
 
 
-class Output:
-    """A checkpoint to write: ``directory/TAG`` and the file in ``directory`` that names it."""
+def write_files(
+    store: Store,
+    directory: str,
+    tag: str,
+    files: Callable[[], Iterable[tuple[str, Any]]],
+    *,
+    latest: str,
+    progress: Callable[[int, int], None] | None,
+    fsync: bool,
+) -> None:
+    """Write every file that ``files`` gives to ``directory/tag``, and then the file ``latest``.
 
-    def __init__(
-        self,
-        store: Store,
-        directory: str,
-        tag: str,
-        progress: Callable[[int, int], None] | None,
-        *,
-        fsync: bool,
-    ) -> None:
-        if _TAG.fullmatch(tag) is None or tag in {".", ".."}:
-            raise UcpError(f"tag={tag!r} is not the name of a folder")
-        self._store = store
-        self._directory = directory
-        self._tag = tag
-        self._progress = progress
-        self._fsync = fsync
-        self._done_bytes = 0
-        self._total_bytes = 0
+    Args:
+        files: Yields names below the tag with their trees. Called twice if progress needs sizes.
 
-    def write(self, files: Callable[[], Iterable[tuple[str, Any]]], *, latest: str) -> None:
-        """Write every file that ``files`` gives, and ``latest`` last.
+    Raises:
+        UcpError: The destination is in use, or reading or writing failed. No part of this
+            checkpoint is left.
+    """
+    if _TAG.fullmatch(tag) is None or tag in {".", ".."}:
+        raise UcpError(f"tag={tag!r} is not the name of a folder")
+    refuse_taken(directory, store.list(directory))
+    done_bytes = total_bytes = 0
+    if progress is not None:
+        for _, tree in files():
+            # Each tensor of a file counts once.
+            tensors: dict[int, TensorData] = {}
+            _mapped(tree, lambda tensor: tensor, tensors)
+            total_bytes += sum(tensor.num_bytes for tensor in tensors.values())
 
-        Args:
-            files: Yields names below the tag with their trees. Called twice if progress needs the
-                sizes.
-            latest: Name of the file that commits the checkpoint.
-
-        Raises:
-            UcpError: The destination is in use, or reading or writing failed. No part of this
-                checkpoint is left.
-        """
-        refuse_taken(self._directory, self._store.list(self._directory))
-        if self._progress is not None:
-            for _, tree in files():
-                # Each tensor of a file counts once.
-                tensors = {id(tensor): tensor for tensor in _tensors(tree)}
-                self._total_bytes += sum(tensor.num_bytes for tensor in tensors.values())
-        folder = join(self._directory, self._tag)
-        with undone(self._store, self._directory) as written:
-            # A user can load a folder without ``latest`` by its tag.
-            written.append(folder)
-            for name, tree in files():
-                counted = self._counted(tree, {}) if self._progress is not None else tree
-                path = join(folder, name)
-                write_torch_file(
-                    self._store, path, counted, allow=DEEPSPEED_NAMES, fsync=self._fsync
-                )
-            written.append(join(self._directory, latest))
-            self._store.write_atomic(written[-1], self._tag.encode(), fsync=True)
-
-    def _counted(self, tree: Any, known: dict[int, TensorData]) -> Any:
-        """Return the tree with tensors that report progress."""
-        if isinstance(tree, TensorData):
-            if id(tree) not in known:
-                known[id(tree)] = TensorData(tree.dtype, tree.shape, lambda: self._chunks(tree))
-            return known[id(tree)]
-        if isinstance(tree, dict):
-            return type(tree)((key, self._counted(value, known)) for key, value in tree.items())
-        if type(tree) is list:
-            return [self._counted(value, known) for value in tree]
-        return tree
-
-    def _chunks(self, tensor: TensorData) -> Iterator[Buffer]:
+    def chunks(tensor: TensorData) -> Iterator[Buffer]:
+        nonlocal done_bytes
         for chunk in tensor.chunks():
             yield chunk
-            self._done_bytes += memoryview(chunk).nbytes
-            if self._progress is not None:
-                self._progress(self._done_bytes, self._total_bytes)
+            done_bytes += memoryview(chunk).nbytes
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+
+    def counted(tensor: TensorData) -> TensorData:
+        return TensorData(tensor.dtype, tensor.shape, lambda: chunks(tensor))
+
+    folder = join(directory, tag)
+    with undone(store, directory) as written:
+        # A user can load a folder without ``latest`` by its tag.
+        written.append(folder)
+        for name, tree in files():
+            own = _mapped(tree, counted, {})
+            write_torch_file(store, join(folder, name), own, allow=DEEPSPEED_NAMES, fsync=fsync)
+        written.append(join(directory, latest))
+        store.write_atomic(written[-1], tag.encode(), fsync=True)
 
 
-def _tensors(tree: Any) -> Iterator[TensorData]:
+def _mapped(
+    tree: Any, change: Callable[[TensorData], TensorData], known: dict[int, TensorData]
+) -> Any:
+    """Return a tree with other tensors; ``known`` gets them by the identity of the old ones."""
     if isinstance(tree, TensorData):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif type(tree) is list:
-        for value in tree:
-            yield from _tensors(value)
+        return known.get(id(tree)) or known.setdefault(id(tree), change(tree))
+    if isinstance(tree, dict):
+        return type(tree)((key, _mapped(value, change, known)) for key, value in tree.items())
+    return [_mapped(value, change, known) for value in tree] if type(tree) is list else tree

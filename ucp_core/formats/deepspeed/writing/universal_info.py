@@ -35,22 +35,23 @@ def universal_info(
     replicated: list[str] = []
     averaged: list[str] = []
     rows: list[str] = []
-    padded: dict[str, Placement] = {}
+    padded: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     affine: dict[str, Any] = {}
     for name in names if placements else ():
-        placement = (placements or {})[name]
-        if placement.relation == "replica":
-            affine[_regex(name)] = _affine(placement)
-            if all(shape == placement.shape for shape in placement.shards):
-                replicated.append(_regex(name))
-        elif placement.relation == "average":
-            averaged.append(_regex(name))
-        elif _is_padded(placement):
-            padded[name] = placement
+        placement, regex = (placements or {})[name], _regex(name)
+        is_replica, shards = placement.relation == "replica", placement.shards
+        held = sum(piece.local.num_elements for mine in placement.pieces for piece in mine)
+        if placement.relation == "average":
+            averaged.append(regex)
+        elif not is_replica and held < sum(map(prod, shards)):
+            key = placement.shape[0], tuple(shape[0] for shape in shards)
+            padded.setdefault(key, []).append(regex)
         else:
-            affine[_regex(name)] = _affine(placement)
-            if len(placement.shape) > 1 and placement.shards[0][1] != placement.shape[1]:
-                rows.append(_regex(name))
+            affine[regex] = _affine(placement)
+            if is_replica and all(shape == placement.shape for shape in shards):
+                replicated.append(regex)
+            elif not is_replica and placement.shape[1:2] != shards[0][1:2]:
+                rows.append(regex)
     info: dict[str, Any] = {
         "universal_checkpoint_version": _VERSION,
         "pipeline_replicated_parameter_patterns": [_regex(name) for name in tied],
@@ -58,44 +59,25 @@ def universal_info(
         "parameter_to_average_patterns": averaged,
         "parameter_with_row_parallelism_patterns": rows,
         "affine_map": {"version": _AFFINE_VERSION, "params": affine},
+        "vocabulary_parameter_patterns": [],
     }
-    return info | _vocabulary(padded)
+    if padded:
+        # The document can state only one size.
+        (extent, heights), first = next(iter(padded.items()))
+        others = [regex for key, group in padded.items() if group is not first for regex in group]
+        info |= {
+            "vocabulary_parameter_patterns": first,
+            "original_vocab_size": extent,
+            "padded_vocab_size": sum(heights),
+            "autotp_unsupported_parameter_patterns": dict.fromkeys(
+                others, "padded differently from the vocabulary"
+            ),
+        }
+    return info
 
 
 def _regex(name: str) -> str:
     return f"^{re.escape(name)}$"
-
-
-def _is_padded(placement: Placement) -> bool:
-    held = sum(piece.local.num_elements for mine in placement.pieces for piece in mine)
-    return held < sum(prod(shape) for shape in placement.shards)
-
-
-def _vocabulary(padded: Mapping[str, Placement]) -> dict[str, Any]:
-    """Return the keys for padded vocabularies, which can state only one size."""
-    if not padded:
-        return {"vocabulary_parameter_patterns": []}
-    first = next(iter(padded.values()))
-    alike = [
-        name
-        for name, placement in padded.items()
-        if (placement.shape[0], _rows(placement)) == (first.shape[0], _rows(first))
-    ]
-    others = {
-        _regex(name): "padded differently from the vocabulary"
-        for name in padded
-        if name not in alike
-    }
-    return {
-        "vocabulary_parameter_patterns": [_regex(name) for name in alike],
-        "original_vocab_size": first.shape[0],
-        "padded_vocab_size": sum(_rows(first)),
-        "autotp_unsupported_parameter_patterns": others,
-    }
-
-
-def _rows(placement: Placement) -> list[int]:
-    return [shape[0] for shape in placement.shards]
 
 
 def _affine(placement: Placement) -> dict[str, Any]:
