@@ -80,7 +80,7 @@ def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoin
     found.trained = found.shards.fqns()
     add_model_values(found, native)
     if not native.optim and native.layers and first.get("module", ()) is None:
-        found.pipeline = read_layer_files(native)
+        read_layer_files(native, found)
     add_modules(native, found)
     if not native.optim:
         add_without_zero(native, found)

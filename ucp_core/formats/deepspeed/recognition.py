@@ -79,10 +79,7 @@ def recognise(store: Store, directory: str) -> bool:
 def locate(store: Store, directory: str, tag: str | None) -> Folder:
     """Return the checkpoint in ``directory``, or the latest one below it.
 
-    Raises:
-        CheckpointNotFoundError: There is no checkpoint, or there are several and nothing selects
-            one.
-        CheckpointCorruptError: The file ``latest`` does not hold a name.
+    ``CheckpointNotFoundError``: there is none, or there are several and nothing selects one.
     """
     names = store.list(directory)
     if tag is not None:

@@ -159,9 +159,7 @@ class TensorParallelLayouts:
     ) -> tuple[Pattern, int | None]:
         """Return the pattern, and the extent of dim 0 without padding if there is padding.
 
-        Raises:
-            PatternError: Nothing tells the pattern; ``facts["unknown"]`` names the tensor.
-            UnsupportedVersionError: The checkpoint declares that it cannot be resharded.
+        If nothing tells it, ``facts["unknown"]`` of the error names the tensor.
         """
         if not any(shapes):
             return (Unique() if self.degree == 1 else Replicated("first")), None
@@ -285,10 +283,8 @@ class TensorParallelLayouts:
         """Return how DeepSpeed's converter should have joined the ranks' shards.
 
         The converter joins Megatron-DeepSpeed's fused projections end to end, whatever their
-        layout. None means that this was right, or that nothing shows the opposite.
-
-        Returns:
-            The pattern, and the number of shards that follow one another in the tensor.
+        layout. Returns the pattern and the number of shards, or None if that was right, or nothing
+        shows the opposite.
         """
         arguments = self.arguments or {}
         is_cut = self.degree > 1 and bool(shape) and shape[0] % self.degree == 0

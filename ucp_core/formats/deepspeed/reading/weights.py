@@ -36,20 +36,6 @@ _EXTRA_STATE = "_extra_state"
 
 
 @dataclass(slots=True)
-class LayerFiles:
-    """The content of the files of layers."""
-
-    #: The parameters of each model-parallel rank's optimizer, in the optimizer's order.
-    params: dict[int, list[tuple[str, TensorRef]]] = field(default_factory=dict)
-    #: Names of tensors that do not follow from their layer, by layer and name in the file.
-    names: dict[tuple[int, str], str] = field(default_factory=dict)
-
-    def fqn(self, layer: int, local: str) -> str:
-        """Return the name in the model of a tensor in a layer's file."""
-        return self.names.get((layer, local), f"{layer}.{local}")
-
-
-@dataclass(slots=True)
 class Modules(Assembly):
     """The content of a checkpoint, including its model files."""
 
@@ -63,7 +49,15 @@ class Modules(Assembly):
     order: dict[int, list[tuple[str, TensorRef]]] = field(default_factory=dict)
     #: Dtypes of the copies of trained parameters in the model files.
     dtypes: set[str] = field(default_factory=set)
-    pipeline: LayerFiles | None = None  #: The parameters of each stage, if there are no masters.
+    #: The parameters of each model-parallel rank of a pipeline, in the order of its optimizer, if
+    #: there are no masters.
+    pipeline: dict[int, dict[str, TensorRef]] | None = None
+    #: Names of tensors that do not follow from their layer, by layer and name in the file.
+    layer_names: dict[tuple[int, str], str] = field(default_factory=dict)
+
+    def in_layer(self, layer: int, local: str) -> str:
+        """Return the name in the model of a tensor in a layer's file."""
+        return self.layer_names.get((layer, local), f"{layer}.{local}")
 
     def same_bytes(self, name: str) -> bool:
         """Return whether all tensor-parallel ranks saved a tensor with the same checksum."""
@@ -79,11 +73,7 @@ class Modules(Assembly):
 def add_modules(native: Native, modules: Modules, *, complete: bool = True) -> None:
     """Add all weights of the model files, of pipeline layers and of experts.
 
-    Args:
-        complete: Whether files of pipeline layers and experts must exist.
-
-    Raises:
-        CheckpointCorruptError: The files contradict one another, or one is missing.
+    ``complete`` says whether files of pipeline layers and experts must exist.
     """
     for (dp, mp), file in native.model.items():
         tree = native.files.trees[file]
@@ -298,10 +288,9 @@ def _add_layers(native: Native, modules: Modules) -> None:
     if lacking := needed - {layer for layer, _ in native.layers}:
         raise missing(native.files.directory, [f"layer {n}'s file" for n in sorted(lacking)])
     buffers = buffer_names(native)
-    pipeline = modules.pipeline
     for (layer, tp), file in sorted(native.layers.items()):
         for name, ref in _tensors(native.files.trees[file], modules.items):
-            fqn = f"{layer}.{name}" if pipeline is None else pipeline.fqn(layer, name)
+            fqn = modules.in_layer(layer, name)
             if layer not in needed and fqn not in buffers:
                 # Layer files do not name a tied module. A tensor belongs to that with the same name
                 # and shape, if nothing else in the layer was trained.

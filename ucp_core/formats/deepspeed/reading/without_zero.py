@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import PatternError, UnsupportedVersionError
 from ucp_core.formats.deepspeed.keys import EXPERT
-from ucp_core.formats.deepspeed.reading.weights import LayerFiles, Modules, add_optimizer_values
+from ucp_core.formats.deepspeed.reading.weights import Modules, add_optimizer_values
 from ucp_core.formats.deepspeed.reading.zero import WEIGHT, param_shapes
 from ucp_core.formats.deepspeed.refusals import corrupt, missing
 from ucp_core.formats.shared import (
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from ucp_core.formats.deepspeed.reading.topology import Native
 
-    Params = Sequence[tuple[str, TensorRef]]
-
 #: Keys of half-precision optimizers: torch's optimizer, and its masters by group.
 _INNER = "optimizer_state_dict"
 _FLAT = "fp32_groups_flat"
@@ -49,13 +47,13 @@ _EP_GROUP = re.compile(r"ep_size_(\d+)")
 _TIED_NAME = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 
 
-def read_layer_files(native: Native) -> LayerFiles:
-    """Return the tensors of the layer files that each stage's optimizer numbers.
+def read_layer_files(native: Native, modules: Modules) -> None:
+    """Find the tensors of the layer files that each stage's optimizer numbers.
 
     Layer files do not name their stage. ``param_shapes`` name the parameters of a stage, and also
     show which layer's tensor belongs to a tied module.
     """
-    found = LayerFiles()
+    modules.pipeline = {}
     files = (native.model[0, mp] for mp in range(native.tp * native.pp))
     named = [param_shapes(native.files.trees[file], file) or [] for file in files]
     shapes = {n: s for stage in named for group in stage for n, s in group.items()}
@@ -70,13 +68,12 @@ def read_layer_files(native: Native) -> LayerFiles:
             is_own = any(f"{layer}.{local}" in shapes for local in held)
             ref = held.get(match[2])
             if not is_own and isinstance(ref, TensorRef) and ref.shape == shape:
-                found.names[layer, match[2]] = name
+                modules.layer_names[layer, match[2]] = name
                 break
     for mp, stage in enumerate(named):
         own = layers.get(native.rank(mp).tp, {}).items()
-        refs = {found.fqn(layer, str(n)): ref for layer, tree in own for n, ref in tree.items()}
-        found.params[mp] = [(n, refs[n]) for group in stage for n in group if n in refs]
-    return found
+        refs = {modules.in_layer(layer, n): ref for layer, tree in own for n, ref in tree.items()}
+        modules.pipeline[mp] = {n: refs[n] for group in stage for n in group if n in refs}
 
 
 class _Saved(NamedTuple):
@@ -114,13 +111,7 @@ class _Saved(NamedTuple):
 
 
 def add_without_zero(native: Native, modules: Modules) -> None:
-    """Add the slots and masters of the model files; nothing if no optimizer was saved.
-
-    Raises:
-        PatternError: The files do not say which state belongs to which parameter.
-        CheckpointCorruptError: Shapes of model and optimizer contradict each other.
-        UnsupportedVersionError: The optimizer's state cannot be resharded.
-    """
+    """Add the slots and masters of the model files; nothing if no optimizer was saved."""
     met: set[tuple[str, int]] = set()
     known = {_INNER, _FLAT, _LISTS, "state", "param_groups"}
     for number, saved in enumerate(_saved(native, modules)):
@@ -164,7 +155,7 @@ def _saved(native: Native, modules: Modules) -> Iterator[_Saved]:
             yield saved._replace(names=names or _kept_names(saved))
             continue
         # The optimizer of a stage has its own names, which are not the model's.
-        saved = _Saved(file, tree, rank, dict(modules.pipeline.params.get(mp, [])), names)
+        saved = _Saved(file, tree, rank, modules.pipeline.get(mp, {}), names)
         if names is None and saved.has_state():
             why = "a pipeline stage numbers its own parameters, and no param_shapes name them"
             raise unclear(file, why)

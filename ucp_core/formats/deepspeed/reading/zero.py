@@ -93,12 +93,7 @@ def param_shapes(tree: Mapping[str, Any], where: str) -> list[dict[str, tuple[in
 
 
 def read_rank(tree: Mapping[str, Any], file: str, *, is_zero3: bool) -> RankState:
-    """Return the content of one of ZeRO's files.
-
-    Raises:
-        CheckpointCorruptError: DeepSpeed does not write such a file.
-        UnsupportedVersionError: The file holds optimizer state that cannot be resharded.
-    """
+    """Return the content of one of ZeRO's files."""
     with refusing_nonsense(file, "DeepSpeed"):
         return _zero3(tree[_STATE], file) if is_zero3 else _zero12(tree[_STATE], file)
 

@@ -46,12 +46,6 @@ class ExpertShares:
 
     Args:
         apart: Whether groups of the optimizer must have only experts or none, as under ZeRO.
-
-    Raises:
-        UcpError: The ranks cannot share the experts of a layer equally.
-
-    Attributes:
-        counts: Experts of each layer.
     """
 
     def __init__(self, model: Model, ep: int, *, apart: bool) -> None:
@@ -62,7 +56,7 @@ class ExpertShares:
         for match in filter(None, map(EXPERT.fullmatch, self._names)):
             numbers.setdefault(match[1], set()).add(int(match[2]))
         self._counts = {layer: len(held) for layer, held in numbers.items()}
-        self.counts = list(self._counts.values())
+        self.counts = list(self._counts.values())  #: Experts of each layer.
         if any(count % ep for count in self.counts) or (ep > 1 and not self.counts):
             has = f"{', '.join(map(str, sorted({*self.counts}))) or 'no'} experts in a layer"
             raise UcpError(

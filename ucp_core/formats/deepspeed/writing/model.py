@@ -117,11 +117,6 @@ def describe(checkpoint: Checkpoint) -> Model:
 
     Tensors with the role ``extra`` are not part of the model and are skipped. A slot that a
     parameter lacks is zeros, as DeepSpeed has it for a parameter that never had a gradient.
-
-    Raises:
-        UcpError: A parameter is in two groups or in none, or flat groups cannot hold the shape of a
-            slot. The error names it.
-        UncoveredRegionError: The source does not hold every element.
     """
     state_map, manifest = checkpoint.state_map, checkpoint.manifest
     state_map.prove_coverage()

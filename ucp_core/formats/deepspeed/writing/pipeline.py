@@ -34,16 +34,11 @@ class Pipeline:
     def __init__(self, starts: Sequence[int], tied_layers: Mapping[str, Sequence[int]]) -> None:
         if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
             raise UcpError(f"stages={list(starts)} must ascend from 0: the first layers of stages")
-        self.num_stages = len(starts)
         self._starts = tuple(starts)
         self._tied = {key: tuple(layers) for key, layers in tied_layers.items()}
 
     def place(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return the layers that have a tensor, and its name in the file of the first such layer.
-
-        Raises:
-            UcpError: The name is not one of a ``PipelineModule``, or names an unknown tied module.
-        """
+        """Return the layers that have a tensor, and its name in the file of the first of them."""
         match = _NAME.fullmatch(name)
         if match is None:
             raise UcpError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -77,11 +78,7 @@ class FlatReader:
         self._reader = SlabReader(checkpoint, self._slab_bytes)
 
     def stream(self, ranges: Iterable[Range], dtype: str) -> Iterator[memoryview]:
-        """Yield the elements of all ranges, cast to ``dtype``; a chunk is valid until the next one.
-
-        Raises:
-            UcpError: The dtype cannot be cast.
-        """
+        """Yield the elements of all ranges as ``dtype``; a chunk is valid until the next one."""
         runs = _runs(ranges, dtype, self._slab_bytes)
         for group in grouped(runs, lambda run: run.num_bytes, self._slab_bytes):
             slabs = iter(self._reader.read([piece for run in group for piece, _ in run.pieces]))
@@ -125,10 +122,7 @@ def _pieces(shard: RankShard, box: Box) -> tuple[tuple[TensorBox, Box], ...]:
         if inner is None:
             continue
         shift = [s - a for s, a in zip(piece.start, piece.local.start, strict=True)]
-        moved = Box(
-            tuple(a + d for a, d in zip(inner.start, shift, strict=True)),
-            tuple(b + d for b, d in zip(inner.stop, shift, strict=True)),
-        )
+        moved = Box(tuple(map(add, inner.start, shift)), tuple(map(add, inner.stop, shift)))
         found.append((TensorBox(shard.entry, moved), inner.relative_to(box)))
     return tuple(found)
 
