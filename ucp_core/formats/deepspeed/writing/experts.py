@@ -60,7 +60,7 @@ class ExpertShares:
         if any(count % ep for count in self.counts) or (ep > 1 and not self.counts):
             has = f"{', '.join(map(str, sorted({*self.counts}))) or 'no'} experts in a layer"
             raise UcpError(
-                f"ep={ep}: the source has {has}, which ep ranks cannot share equally equally", ep=ep
+                f"ep={ep}: the source has {has}, which ep ranks cannot share equally", ep=ep
             )
         self._groups = self._joined(_apart(model.groups) if apart else model.groups)
 
