@@ -6,7 +6,7 @@ there are any. It reads only the pickles; tensors stay where they are.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats.deepspeed.reading import (
@@ -23,6 +23,7 @@ from ucp_core.formats.deepspeed.reading import (
     add_zero3,
     add_zero12,
     buffer_names,
+    check_steps,
     open_native,
     param_shapes,
     read_layer_files,
@@ -30,19 +31,14 @@ from ucp_core.formats.deepspeed.reading import (
     shapes_by_mappings,
 )
 from ucp_core.formats.deepspeed.recognition import NAME, Folder, locate, sort_names
-from ucp_core.formats.deepspeed.refusals import corrupt, two_saves
-from ucp_core.formats.shared import Shards, number, reading_pool, refusing_nonsense
+from ucp_core.formats.deepspeed.refusals import corrupt
+from ucp_core.formats.shared import Shards, number, refusing_nonsense
 from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.language import Rules
 from ucp_core.manifest import Item
+from ucp_core.native import Checkpoint
+from ucp_core.storage import Store
 from ucp_core.torch_files import Opaque, TensorRef
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ucp_core.formats.deepspeed.reading import RankState
-    from ucp_core.language import Rules
-    from ucp_core.native import Checkpoint
-    from ucp_core.storage import Store
 
 #: Number of elements of each master to compare.
 _SAMPLE = 256
@@ -111,7 +107,18 @@ def _add_zero(native: Native, found: Modules) -> None:
         rank: read_rank(trees[name], name, is_zero3=native.is_zero3)
         for rank, name in native.optim.items()
     }
-    _check_steps(native, read)
+    by_name = dict(zip(native.optim.values(), read.values(), strict=True))
+
+    def step_of(name: str) -> float | None:
+        parts, groups = by_name[name].partitions, by_name[name].groups
+        value: Any = parts[0].scalars.get("step") if parts else None
+        if isinstance(value, TensorRef):
+            return number(native.files.store, native.files.directory, value)
+        if value is None and groups:
+            value = groups[0].get("step")
+        return value if isinstance(value, int | float) else None
+
+    check_steps(native.files.directory, list(by_name), step_of)
     config = native.first.get("ds_config")
     before = bool(config.get("use_data_before_expert_parallelism")) if config else False
     for mp in range(native.tp * native.pp):
@@ -127,27 +134,6 @@ def _add_zero(native: Native, found: Modules) -> None:
         found.add_groups([*saved, *[{}] * more], [*names, *[[]] * -more], native.optim[0, mp])
         if mp == 0:
             add_optimizer_values(found, states[0].rest, native.optim[0, mp])
-
-
-def _check_steps(native: Native, states: Mapping[tuple[int, int], RankState]) -> None:
-    """Raise an error if the optimizer's step differs between ZeRO's files."""
-
-    def step_of(state: RankState) -> float | None:
-        value: Any = state.partitions[0].scalars.get("step") if state.partitions else None
-        if isinstance(value, TensorRef):
-            return number(native.files.store, native.files.directory, value)
-        if value is None and state.groups:
-            value = state.groups[0].get("step")
-        return value if isinstance(value, int | float) else None
-
-    with reading_pool(len(states)) as pool:
-        steps = dict(zip(native.optim.values(), pool.map(step_of, states.values()), strict=True))
-    told = [(name, step) for name, step in steps.items() if step is not None]
-    for name, step in told:
-        if step != told[0][1]:
-            raise two_saves(
-                native.files.path(name), f"it is of step {step:g}, {told[0][0]} of {told[0][1]:g}"
-            )
 
 
 def _layouts(native: Native, modules: Modules, rules: Rules | None) -> TensorParallelLayouts:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def corrupt(where: str, what: str, **facts: Any) -> CheckpointCorruptError:

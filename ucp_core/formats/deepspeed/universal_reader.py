@@ -9,36 +9,33 @@ tensor parallelism, drops parts of them.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.formats.deepspeed.reading import (
     WEIGHT,
     Modules,
     Native,
+    TensorParallelLayouts,
     add_model_values,
     add_modules,
     add_optimizer_values,
     buffer_names,
+    check_steps,
     open_native,
     param_shapes,
 )
 from ucp_core.formats.deepspeed.recognition import ZERO, Folder, sort_names
-from ucp_core.formats.deepspeed.refusals import corrupt, missing, two_saves
+from ucp_core.formats.deepspeed.refusals import corrupt, missing
 from ucp_core.formats.shared import Files, Shards, number, reading_pool, whole_tensor
 from ucp_core.geometry import TensorKey
 from ucp_core.language import extract, place, plain, union
 from ucp_core.manifest import Item
-from ucp_core.storage import join
+from ucp_core.native import Checkpoint
+from ucp_core.storage import Store, join
 from ucp_core.torch_files import TensorRef
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from ucp_core.formats.deepspeed.reading import TensorParallelLayouts
-    from ucp_core.native import Checkpoint
-    from ucp_core.storage import Store
 
 _OPTIMIZER = "optimizer_state.pt"
 _SUFFIX = ".pt"
@@ -76,11 +73,7 @@ class _Folder(Modules):
 def read_universal(
     store: Store, folder: Folder, layouts_of: Callable[[Native, Modules], TensorParallelLayouts]
 ) -> Checkpoint:
-    """Open a universal folder.
-
-    Args:
-        layouts_of: Makes the layouts of tensors that are only in the model files.
-    """
+    """Open a universal folder; ``layouts_of`` are for tensors that only the model files have."""
     found = _Folder(store, folder.directory)
     _open(found)
     native, layouts = found.native, None
@@ -277,16 +270,8 @@ def _add_groups(found: _Folder, tree: Mapping[str, Any]) -> None:
     groups = tree.get("param_groups") or inner.get("param_groups") or []
     names = _names_by_group(found, groups, tree if is_zero3 else None)
     for group in names:
-        with reading_pool(len(group)) as pool:
-            steps = dict(zip(group, pool.map(found.step_of, group), strict=True))
-        told = [(name, step) for name, step in steps.items() if step is not None]
-        for name, step in told:
-            if step != told[0][1]:
-                raise two_saves(
-                    join(found.directory, ZERO, name),
-                    f"it is of step {step:g}, {told[0][0]} of {told[0][1]:g}",
-                    fqn=name,
-                )
+        folders = [f"{ZERO}/{name}" for name in group]
+        check_steps(found.directory, folders, lambda f: found.step_of(f.removeprefix(f"{ZERO}/")))
     found.add_groups(groups, names, file)
 
 

@@ -15,9 +15,10 @@ differ from the second step on (measured with 0.19.8). The native form
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.writer import DTYPES, common_state
@@ -32,18 +33,13 @@ from ucp_core.formats.deepspeed.writing import (
     hyper_parameters,
     is_expert,
     number,
+    require_groups,
     write_files,
 )
-from ucp_core.language import Affine, Cut, Grid
-from ucp_core.native import check_memory
+from ucp_core.language import Affine, Cut, Grid, Rules
+from ucp_core.native import Checkpoint, check_memory
+from ucp_core.storage import Store
 from ucp_core.torch_files import Instance, Size
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ucp_core.language import Rules
-    from ucp_core.native import Checkpoint
-    from ucp_core.storage import Store
 
 #: Slots that DeepSpeed keeps as one number; its folder has only the step.
 _STEP = "step"
@@ -69,7 +65,6 @@ def write(  # noqa: PLR0913 - the signature of every writer
     the errors.
 
     Args:
-        checkpoint: The source, of any format, with the target's names.
         rules: How tensors are sharded, for targets with tensor-parallel ranks.
         dtype: A key of ``DTYPES``, for the run's loss scaler. None: the source's dtype.
         tag: Name of the folder; default: DeepSpeed's, ``global_step``, the step, ``_universal``.
@@ -85,12 +80,7 @@ def write(  # noqa: PLR0913 - the signature of every writer
             "for an expert of every rank: export with --format deepspeed",
             fqn=expert,
         )
-    if not model.groups:
-        raise UcpError(
-            "the source has no optimizer groups (it may have only weights), and "
-            "DeepSpeed's universal load needs them: give the native form at stage 0 "
-            "(--format deepspeed --stage 0), and load it with load_optimizer_states=False"
-        )
+    require_groups(model, "DeepSpeed's universal load")
     _check(model)
     tags = {name: _tags(model, name, rules) for name in model.parameters}
     folder = tag or f"global_step{model.counters['global_steps']}_universal"

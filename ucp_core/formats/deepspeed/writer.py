@@ -8,8 +8,9 @@ DeepSpeed's universal load loses: frozen parameters, buffers, and hyper-paramete
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.writing import (
@@ -21,26 +22,18 @@ from ucp_core.formats.deepspeed.writing import (
     Trees,
     describe,
     is_expert,
+    require_groups,
     universal_info,
     with_single_experts,
     write_files,
 )
-from ucp_core.language import Placement, split
-from ucp_core.native import check_memory
+from ucp_core.language import Placement, Rules, split
+from ucp_core.native import Checkpoint, check_memory
+from ucp_core.storage import Store
 from ucp_core.torch_files import Size
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from ucp_core.language import Rules
-    from ucp_core.native import Checkpoint
-    from ucp_core.storage import Store
 
 #: Names of dtypes as DeepSpeed's configuration has them.
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-#: Stages of ZeRO that shard Muon's momentum differently from the masters.
-_WHOLE_MOMENTUM = (1, 2)
-_STAGES = (0, 1, 2, 3)
 _ZERO3 = 3
 #: Sections of a configuration about precision and layout.
 _LAYOUT_KEYS = frozenset({"bf16", "bfloat16", "fp16", "tensor_parallel"})
@@ -71,7 +64,7 @@ class Target:
             if not isinstance(value, int) or value < 1:
                 raise UcpError(f"{name}={value!r} must be at least 1")
         wrong = {
-            f"stage={self.stage!r}: ZeRO has stages 0 to 3": self.stage not in _STAGES,
+            f"stage={self.stage!r}: ZeRO has stages 0 to 3": self.stage not in {0, 1, 2, 3},
             f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}": self.dtype
             not in {None, *DTYPES},
             f"ep={self.ep} must divide dp={self.dp}: experts are spread over it": self.dp % self.ep,
@@ -85,11 +78,6 @@ class Target:
         for message, is_so in wrong.items():
             if is_so:
                 raise UcpError(message)
-
-    @property
-    def pp(self) -> int:
-        """Return the number of pipeline stages."""
-        return max(1, len(self.stages))
 
 
 def write(
@@ -109,7 +97,6 @@ def write(
     the errors.
 
     Args:
-        checkpoint: The source, of any format, with the target's names.
         rules: How tensors are sharded over tensor-parallel ranks; required if ``tp`` is above 1.
         **target: The attributes of ``Target``.
     """
@@ -127,8 +114,7 @@ def write(
     info: dict[str, Any] = {}
     if pipeline is not None or placements is not None:
         tied = pipeline.tied(model) if pipeline is not None else ()
-        names = (*model.parameters, *model.frozen, *model.buffers)
-        info["universal_checkpoint_info"] = universal_info(names, placements, tied=tied)
+        info["universal_checkpoint_info"] = universal_info(model.weights, placements, tied=tied)
     experts = ExpertShares(model, wanted.ep, apart=wanted.stage > 0)
     if experts.counts and (wanted.stage == _ZERO3 or wanted.tp > 1 or wanted.stages):
         raise UcpError(
@@ -160,11 +146,7 @@ def _all_files(
     info: Mapping[str, Any],
     pipeline: Pipeline | None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the files of every rank, then those of a pipeline's layers.
-
-    Args:
-        parts: The model of each stage.
-    """
+    """Yield the files of every rank, then of a pipeline's layers; ``parts`` are its stages."""
     for stage, part in enumerate(parts):
         for rank in range(target.tp):
             trees = replace(whole, model=part, rank=rank)
@@ -190,13 +172,9 @@ def _expert_files(whole: Trees, target: Target, experts: ExpertShares) -> Iterat
 
 def _check_groups(model: Model, wanted: Target) -> None:
     """Raise an error unless the stage can hold the optimizer's groups."""
-    if not model.groups and wanted.stage > 0:
-        raise UcpError(
-            "the source has no optimizer groups (it may have only weights), and "
-            f"DeepSpeed needs them at stage {wanted.stage}: give stage 0 (--stage 0), and load it "
-            "with load_optimizer_states=False"
-        )
-    if wanted.stage in _WHOLE_MOMENTUM and any(g.hyper.get("use_muon") for g in model.groups):
+    if wanted.stage > 0:
+        require_groups(model, f"DeepSpeed at stage {wanted.stage}")
+    if wanted.stage in {1, 2} and any(g.hyper.get("use_muon") for g in model.groups):
         raise UcpError(
             f"stage {wanted.stage} keeps Muon's momentum as whole parameters, not cut like the "
             "masters, and this cannot be written: give stage 3"
@@ -211,7 +189,7 @@ def _placements(
     if tp == 1:
         return None
     placements: dict[str, Placement] = {}
-    for name in (*model.parameters, *model.frozen, *model.buffers):
+    for name in model.weights:
         pattern = rules.match(name) if rules is not None else None
         if pattern is None:
             raise UcpError(
@@ -242,11 +220,7 @@ def _placements(
 def _files(
     by_rank: Sequence[Trees], target: Target, mp_rank: int, info: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the names and trees of one model-parallel rank's files.
-
-    Args:
-        by_rank: The trees of every expert-parallel rank.
-    """
+    """Yield one model-parallel rank's files; ``by_rank`` has one for each expert-parallel rank."""
     stage, mp, trees = target.stage, f"mp_rank_{mp_rank:02d}", by_rank[0]
     if stage > 0:
         prefix = "bf16_" if target.dtype == "bf16" else ""
@@ -273,7 +247,9 @@ def _files(
     for dp_rank in range(target.dp if stage == _ZERO3 else 1):
         zero = f"zero_pp_rank_{dp_rank}_" if stage == _ZERO3 else ""
         states = _model_states_stage_3 if stage == _ZERO3 else _model_states
-        common = common_state(trees.model, dp=target.dp, tp=target.tp, pp=target.pp)
+        common = common_state(
+            trees.model, dp=target.dp, tp=target.tp, pp=max(1, len(target.stages))
+        )
         common["ds_config"] = _config(trees.model, target)
         tree = {**states(trees, target, dp_rank), **common, **info}
         yield f"{zero}{mp}_model_states.pt", tree

@@ -9,30 +9,27 @@ be silently wrong. Source: ``checkpoint/ds_to_universal.py`` (``merge_tp_slices`
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from operator import sub
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import PatternError, UnsupportedVersionError
 from ucp_core.formats.deepspeed.refusals import corrupt
 from ucp_core.formats.shared import refusing_nonsense, tells_padding
+from ucp_core.geometry import TensorKey
 from ucp_core.language import (
     Average,
     Cut,
     Pattern,
     Replicated,
+    Rules,
     ShardPiece,
     Unique,
     parse_affine_map,
     place,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from ucp_core.geometry import TensorKey
-    from ucp_core.language import Rules
 
 #: The latest version of ``universal_checkpoint_info`` whose meaning is known.
 _VERSION_MAX = 0.4
@@ -75,8 +72,7 @@ class Names:
     def match(self, name: str) -> str | None:
         """Return the one pattern that matches from the start of ``name``, as DeepSpeed does."""
         found = [regex.pattern for regex in self._regexes if regex.match(name)]
-        if name in self._exact:
-            found.append(self._exact[name])
+        found += [self._exact[name]] if name in self._exact else []
         if len(found) > 1:
             shown = f"{found[0]!r} and {found[1]!r}"
             raise corrupt(self._where, f"{shown} both match {name}", fqn=name)

@@ -6,21 +6,18 @@ error. Files of further ranks are left from another run, so the reader skips and
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import MemoryBudgetError, UcpError
 from ucp_core.formats.deepspeed.refusals import corrupt, missing, two_saves
-from ucp_core.formats.shared import Files, Rank
+from ucp_core.formats.shared import Files, Rank, reading_pool
 from ucp_core.manifest import Item
+from ucp_core.storage import Store, join
 from ucp_core.torch_files import Opaque, read_torch_file
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from ucp_core.storage import Store
-
-    Names = Mapping[str, dict[tuple[Any, ...], str]]
+_Listed = Mapping[str, dict[tuple[Any, ...], str]]
 
 #: Keys that all files of one save have in common.
 _SAVE = ("global_steps", "ds_version", "dp_world_size", "mp_world_size")
@@ -73,7 +70,7 @@ class Native:
         return Rank(mp // self.tp, mp % self.tp)
 
 
-def open_native(store: Store, directory: str, names: Names, *, with_optim: bool = True) -> Native:
+def open_native(store: Store, directory: str, names: _Listed, *, with_optim: bool = True) -> Native:
     """Open all files of the checkpoint, or only the model files of a universal one."""
     files = Files(store, directory)
     is_zero3 = bool(names["model_zero3"])
@@ -243,3 +240,16 @@ def _check_one_save(native: Native) -> None:
                         native.files.path(name),
                         f"{key} is {value!r}, in {told[0][0]} {told[0][1]!r}",
                     )
+
+
+def check_steps(
+    directory: str, names: Sequence[str], step_of: Callable[[str], float | None]
+) -> None:
+    """Raise an error if files or folders of one save are of different steps."""
+    with reading_pool(len(names)) as pool:
+        found = zip(names, pool.map(step_of, names), strict=True)
+        told = [(name, step) for name, step in found if step is not None]
+    for name, step in told:
+        if step != told[0][1]:
+            where = join(directory, name)
+            raise two_saves(where, f"it is of step {step:g}, {told[0][0]} of {told[0][1]:g}")

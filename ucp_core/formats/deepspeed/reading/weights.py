@@ -9,24 +9,20 @@ first rank's, as a run in another layout must make its own, and ``drop`` notes t
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.formats.deepspeed import keys
 from ucp_core.formats.deepspeed.keys import EXPERT
-from ucp_core.formats.deepspeed.reading.zero import WEIGHT, share
+from ucp_core.formats.deepspeed.reading.topology import Native
+from ucp_core.formats.deepspeed.reading.zero import WEIGHT, RankState, share
 from ucp_core.formats.deepspeed.refusals import corrupt, missing, two_saves
 from ucp_core.formats.shared import Assembly, Rank
 from ucp_core.geometry import TensorKey
 from ucp_core.manifest import Item
 from ucp_core.torch_files import TensorRef, current_budget, extents_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from ucp_core.formats.deepspeed.reading.topology import Native
-    from ucp_core.formats.deepspeed.reading.zero import RankState
 
 _LAYER_OF = re.compile(r"(\d+)\.")
 _TIED = "tied_modules."

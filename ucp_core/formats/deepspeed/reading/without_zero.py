@@ -9,12 +9,14 @@ weights.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ucp_core.errors import PatternError, UnsupportedVersionError
 from ucp_core.formats.deepspeed.keys import EXPERT
+from ucp_core.formats.deepspeed.reading.topology import Native
 from ucp_core.formats.deepspeed.reading.weights import Modules, add_optimizer_values
 from ucp_core.formats.deepspeed.reading.zero import WEIGHT, param_shapes
 from ucp_core.formats.deepspeed.refusals import corrupt, missing
@@ -31,11 +33,6 @@ from ucp_core.formats.shared import (
 from ucp_core.geometry import TensorKey
 from ucp_core.manifest import Item
 from ucp_core.torch_files import TensorRef
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from ucp_core.formats.deepspeed.reading.topology import Native
 
 #: Keys of half-precision optimizers: torch's optimizer, and its masters by group.
 _INNER = "optimizer_state_dict"
@@ -89,21 +86,15 @@ class _Saved(NamedTuple):
     remedy: str = DISTRIBUTE_IT  #: Advice if the parameters cannot be identified.
 
     @property
-    def inner(self) -> Mapping[str, Any]:
-        """Return torch's optimizer."""
-        inner: Mapping[str, Any] = self.tree.get(_INNER, self.tree)
-        return inner
-
-    @property
     def groups(self) -> list[Mapping[str, Any]]:
         """Return its groups."""
-        groups: list[Mapping[str, Any]] = self.inner["param_groups"]
+        groups: list[Mapping[str, Any]] = self.tree.get(_INNER, self.tree)["param_groups"]
         return groups
 
     @property
     def state(self) -> Mapping[Any, Any]:
         """Return the state by number; with flat masters a group is one parameter."""
-        return self.inner.get("state") or {}
+        return self.tree.get(_INNER, self.tree).get("state") or {}
 
     def has_state(self) -> bool:
         """Return whether it holds state for any parameter: plain SGD does not."""

@@ -9,24 +9,20 @@ cuts each shard into parts of ``ceil(size / ranks)`` elements and concatenates t
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats.deepspeed.keys import EXPERT
 from ucp_core.formats.deepspeed.refusals import corrupt, two_saves
-from ucp_core.formats.shared import Rank, refusing_nonsense
+from ucp_core.formats.shared import Assembly, Rank, refusing_nonsense
 from ucp_core.geometry import TensorKey
 from ucp_core.torch_files import TensorRef, extents_of
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from ucp_core.formats.shared import Assembly
-
-    Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, tuple[int, ...]]
 
 WEIGHT = "weight"
 _STATE = "optimizer_state_dict"

@@ -10,7 +10,7 @@ from ucp_core.formats.deepspeed.writing.experts import (
     is_expert,
     with_single_experts,
 )
-from ucp_core.formats.deepspeed.writing.model import Group, Model, describe
+from ucp_core.formats.deepspeed.writing.model import Group, Model, describe, require_groups
 from ucp_core.formats.deepspeed.writing.output import write_files
 from ucp_core.formats.deepspeed.writing.pipeline import Pipeline
 from ucp_core.formats.deepspeed.writing.streams import FlatReader, Range

@@ -10,23 +10,17 @@ cut over the ranks that hold the same experts (DeepSpeed 0.19, ``moe/utils.py``,
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.keys import EXPERT
-from ucp_core.formats.deepspeed.writing.model import part_of
+from ucp_core.formats.deepspeed.writing.model import Group, Model, part_of
 from ucp_core.formats.deepspeed.writing.streams import StackPart
 from ucp_core.formats.shared import stacked_experts
-from ucp_core.geometry import TensorKey
+from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.numerics import grouped
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from ucp_core.formats.deepspeed.writing.model import Group, Model
-    from ucp_core.geometry import TensorEntry
 
 _GROUP = re.compile(r"ep_size_(\d+)")
 _MATRICES = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
@@ -44,15 +38,14 @@ def is_expert(name: str) -> bool:
 class ExpertShares:
     """The experts of a model, spread over ``ep`` ranks.
 
-    Args:
-        apart: Whether groups of the optimizer must have only experts or none, as under ZeRO.
+    With ``apart``, groups of the optimizer have only experts or none, as under ZeRO.
     """
 
     def __init__(self, model: Model, ep: int, *, apart: bool) -> None:
         self._model = model
         self._ep = ep
         numbers: dict[str, set[int]] = {}
-        self._names = (*model.parameters, *model.frozen, *model.buffers)
+        self._names = model.weights
         for match in filter(None, map(EXPERT.fullmatch, self._names)):
             numbers.setdefault(match[1], set()).add(int(match[2]))
         self._counts = {layer: len(held) for layer, held in numbers.items()}
@@ -105,17 +98,14 @@ class ExpertShares:
                 found.append(group)
                 continue
             hyper = {**group.hyper, "name": f"ep_size_{self._ep}"}
-            if found and found[-1].hyper == hyper and self._is_full(found[-1], group):
+            match = _GROUP.fullmatch(str(group.hyper.get("name")))
+            held = sum(map(self._numel, found[-1].names if found else ()))
+            held = held // (int(match[1]) if match else 1) + sum(map(self._numel, group.names[:1]))
+            if found and found[-1].hyper == hyper and held > _GROUP_ELEMENTS_MAX:
                 found[-1] = replace(found[-1], names=(*found[-1].names, *group.names))
             else:
                 found.append(replace(group, hyper=hyper))
         return found
-
-    def _is_full(self, group: Group, behind: Group) -> bool:
-        """Return whether the source cut ``behind`` off a group because of its size."""
-        match = _GROUP.fullmatch(str(behind.hyper.get("name")))
-        held = sum(map(self._numel, group.names)) // (int(match[1]) if match else 1)
-        return held + self._numel(behind.names[0]) > _GROUP_ELEMENTS_MAX
 
 
 def _apart(groups: Sequence[Group]) -> Iterator[Group]:
@@ -154,12 +144,11 @@ def with_single_experts(model: Model, ep: int) -> Model:
     """
     if ep == 1:
         return model
-    names = (*model.parameters, *model.frozen, *model.buffers)
-    fused = stacked_experts({name: model.weight(name).shape for name in names})
+    fused = stacked_experts({name: model.weight(name).shape for name in model.weights})
     layers = {match["layer"] for match in fused.values()}
     routers = {
         name: f"{match['layer']}.deepspeed_moe.gate.{_ROUTERS.get(match['rest'], match['rest'])}"
-        for name in names
+        for name in model.weights
         if (match := _ROUTER.fullmatch(name)) and match["layer"] in layers
     }
     # The tensor keeps its name in the source for reading, whatever its name here.
@@ -179,11 +168,7 @@ def with_single_experts(model: Model, ep: int) -> Model:
 def _parts(
     match: re.Match[str], entry: TensorEntry, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield name and entry of each matrix; all matrices share a slot that is one number.
-
-    Args:
-        shape: Shape of the weight.
-    """
+    """Yield name and entry of each matrix; all matrices share a slot that is one number."""
     matrices = _MATRICES[match["kind"]]
     num_experts, num_rows, width = shape
     rows = num_rows // len(matrices)

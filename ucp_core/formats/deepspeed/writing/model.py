@@ -5,21 +5,18 @@ The writers of both forms use it before they write anything.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed import keys
 from ucp_core.formats.deepspeed.writing.streams import read_scalars
 from ucp_core.formats.shared import restored
 from ucp_core.geometry import DTYPE_BYTES, TensorEntry, TensorKey
+from ucp_core.native import Checkpoint
 from ucp_core.numerics import FLOATS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from ucp_core.native import Checkpoint
 
 #: The keys that DeepSpeed itself writes at the top level of a model_states file.
 _RESERVED = {*keys.MODEL, *keys.COUNTERS, *keys.STATES, "ds_config"}
@@ -67,6 +64,11 @@ class Model:
         """Return every trained parameter, group by group."""
         return (*(name for group in self.groups for name in group.names), *self.trained)
 
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Return every parameter and buffer."""
+        return (*self.parameters, *self.frozen, *self.buffers)
+
     def weight(self, name: str) -> TensorEntry:
         """Return the entry of a parameter's or buffer's values."""
         return self.entries[TensorKey(name, _WEIGHT)]
@@ -83,10 +85,8 @@ def part_of(
 ) -> Model:
     """Return a model with other names: ``names_of`` gives those of each tensor, perhaps none.
 
-    It lacks groups of the optimizer that have no parameter there.
-
-    Args:
-        entries: Its tensors, if a tensor becomes several.
+    It lacks groups of the optimizer that have no parameter there. ``entries`` are its tensors, if a
+    tensor becomes several.
     """
 
     def named(names: Iterable[str]) -> tuple[str, ...]:
@@ -110,6 +110,16 @@ def part_of(
             for new, owned in zip(names_of(alias), names_of(owner), strict=True)
         },
     )
+
+
+def require_groups(model: Model, who: str) -> None:
+    """Raise an error if the model has no optimizer."""
+    if not model.groups:
+        raise UcpError(
+            f"the source has no optimizer groups (it may have only weights), and {who} needs them: "
+            "give the native form at stage 0 (--format deepspeed --stage 0), and load it with "
+            "load_optimizer_states=False"
+        )
 
 
 def describe(checkpoint: Checkpoint) -> Model:

@@ -6,18 +6,14 @@ It overwrites nothing, and a failure leaves nothing behind.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.writing.trees import DEEPSPEED_NAMES
 from ucp_core.native import refuse_taken
-from ucp_core.storage import join, undone
+from ucp_core.storage import Buffer, Store, join, undone
 from ucp_core.torch_files import TensorData, write_torch_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from ucp_core.storage import Buffer, Store
 
 _TAG = re.compile(r"[^/\\\x00-\x1f]+")
 
@@ -34,12 +30,8 @@ def write_files(
 ) -> None:
     """Write every file that ``files`` gives to ``directory/tag``, and then the file ``latest``.
 
-    Args:
-        files: Yields names below the tag with their trees. Called twice if progress needs sizes.
-
-    Raises:
-        UcpError: The destination is in use, or reading or writing failed. No part of this
-            checkpoint is left.
+    ``files`` yields names and trees; it is called twice if progress needs sizes. If the destination
+    is in use, or reading or writing fails, no part of this checkpoint is left.
     """
     if _TAG.fullmatch(tag) is None or tag in {".", ".."}:
         raise UcpError(f"tag={tag!r} is not the name of a folder")

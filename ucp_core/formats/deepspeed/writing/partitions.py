@@ -6,10 +6,8 @@ Pure arithmetic on numbers of elements, as in DeepSpeed 0.19 (``runtime/zero/sta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 #: Stages 1 and 2 pad a group to a multiple of this times the ranks: in 16 bit, every rank's range
 #: begins at a multiple of four bytes.

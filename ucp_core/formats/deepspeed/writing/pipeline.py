@@ -9,16 +9,11 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from ucp_core.errors import UcpError
-from ucp_core.formats.deepspeed.writing.model import part_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from ucp_core.formats.deepspeed.writing.model import Model
+from ucp_core.formats.deepspeed.writing.model import Model, part_of
 
 _NAME = re.compile(r"(?:(\d+)|tied_modules\.([^.]+))\.(.+)")
 
@@ -56,15 +51,14 @@ class Pipeline:
     def models(self, model: Model) -> list[Model]:
         """Return the model of every stage; several stages hold a tied tensor."""
         by_stage: list[dict[str, list[str]]] = [defaultdict(list) for _ in self._starts]
-        for name in (*model.parameters, *model.frozen, *model.buffers):
+        for name in model.weights:
             for layer in self.place(name)[0]:
                 by_stage[bisect_right(self._starts, layer) - 1][name] = [name]
         return [part_of(model, held.__getitem__) for held in by_stage]
 
     def tied(self, model: Model) -> tuple[str, ...]:
         """Return the tensors that several layers share."""
-        names = (*model.parameters, *model.frozen, *model.buffers)
-        return tuple(name for name in names if len(self.place(name)[0]) > 1)
+        return tuple(name for name in model.weights if len(self.place(name)[0]) > 1)
 
     def layers(self, names: Iterable[str]) -> dict[int, dict[str, str]]:
         """Return the content of every layer's file: the model's name by the name in the file."""

@@ -5,23 +5,19 @@ A stream needs two buffers of ``SLAB_BYTES_MAX``, independent of its ranges.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ucp_core.errors import UcpError
 from ucp_core.geometry import DTYPE_BYTES, Box, TensorEntry, flat_range, slabs
-from ucp_core.native import Slab, SlabReader, TensorBox
+from ucp_core.language import ShardPiece
+from ucp_core.native import Checkpoint, Slab, SlabReader, TensorBox
 from ucp_core.numerics import FLOATS, cast, grouped
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from ucp_core.language import ShardPiece
-    from ucp_core.native import Checkpoint
 
 #: Reads and writes of this size are as fast as larger ones; casting more at once only costs memory.
 SLAB_BYTES_MAX = 8 << 20
@@ -67,11 +63,7 @@ class _Box(NamedTuple):
 
 
 class FlatReader:
-    """Reads one checkpoint as streams of elements.
-
-    Args:
-        memory_bytes: Limit for the memory of one stream.
-    """
+    """Reads one checkpoint as streams of elements, each within ``memory_bytes``."""
 
     def __init__(self, checkpoint: Checkpoint, memory_bytes: int) -> None:
         self._slab_bytes = min(SLAB_BYTES_MAX, memory_bytes // _BUFFERS)

@@ -7,11 +7,13 @@ Each model-parallel rank has one ``Trees``. Keys and shapes follow DeepSpeed 0.1
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp_core.errors import UcpError
+from ucp_core.formats.deepspeed.writing.model import Group, Model
 from ucp_core.formats.deepspeed.writing.partitions import (
     PADDING,
     Span,
@@ -19,18 +21,12 @@ from ucp_core.formats.deepspeed.writing.partitions import (
     sub_groups,
     tensor_spans,
 )
-from ucp_core.formats.deepspeed.writing.streams import Range, RankShard
+from ucp_core.formats.deepspeed.writing.streams import FlatReader, Range, RankShard
 from ucp_core.formats.shared import number_of
+from ucp_core.geometry import TensorEntry
+from ucp_core.language import Placement
 from ucp_core.numerics import FLOATS
 from ucp_core.torch_files import Instance, Named, Size, TensorData
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from ucp_core.formats.deepspeed.writing.model import Group, Model
-    from ucp_core.formats.deepspeed.writing.streams import FlatReader
-    from ucp_core.geometry import TensorEntry
-    from ucp_core.language import Placement
 
 DS_VERSION = "0.19.8"
 #: Classes of DeepSpeed that its own checkpoints hold.
@@ -105,13 +101,12 @@ class Trees:
     def module(self, empty: Iterable[str] = ()) -> OrderedDict[str, TensorData]:
         """Return the weights in the model's dtype, frozen parameters, buffers and aliases.
 
-        Args:
-            empty: Names that have an empty tensor, as at stage 3.
+        Names in ``empty`` have an empty tensor, as at stage 3.
         """
         model, stand_in = self.model, TensorData.of_bytes(self.dtype, (0,), b"")
         tensors = OrderedDict.fromkeys((*model.parameters, *model.frozen), stand_in)
         left_out = set(empty)
-        for name in (*model.parameters, *model.frozen, *model.buffers):
+        for name in model.weights:
             if name not in left_out:
                 tensors[name] = self.data(model.weight(name), self._dtype_of(name))
         aliases = (pair for pair in model.ties.items() if pair[1] in tensors)
@@ -129,8 +124,7 @@ class Trees:
     def optimizer_stage_1_2(self, stage: int, dp_rank: int, expert_rank: int) -> dict[str, Any]:
         """Return the ``optimizer_state_dict`` of one rank of stage 1 or 2.
 
-        Args:
-            expert_rank: The rank's number among those that hold the same experts.
+        ``expert_rank`` is its number among the ranks that hold the same experts.
         """
         groups, mappings, masters, paddings = self.model.groups, [], [], []
         counts = [self.dp // self.ep if group.is_expert else self.dp for group in groups]
@@ -245,9 +239,7 @@ class Trees:
     ) -> TensorData:
         """Return one flat tensor, with zeros for a parameter that lacks the slot.
 
-        Args:
-            slot: None for the weights.
-            dtype: None: that of the first parameter.
+        Without ``slot`` it has the weights; without ``dtype``, that of the first parameter.
         """
         ranges: list[Range] = []
         for span in spans:

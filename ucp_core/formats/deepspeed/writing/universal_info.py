@@ -7,13 +7,11 @@ Without it DeepSpeed's own converter can silently combine shards wrongly.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from ucp_core.language import Placement
+from ucp_core.language import Placement
 
 _VERSION = 0.4
 _AFFINE_VERSION = 1
@@ -25,12 +23,9 @@ def universal_info(
     *,
     tied: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return the document for tensors of the given names.
+    """Return the document for parameters and buffers.
 
-    Args:
-        names: Parameters and buffers.
-        placements: How each is sharded over tensor-parallel ranks; None with one rank.
-        tied: Names that several pipeline stages hold.
+    ``placements`` is None with one tensor-parallel rank; several pipeline stages hold ``tied``.
     """
     replicated: list[str] = []
     averaged: list[str] = []

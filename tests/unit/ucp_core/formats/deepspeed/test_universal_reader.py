@@ -211,10 +211,8 @@ def test_parameters_of_two_saves_are_refused(tmp_path: Path) -> None:
     step = tensor(np.array(4, np.float32))
     folder.trees["zero/up.weight/step.pt"] = step
 
-    with pytest.raises(CheckpointCorruptError, match="mixes two saves") as caught:
+    with pytest.raises(CheckpointCorruptError, match=r"up\.weight: it is of step 4, .*two saves"):
         read(_write(folder, tmp_path))
-
-    assert caught.value.facts["fqn"] == "up.weight"
 
 
 def test_a_step_of_many_numbers_is_refused(tmp_path: Path) -> None:
