@@ -157,12 +157,7 @@ def _refuse(where: str, name: str | None, what: str) -> NoReturn:
 def print_header(
     tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Return the length and the JSON that begin a file.
-
-    Args:
-        tensors: Name, dtype and shape in the order of the data.
-        metadata: Any strings; transformers expects ``{"format": "pt"}``.
-    """
+    """Return the length and the JSON that begin a file."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset_bytes = 0
     for name, dtype, shape in tensors:

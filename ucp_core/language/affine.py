@@ -202,10 +202,6 @@ def parse_affine_map(document: Any, *, where: str) -> dict[str, Affine]:
             pieces: [{shape, source: [offset, strides], dest: [offset, strides], locations,
             scale?}]}}}}}``, as DeepSpeed 0.19.8 writes it.
         where: File and key, for errors.
-
-    Raises:
-        UnsupportedVersionError: The form is newer.
-        PatternError: It does not have this form.
     """
     if not isinstance(document, Mapping):
         raise PatternError(f"{where} is not a mapping")

@@ -58,9 +58,6 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
         copy: Number of the copy in an average; default: ``rank``.
         crc32: Checksum of the bytes, if there is one; kept if one fragment covers all of them.
         blocks: The same, by block.
-
-    Raises:
-        PatternError: ``rank`` or ``flat`` does not fit the placement.
     """
     if not 0 <= rank < len(placement.shards):
         raise PatternError(f"{key}: rank {rank} of {len(placement.shards)} in {file}", rank=rank)
@@ -128,9 +125,6 @@ def union(
 
     Replicas stay in the entry for comparison, unless the placement takes the first one. Every copy
     of an average covers the tensor.
-
-    Raises:
-        UncoveredRegionError: A hole or an overlap; names the tensor, the box and the files.
     """
     first_only = placement.relation == "replica" and placement.check == "first"
     kept = [f for f in fragments if not (first_only and f.replica)]
@@ -189,9 +183,6 @@ def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
 
     Args:
         mapping: New names by old ones; other tensors keep their names.
-
-    Raises:
-        PatternError: A name does not exist, or two tensors would get the same name.
     """
     known = {key.fqn for key in manifest.state_map.entries} | set(manifest.ties)
     missing = sorted(set(mapping) - known)
@@ -244,10 +235,6 @@ def tie(manifest: Manifest, ties: Mapping[str, str]) -> Manifest:
 
     Args:
         ties: The owner of each alias; an alias may have no bytes.
-
-    Raises:
-        PatternError: The owner does not exist or is tied itself, or the alias differs from it in
-            dtype or shape.
     """
     entries = dict(manifest.state_map.entries)
     for alias, owner in ties.items():

@@ -103,14 +103,7 @@ class Placement:
 
 
 def place(pattern: Pattern, shards: Sequence[Sequence[int]], *, name: str = "tensor") -> Placement:
-    """Return where the elements of the shards are in the whole tensor.
-
-    Args:
-        shards: Shape of each rank's shard.
-
-    Raises:
-        PatternError: Names the tensor, the rank and the numbers that do not fit.
-    """
+    """Return where the elements of the shards are in the whole tensor."""
     with _described(pattern, name):
         return _place(pattern, tuple(tuple(shape) for shape in shards))
 
@@ -123,9 +116,6 @@ def split(
     Widths for another number of ranks are ignored. A cut without parts gives every rank
     ``ceil(extent / num_ranks)`` as torch does, and the last ranks less; with ``unpadded``, the last
     ranks get padding instead.
-
-    Raises:
-        PatternError: The tensor cannot be cut this way.
     """
     with _described(pattern, name):
         return _split(pattern, tuple(shape), num_ranks)

@@ -16,15 +16,7 @@ from ucp_core.language.rules import Renames, Rules
 
 
 def load_rules(text: str, where: str) -> Rules:
-    """Return the rules of a text; the families that it ``extends`` match the remaining names.
-
-    Args:
-        text: As ``RULES.md`` describes.
-        where: Name of the file, for errors.
-
-    Raises:
-        RulesError: Lists all problems, one per line, as ``file:line:column: what``.
-    """
+    """Return the rules of a text; the families that it ``extends`` match the remaining names."""
     from ucp_core.language.syntax import read_rules
 
     rules, extends = read_rules(text, where, builtin_names())
@@ -34,11 +26,7 @@ def load_rules(text: str, where: str) -> Rules:
 
 
 def load_renames(text: str, where: str) -> Renames:
-    """Return the renamings of a text: a list of ``{match: regex, to: template, optional?: bool}``.
-
-    Raises:
-        RulesError: Lists all problems, one per line, as ``file:line:column: what``.
-    """
+    """Return renamings: the text is a list of ``{match: regex, to: template, optional?: bool}``."""
     from ucp_core.language.syntax import read_renames
 
     return read_renames(text, where)

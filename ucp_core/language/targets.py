@@ -32,9 +32,6 @@ def target_map(shapes: Shapes, rules: Rules, layout: ParallelLayout, rank: int) 
         shapes: All tensors of the model.
         rules: How tensor-parallel ranks hold a tensor, and which stage has it.
         layout: ``dp_shard * cp`` ranks share what one tensor-parallel rank holds.
-
-    Raises:
-        PatternError: No rule covers a tensor, or it cannot be cut this way.
     """
     if layout.ep > 1:
         raise PatternError(

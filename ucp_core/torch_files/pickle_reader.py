@@ -92,11 +92,6 @@ def read_pickle(
         allow: More classes: names (a name that ends with a dot allows everything below it) that
             become ``Opaque``, or a mapping from a name to the function that makes the value.
         persistent: Resolves persistent ids; without it they are an error.
-
-    Raises:
-        ForeignClassError: It names a class that is not allowed, or data that cannot be read.
-        MemoryBudgetError: Its content takes more memory than the checkpoint has left.
-        CheckpointCorruptError: It is not a pickle of these protocols, or is cut short or too large.
     """
     if len(data) > PICKLE_BYTES_MAX:
         raise CheckpointCorruptError(

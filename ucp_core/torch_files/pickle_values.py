@@ -44,10 +44,6 @@ def as_json(
         tensor: Converts a tensor; without it a tensor is an error.
         exact: Mark what JSON lacks, so that it can be converted back: ``{"tuple": [...]}``,
             ``{"float": "inf"}``, and ``{"dict": [[key, value], ...]}`` if a key is a number.
-
-    Raises:
-        ForeignClassError: It holds a tensor, or is nested deeper than any small value.
-        MemoryBudgetError: It takes more memory than the checkpoint has left.
     """
     converter = _Converter(tensor, where, exact=exact)
     made = converter.convert(value, 0)

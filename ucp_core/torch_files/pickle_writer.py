@@ -79,11 +79,7 @@ class Size(NamedTuple):
 
 
 def pickle_tree(tree: Any, *, allow: frozenset[str]) -> tuple[bytes, list[TensorData]]:
-    """Return the pickle of ``tree`` and its storages, in the order of their keys 0, 1, ...
-
-    Raises:
-        UcpError: A value's type or class cannot be written; says where in the tree.
-    """
+    """Return the pickle of ``tree`` and its storages, in the order of their keys 0, 1, ..."""
     stream = _PickleStream(allow)
     try:
         stream.value(tree, "")

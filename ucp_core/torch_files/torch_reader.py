@@ -37,15 +37,7 @@ class TorchFile:
 
 
 def read_torch_file(store: Store, directory: str, file: str) -> TorchFile:
-    """Read the pickle of a torch file, but no tensor.
-
-    Args:
-        file: Name in the directory.
-
-    Raises:
-        CheckpointCorruptError: Truncated, damaged, not a torch file, or of a torch before 1.6.
-        ForeignClassError: The pickle needs a class, or has a kind of tensor, that is not known.
-    """
+    """Read the pickle of a torch file, but no tensor."""
     path = join(directory, file)
 
     def read(start: int, length: int) -> bytes:

@@ -27,16 +27,7 @@ def write_torch_file(
     allow: frozenset[str] = frozenset(),
     fsync: bool,
 ) -> int:
-    """Write ``tree`` to ``path``, which appears once complete, and return its size.
-
-    Args:
-        tree: Plain values, containers and tensors.
-        allow: ``module.Class`` of every foreign class that may occur.
-        fsync: Return only once the data would survive a power loss.
-
-    Raises:
-        UcpError: A value cannot be written; says where in the tree. Nothing is written.
-    """
+    """Write ``tree`` to ``path``, which appears once complete, and return its size."""
     # Like torch: the file's own name is in it, so a reader notices a rename.
     name = path.rpartition("/")[2]
     chunks = torch_file_chunks(tree, allow=allow, name=name.rpartition(".")[0] or name)

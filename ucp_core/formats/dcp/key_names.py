@@ -164,11 +164,6 @@ def number_names(
 
     Such an optimizer numbers parameters group by group, each group in the model's order. Shapes
     must prove which parameters each group has.
-
-    Args:
-        groups: Numbers by group.
-        shapes: Shape of each parameter's state, if it is not a single number.
-        weights: Shapes by fqn, in the model's order.
     """
     wanted = [
         [tuple(shapes[number]) if number in shapes else None for number in group]

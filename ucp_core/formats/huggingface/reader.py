@@ -24,12 +24,13 @@ from ucp_core.formats.huggingface.recognition import (
     is_torch_file,
 )
 from ucp_core.formats.safetensors_header import Header, TensorRange, read_header
-from ucp_core.formats.shared import Assembly
+from ucp_core.formats.shared import Assembly, Files, whole_tensor
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
 from ucp_core.language import Rules
 from ucp_core.manifest import Item
 from ucp_core.native import Checkpoint
 from ucp_core.storage import Store, join
+from ucp_core.torch_files import TensorRef
 
 #: Name of the folder's small documents in ``extra``; the writer puts them beside the weights.
 EXTRA_NAME = "huggingface"
@@ -97,11 +98,8 @@ def read(
         metadata = _add_shards(found, _shards(store, directory, files, sizes), listed)
         _put_scalars_right(found)
     else:
-        # Safetensors files do not need the reader of pickles.
-        from ucp_core.formats.huggingface import torch_weights
-
         _refuse_missing(directory, files, sizes)
-        torch_weights.add(found, files, listed)
+        _add_torch_files(found, files, listed)
         metadata = found.ties
     found.ties |= _ties(found.entries, metadata, config)
     version = str(config.get("transformers_version", ""))
@@ -274,6 +272,50 @@ def _add_shards(
                 fqn=name,
             )
     return metadata
+
+
+def _add_torch_files(found: Assembly, names: Sequence[str], listed: Mapping[str, str]) -> None:
+    """Add the tensors of torch's files, and their ties; ``listed`` has the index's file by tensor.
+
+    Tensors that share their bytes are tied.
+    """
+    files = Files(found.store, found.directory)
+    files.open(names)
+    entries, ties = found.entries, found.ties
+    for name in names:
+        path = files.path(name)
+        owners: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+        for fqn, ref in files.trees[name].items():
+            if not isinstance(fqn, str) or not isinstance(ref, TensorRef):
+                raise CheckpointCorruptError(
+                    f"{path}: {fqn!r} is not a tensor, so the file is not a dict of weights by "
+                    "name; if it belongs to a checkpoint, give the checkpoint's folder",
+                    path=path,
+                )
+            if listed.get(fqn, name) != name or TensorKey(fqn, "weight") in entries:
+                raise CheckpointCorruptError(
+                    f"{path} holds {fqn}, which {listed.get(fqn, 'another file')} holds too: "
+                    "files of two models are mixed",
+                    path=path,
+                    fqn=fqn,
+                )
+            place = ref.offset_bytes, ref.shape, ref.strides
+            owner = owners.setdefault(place, fqn) if ref.num_bytes else fqn
+            if owner != fqn:
+                ties[fqn] = owner
+                continue
+            key = TensorKey(fqn, "weight")
+            entries[key] = whole_tensor(key, ref)
+    missing = sorted(set(listed) - {key.fqn for key in entries} - set(ties))
+    if missing:
+        path = files.path(listed[missing[0]])
+        raise CheckpointCorruptError(
+            f"{path} does not hold {missing[0]}, but the index says that it does; the file is "
+            "from another save",
+            path=path,
+            fqn=missing[0],
+        )
+    found.extents |= files.extents
 
 
 def _entry(shard: _File, tensor: TensorRange) -> TensorEntry:

@@ -70,10 +70,6 @@ def joined(shapes: Mapping[str, tuple[int, ...]], query_groups: int | None) -> d
 
     Args:
         query_groups: Number of heads of k and v.
-
-    Raises:
-        UcpError: A part is missing, the number of groups is missing or does not divide the rows, or
-            experts have another arrangement.
     """
     stacked_experts(shapes)
     found: dict[str, Joined] = {}

@@ -214,11 +214,7 @@ def is_object(key: str, value: Any) -> bool:
 def split_optimizer(
     states: Sequence[Any],
 ) -> tuple[list[dict[str, Any]], list[float], dict[str, Any]]:
-    """Return the distinct groups in optimizers' states, their steps, and all other values.
-
-    Args:
-        states: The states as JSON values; every model-parallel rank may have saved the same groups.
-    """
+    """Return the distinct groups in optimizers' states, their steps, and all other values."""
     groups: list[dict[str, Any]] = []
     steps: list[float] = []
     rest: dict[str, Any] = {}
@@ -302,9 +298,6 @@ def grouped(
     Args:
         shapes: Shapes of the parameters, by name.
         experts_apart: Whether experts have groups of their own, for an optimizer of their own.
-
-    Raises:
-        UcpError: Parameters of one group of the target have different hyper-parameters.
     """
     made: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:

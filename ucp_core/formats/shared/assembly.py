@@ -66,10 +66,6 @@ class Assembly:
         Each pipeline stage knows only its own parameters and may lack a group, so groups of two
         ranks are the same group if their hyper-parameters are equal. Each rank has a group at most
         once.
-
-        Args:
-            groups: Groups as an optimizer saves them; their ``params`` are ignored.
-            where: Their file and their place in it, for messages.
         """
         met: set[int] = set()
         for index, (group, own) in enumerate(zip(groups, names, strict=True)):

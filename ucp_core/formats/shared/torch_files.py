@@ -28,11 +28,7 @@ class Files:
     extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
 
     def open(self, names: Iterable[str], *, kinds: tuple[type, ...] = (dict,)) -> None:
-        """Read the pickles of more files in parallel, but no tensors.
-
-        Args:
-            kinds: Types of value that the files may hold.
-        """
+        """Read the pickles of more files in parallel, but no tensors."""
         wanted = [name for name in dict.fromkeys(names) if name not in self.trees]
         if len(wanted) <= 1:
             found = [self._read(name, kinds) for name in wanted]

@@ -85,10 +85,6 @@ def json_value(value: Any, store: Store, directory: str, where: str, *, exact: b
     Args:
         where: The file in the directory and the key, for messages.
         exact: Mark all values that JSON lacks, so that ``restored`` converts them back.
-
-    Raises:
-        ForeignClassError: The value holds a large tensor or an object that is not plain data.
-        MemoryBudgetError: The value takes more memory than is left for the checkpoint.
     """
 
     def tensor(ref: TensorRef) -> Any:
