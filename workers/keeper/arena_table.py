@@ -375,11 +375,3 @@ def _check_fits(name: str, arena: Arena, body_bytes: int) -> None:
             "reserve the next generation",
             arena=name,
         )
-
-
-def be_nice(niceness: int) -> None:
-    """Raise the calling thread's niceness to at least this; other threads keep theirs."""
-    thread = threading.get_native_id()
-    with contextlib.suppress(OSError):
-        if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
-            os.setpriority(os.PRIO_PROCESS, thread, niceness)

@@ -23,8 +23,9 @@ from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.native import Collector, checkpoint_name, try_commit
 from ucp_core.numerics import crc32
 from ucp_core.storage import Owner, Store, join
-from workers.keeper.arena_table import ArenaTable, be_nice
+from workers.keeper.arena_table import ArenaTable
 from workers.memory import Arena, counts, is_parity
+from workers.niceness import be_nice
 from workers.protocol import CHECKPOINTS, Held
 from workers.repeated import Repeated
 from workers.settings import CheckpointSettings

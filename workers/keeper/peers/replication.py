@@ -10,8 +10,8 @@ from typing import Final
 
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError
-from workers.keeper.arena_table import be_nice
 from workers.keeper.peers.client import WireClient
+from workers.niceness import be_nice
 from workers.protocol import Held
 
 #: How long a peer may hold back a listing without news.

@@ -44,7 +44,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from ucp_core.numerics import crc32
-from workers.keeper.arena_table import ArenaTable, be_nice
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.peers.frames import (
     CHALLENGE_BYTES,
     CHUNK,
@@ -67,6 +67,7 @@ from workers.keeper.peers.frames import (
     send_json,
 )
 from workers.memory import NUM_BUFFERS, Arena, is_copy
+from workers.niceness import be_nice
 from workers.protocol import Held
 
 #: A chunk of 1 MiB would still be cached for its checksum, but wakes both ends more often: it costs

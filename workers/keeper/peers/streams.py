@@ -18,10 +18,10 @@ from math import inf
 from typing import Final
 
 from ucp_core.errors import StorageError
-from workers.keeper.arena_table import be_nice
 from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.frames import family_of, received_bytes, round_trip_s
 from workers.keeper.peers.paths import LOOK_S, Action, Paths
+from workers.niceness import be_nice
 from workers.protocol import Held
 
 NUM_STREAMS: Final = 4
