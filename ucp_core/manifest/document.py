@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 VERSION = 1
 #: Larger documents are read as columns, with numpy. It takes 0.1 s to import, so ``ucp inspect``
-#: opens smaller manifests without it; programs that read the records of ranks have it loaded.
+#: opens smaller manifests without it; programs that load tensors have it, as do those that read the
+#: records of ranks.
 _MANIFEST_COLUMNS_BYTES_MIN = 256 << 10
 _RECORD_COLUMNS_BYTES_MIN = 8 << 10
 #: Members of objects that stand for a value that JSON lacks (``workers.state.registered``).
@@ -340,7 +342,8 @@ def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
             where=where,
         )
     is_record = data.startswith(_RECORD_START)
-    if len(data) >= (_RECORD_COLUMNS_BYTES_MIN if is_record else _MANIFEST_COLUMNS_BYTES_MIN):
+    has_numpy = is_record or "numpy" in sys.modules
+    if len(data) >= (_RECORD_COLUMNS_BYTES_MIN if has_numpy else _MANIFEST_COLUMNS_BYTES_MIN):
         from ucp_core.geometry import TableEntries
         from ucp_core.manifest.fragment_columns import scan
 

@@ -180,7 +180,8 @@ def open_checkpoint(store: Store, directory: str) -> Checkpoint:
     manifest = from_bytes(data, where=path)
     if manifest.kind is Kind.RANK_RECORD:
         raise CheckpointCorruptError(f"{path} is the record of a rank, not a manifest", path=path)
-    if manifest.kind is Kind.DISTRIBUTED and WITHOUT_ELEMENTS in manifest.extra:
+    # Most have none.
+    if manifest.kind is Kind.DISTRIBUTED and manifest.extra.get(WITHOUT_ELEMENTS, {}) != {}:
         manifest = _with_empty(manifest, path)
     if manifest.kind is Kind.DISTRIBUTED and RELATIONS in manifest.extra:
         manifest = _with_relations(manifest, path)
@@ -282,6 +283,8 @@ def load(
         CheckpointNotFoundError: It was deleted since it was opened.
         StorageError: A file cannot be read.
     """
+    if not need:
+        return LoadResult(size_bytes=0, read_bytes=0, seconds=0.0)
     # numpy takes longer to import than opening a checkpoint takes.
     from ucp_core.reading import Source, execute, gap_bytes_max, run_gap_bytes_min
 

@@ -21,10 +21,10 @@ from ucp_core.numerics import crc32, decode, encode, grouped
 from ucp_core.reading.extents import THREAD_BYTES_MIN
 from ucp_core.reading.mapped import DamagedBlockError, mapped_file, take
 from ucp_core.reading.planning import GAP_BYTES_MAX, read_bytes_of, readable, runs_of
-from ucp_core.storage import ReadRange, Store, ask_ahead, join
+from ucp_core.storage import ReadRange, Store, ask_ahead, join, kept_open
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -191,15 +191,11 @@ class _Reader:
         # In runs of copies from the same file.
         files = groupby(copies, key=lambda copy: (copy.source, copy.fragment.file))
         groups = (list(group) for _, group in files)
-        left = [self._by_runs(group) for group in groups if not self._take(group)]
+        left = [group for group in groups if not self._take(group)]
         size_bytes = sum(copy.stop_byte - copy.start_byte for group in left for copy in group)
         scratch_bytes = min(self.batch_bytes, size_bytes)
         scratch, asked, spare = _Scratch(scratch_bytes), None, None
-        batches = (
-            grouped(each, lambda copy: copy.stop_byte - copy.start_byte, self.batch_bytes)
-            for each in left
-        )
-        for group in chain.from_iterable(batches):
+        for group in chain.from_iterable(map(self._batches, left)):
             scratch.reset()
             first = group[0]
             if first.stop_byte - first.start_byte <= self.batch_bytes:
@@ -220,6 +216,16 @@ class _Reader:
             else:
                 self._fill(first, scratch)
         self._finish(asked)
+
+    def _batches(self, group: Sequence[Copy]) -> Iterator[list[Copy]]:
+        """Yield the copies of one file to read together, except those that it reads by runs."""
+        source = self.sources[group[0].source]
+        with kept_open(source.store, join(source.directory, group[0].fragment.file)):
+            yield from grouped(
+                self._by_runs(group),
+                lambda copy: copy.stop_byte - copy.start_byte,
+                self.batch_bytes,
+            )
 
     def _take(self, group: Sequence[Copy]) -> bool:
         """Take copies from a mapped file; return whether the file is mapped."""

@@ -14,6 +14,7 @@ from ucp_core.storage.base import (
     Store,
     ask_ahead,
     join,
+    kept_open,
 )
 from ucp_core.storage.holding import held
 from ucp_core.storage.local import (

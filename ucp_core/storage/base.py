@@ -8,13 +8,14 @@ call a store at once. Sizes and offsets are in bytes.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ucp_core.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -153,6 +154,12 @@ def ask_ahead(store: Store, path: str, ranges: Sequence[tuple[int, int]]) -> boo
     if ahead is not None:
         ahead(path, ranges)
     return ahead is not None
+
+
+def kept_open(store: Store, path: str) -> AbstractContextManager[None]:
+    """Let a store with a method ``kept_open`` open a file once for all reads in the block."""
+    keep: Callable[[str], AbstractContextManager[None]] | None = getattr(store, "kept_open", None)
+    return nullcontext() if keep is None else keep(path)
 
 
 def join(*parts: str) -> str:

@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager, suppress
 from functools import cache, partial, wraps
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ucp_core.errors import StorageError
@@ -93,6 +94,8 @@ class LocalStore:
         self._roots: tuple[str, ...] = ()
         self._given = ""
         self._inside: set[str] = set()
+        #: Descriptors of files that a thread keeps open; see ``kept_open``.
+        self._kept: dict[tuple[int, str], int] = {}
 
     def within(self, directory: str) -> LocalStore:
         """Return a store that follows no link out of ``directory`` when it reads.
@@ -107,6 +110,7 @@ class LocalStore:
         store = copy.copy(self)
         # An object of the same class.
         store._roots, store._given, store._inside = (real, *beside), directory, set()  # noqa: SLF001
+        store._kept = {}  # noqa: SLF001
         return store
 
     @_repeatable
@@ -117,6 +121,20 @@ class LocalStore:
             StorageError: There is no such file, or it is outside of ``within``.
         """
         return self._open(path)
+
+    @contextmanager
+    def kept_open(self, path: str) -> Iterator[None]:
+        """Open a file once for all reads of this thread while the block runs.
+
+        Opening it for each read of 1 MiB makes a read from the page cache a third longer.
+        """
+        fd, key = self.open_file(path), (get_ident(), path)
+        self._kept[key] = fd
+        try:
+            yield
+        finally:
+            self._kept.pop(key, None)
+            os.close(fd)
 
     def _open(self, path: str) -> int:
         # Without O_NONBLOCK a named pipe would wait for a writer.
@@ -586,17 +604,23 @@ def _batches(buffers: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
 class _opened:  # noqa: N801 - used as a function
     """A file open for reading. A class: a generator costs 2 us, half of a read of 64 KiB."""
 
-    __slots__ = ("_fd", "_path", "_store")
+    __slots__ = ("_fd", "_is_kept", "_key", "_store")
 
     def __init__(self, store: LocalStore, path: str) -> None:
-        self._store, self._path = store, path
+        self._store, self._key = store, (get_ident(), path)
 
     def __enter__(self) -> int:
-        self._fd = self._store._open(self._path)  # noqa: SLF001  in one module
+        kept = self._store._kept.get(self._key)  # noqa: SLF001  in one module
+        self._is_kept = kept is not None
+        self._fd = self._store._open(self._key[1]) if kept is None else kept  # noqa: SLF001
         return self._fd
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        os.close(self._fd)
+        if not self._is_kept:
+            os.close(self._fd)
+        elif error is not None:
+            # The next attempt opens the file again: a network file system may have lost it.
+            self._store._kept.pop(self._key, None)  # noqa: SLF001
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tests.support.store_conformance import StoreConformance
 from ucp_core.errors import StorageError
-from ucp_core.storage import LocalStore, MemoryStore, Store, open_store
+from ucp_core.storage import LocalStore, MemoryStore, Store, kept_open, open_store
 from ucp_core.storage.remote import FsspecStore
 
 
@@ -140,6 +140,37 @@ def _read_rows(path: Path, step_bytes: int) -> list[int]:
 
 def _row_starts(step_bytes: int) -> list[int]:
     return [7 + number * step_bytes for number in range(_NUM_ROWS)]
+
+
+def test_a_file_that_is_kept_open_is_opened_again_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that restarted knows none of the old handles."""
+    path = tmp_path / "data"
+    path.write_bytes(b"abcd")
+    store, really, really_open, opened = LocalStore(), os.preadv, os.open, list[str]()
+
+    def count(path: str, *args: Any) -> int:
+        opened.append(path)
+        return really_open(path, *args)
+
+    monkeypatch.setattr(os, "open", count)
+    with kept_open(store, str(path)):
+        for place in range(2):
+            assert store.read_range(str(path), place, 1) == b"abcd"[place : place + 1]
+        assert opened == [str(path)]
+        failures = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))]
+
+        def preadv(*args: Any) -> int:
+            if failures:
+                raise failures.pop()
+            return really(*args)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert store.read_range(str(path), 2, 2) == b"cd"
+    assert opened == [str(path)] * 2
+    with pytest.raises(StorageError, match="does not exist"), kept_open(store, f"{path}2"):
+        pass
 
 
 @pytest.mark.parametrize("step_bytes", [16 << 10, 256 << 10], ids=["near", "far"])
