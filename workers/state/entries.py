@@ -76,13 +76,17 @@ class StateEntry:
 
     def local_tensor(self, host: Tensor | None) -> LocalTensor:
         """Return the entry with its bytes in ``host``, contiguous on the CPU; None for no bytes."""
+        return self.with_bytes(_memory(host) if host is not None else memoryview(b""))
+
+    def with_bytes(self, data: memoryview) -> LocalTensor:
+        """Return the entry with these bytes."""
         return LocalTensor(
             fqn=self.fqn,
             slot=self.slot,
             dtype=DTYPES[self.tensor.dtype],
             shape=self.shape,
             box=self.box,
-            data=_memory(host) if host is not None else memoryview(b""),
+            data=data,
         )
 
 
@@ -365,9 +369,20 @@ class HostBuffer:
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
+        self._layout: list[tuple[torch.dtype, torch.Size]] = []
+        self._views: list[Tensor] = []
+        self._bytes: list[memoryview] = []
 
     def views(self, entries: Sequence[StateEntry]) -> list[Tensor]:
         """Return a view of the block for every entry; overwrites earlier views."""
+        # Most calls are for the same state, and making a view and its bytes takes 20 us.
+        layout = [(entry.tensor.dtype, entry.tensor.shape) for entry in entries]
+        if layout != self._layout:
+            self._views = self._new_views(entries)
+            self._bytes, self._layout = list(map(_memory, self._views)), layout
+        return self._views
+
+    def _new_views(self, entries: Sequence[StateEntry]) -> list[Tensor]:
         places: list[tuple[int, int]] = []
         end = 0
         for entry in entries:
@@ -401,7 +416,7 @@ class HostBuffer:
         views = self.views(mine)
         if mine:
             torch._foreach_copy_(views, [entry.tensor.detach() for entry in mine])
-        return [entry.local_tensor(view) for entry, view in zip(mine, views, strict=True)]
+        return [entry.with_bytes(data) for entry, data in zip(mine, self._bytes, strict=True)]
 
 
 def _shares(entries: Sequence[StateEntry], num_shares: int) -> list[list[StateEntry]]:

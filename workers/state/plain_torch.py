@@ -8,20 +8,28 @@ other ranks, are copies: each rank saves its own, and the commit keeps one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ucp_core.geometry import Box
 from workers.errors import StateError
 from workers.parallel import LocalShard, boxes_of, cuts_of, is_whole, own_names
 from workers.state.entries import DTYPES, TrainingState, set_scalars
+
+#: Boxes, and ranks with the same elements, by how a DTensor is placed. Finding the ranks takes
+#: 150 us, and most tensors of a model are placed alike.
+_Places = dict[Hashable, tuple[tuple[Box, ...], tuple[int, ...]]]
+#: A module's own value beside its tensors has this name in its state dict.
+_EXTRA_STATE = "_extra_state"
 
 
 class PlainState:
@@ -41,6 +49,8 @@ class PlainState:
         StateError: A part of the state cannot be saved. The error names it.
     """
 
+    # Without gradients, ``to_local`` does not go through autograd.
+    @torch.no_grad()
     def __init__(
         self,
         model: nn.Module,
@@ -49,28 +59,31 @@ class PlainState:
         *,
         is_alone: bool,
     ) -> None:
-        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-            raise StateError(
-                "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are "
-                "flat: use fully_shard (FSDP2)"
-            )
-        # This comes first, because it makes FSDP2 drop gathered parameters.
-        tensors = own_names(get_model_state_dict(model).items())
         self.module, holders = _unwrapped(model)
-        self.parameters = own_names(self.module.named_parameters())
-        self.optimizers = optimizers
-        first = {id(one): name for name, one in self.parameters.items()}
+        _refuse_wrapped(self.module)
+        # This comes first, because it makes FSDP2 drop gathered parameters. Torch's
+        # ``get_model_state_dict`` returns the same and takes three times as long.
+        tensors = own_names(self.module.state_dict().items())
         every = own_names(self.module.named_parameters(remove_duplicate=False))
-        self.ties = {name: first[id(one)] for name, one in every.items() if name != first[id(one)]}
-        unknown = sorted(self.parameters.keys() - tensors.keys())
+        first: dict[int, str] = {}
+        self.ties = {
+            name: first[id(one)]
+            for name, one in every.items()
+            if first.setdefault(id(one), name) != name
+        }
+        self.parameters = {name: one for name, one in every.items() if name not in self.ties}
+        self.optimizers = optimizers
+        held = own_names(self.module.named_buffers(remove_duplicate=False)).keys() | every.keys()
+        extra = {name for name in tensors if name.endswith(_EXTRA_STATE)}
+        unknown = sorted(self.parameters.keys() - tensors.keys() | tensors.keys() - held - extra)
         if unknown:
             raise StateError(
-                f"parameter {unknown[0]} has another name in the model's state dict: a hook, or a "
-                "wrapper inside of the model, renames it",
+                f"{unknown[0]} has another name in the model's state dict: a hook renames it",
                 fqn=unknown[0],
             )
         self.roles: dict[str, str] = {}
         self.shards: dict[str, LocalShard] = {}
+        places: _Places = {}
         for name in sorted(tensors.keys() - self.ties.keys()):
             parameter = self.parameters.get(name)
             if parameter is None:
@@ -80,7 +93,7 @@ class PlainState:
             # A buffer, such as a running mean, may differ between ranks; the commit keeps one
             # rank's.
             replicas = () if is_alone or parameter is None else holders
-            self.shards[name] = _shard(name, tensors[name], replicas, is_alone=is_alone)
+            self.shards[name] = _shard(name, tensors[name], replicas, places, is_alone=is_alone)
         self._parts = {name: shard.local for name, shard in self.shards.items()}
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
         #: State as an optimizer holds it, but with this rank's part of each parameter as the key.
@@ -191,7 +204,22 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, tuple[int, ...]]:
     return inner.module, tuple(sorted(dist.get_process_group_ranks(inner.process_group)))
 
 
-def _shard(fqn: str, value: Any, replicas: tuple[int, ...], *, is_alone: bool) -> LocalShard:
+def _refuse_wrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise StateError(
+                "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are "
+                "flat: use fully_shard (FSDP2)"
+            )
+        if isinstance(module, DistributedDataParallel):
+            raise StateError(
+                f"{name} is wrapped in DistributedDataParallel: wrap the whole model instead"
+            )
+
+
+def _shard(
+    fqn: str, value: Any, replicas: tuple[int, ...], places: _Places, *, is_alone: bool
+) -> LocalShard:
     """Return this rank's part of a tensor of the model; ``replicas`` also hold a plain tensor."""
     if not isinstance(value, Tensor):
         raise StateError(
@@ -199,15 +227,15 @@ def _shard(fqn: str, value: Any, replicas: tuple[int, ...], *, is_alone: bool) -
             "a tensor: it cannot be saved",
             fqn=fqn,
         )
-    shape, local, boxes = tuple(value.shape), value, boxes_of(value.shape, ())
+    shape, local = tuple(value.shape), value
     if isinstance(value, DTensor):
-        if any(placement.is_partial() for placement in value.placements):
-            raise StateError(f"{fqn} is a partial sum: redistribute it before you save", fqn=fqn)
-        cuts = [] if is_whole(shape) else cuts_of(value)
-        if is_alone and any(cut.num_parts > 1 for cut in cuts):
-            raise StateError(f"{fqn} is sharded over several ranks: all of them must save", fqn=fqn)
-        boxes, local = boxes_of(shape, cuts), value.to_local()
-        replicas = () if is_alone else _replicas(value)
+        local = value.to_local()
+        place = value.device_mesh, value.placements, shape
+        if place not in places:
+            places[place] = _placed(fqn, value, shape, is_alone=is_alone)
+        boxes, replicas = places[place]
+    else:
+        boxes = (Box.full(shape),)
     if type(local) not in (Tensor, nn.Parameter) or local.dtype not in DTYPES or local.is_meta:
         kind = "on the meta device" if local.is_meta else f"{type(local).__name__} of {local.dtype}"
         raise StateError(
@@ -231,14 +259,23 @@ def _shard(fqn: str, value: Any, replicas: tuple[int, ...], *, is_alone: bool) -
     )
 
 
-def _replicas(value: DTensor) -> tuple[int, ...]:
-    """Return the ranks of a tensor's mesh with the same elements, including this one, in order."""
+def _placed(
+    fqn: str, value: DTensor, shape: tuple[int, ...], *, is_alone: bool
+) -> tuple[tuple[Box, ...], tuple[int, ...]]:
+    """Return this rank's boxes of a tensor, and the ranks of its mesh with the same, in order."""
+    if any(placement.is_partial() for placement in value.placements):
+        raise StateError(f"{fqn} is a partial sum: redistribute it before you save", fqn=fqn)
+    cuts = [] if is_whole(shape) else cuts_of(value)
+    if is_alone and any(cut.num_parts > 1 for cut in cuts):
+        raise StateError(f"{fqn} is sharded over several ranks: all of them must save", fqn=fqn)
+    if is_alone:
+        return boxes_of(shape, cuts), ()
     mesh: Any = value.device_mesh
     index = tuple(
         slice(None) if placement.is_replicate() else place
         for placement, place in zip(value.placements, mesh.get_coordinate(), strict=True)
     )
-    return tuple(sorted(mesh.mesh[index].flatten().tolist()))
+    return boxes_of(shape, cuts), tuple(sorted(mesh.mesh[index].flatten().tolist()))
 
 
 def _part(value: Any, parameter: nn.Parameter, slot: str, fqn: str) -> Any:

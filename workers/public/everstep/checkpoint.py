@@ -42,6 +42,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,6 +68,7 @@ from ucp_core.native import (
 from ucp_core.numerics import BLOCK_BYTES
 from ucp_core.storage import Owner, Store, claim, claims, join, next_claim, open_store
 from workers.errors import CheckpointError, WorkerError
+from workers.niceness import be_nice
 from workers.state import HostBuffer, PlainState, Stateful, decode, encode, make_optimizer_state
 
 if TYPE_CHECKING:
@@ -81,6 +83,8 @@ __all__ = ["CheckpointError", "Loaded", "async_save", "load", "newest", "save", 
 _OWN: Final = "script"
 #: Limit for these values: each rank writes them, as text.
 _OWN_BYTES_MAX: Final = 16 << 20
+#: Niceness of the thread that writes beside training.
+_NICENESS: Final = 19
 #: More threads of one process read no faster.
 _THREADS_MAX: Final = 4
 
@@ -115,7 +119,7 @@ class _Saves:
     """The saves of this process, one at a time."""
 
     buffer = HostBuffer()
-    writer = ThreadPoolExecutor(1, "everstep-checkpoint")
+    writer = ThreadPoolExecutor(1, "everstep-checkpoint", partial(be_nice, _NICENESS))
     under_way: Future[None] | None = None
     folders: dict[str, _SaveFolder] = {}  # noqa: RUF012  one for the process
     #: By folder: the step from which training continues.
@@ -301,6 +305,7 @@ def _captured(
             uncoordinated=world_size > 1,
             roles=dict(chain.from_iterable(state.roles.items() for state in states)),
             ties=dict(chain.from_iterable(state.ties.items() for state in states)),
+            threads=_threads(),
         )
         saver.save(
             folder.store,
@@ -458,8 +463,6 @@ def _fill(
             f"{', '.join(type(one).__name__ for one in optimizers)} does not keep; make the "
             f"optimizer that saved it, or {start.weights_alone}"
         )
-    local_size = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-    threads = max(1, min(_THREADS_MAX, (os.cpu_count() or 1) // local_size))
     needed = {
         name: Needed(
             dtype=shard.local.dtype,
@@ -474,7 +477,7 @@ def _fill(
             needed,
             state.training.entries,
             model=state.module,
-            load=lambda source, need: Target(need, HostBuffer(), threads, lambda _: None).fill(
+            load=lambda source, need: Target(need, HostBuffer(), _threads(), lambda _: None).fill(
                 source, widen=True
             ),
             everywhere=lambda agreed: agreed,
@@ -489,6 +492,12 @@ def _fill(
             optimizer.state.clear()
     if optimizers:
         state.set_groups(initial.param_groups)
+
+
+def _threads() -> int:
+    """Return this rank's share of the machine's processors."""
+    local_size = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return max(1, min(_THREADS_MAX, (os.cpu_count() or 1) // local_size))
 
 
 _Pairs = list[tuple[nn.Module, Sequence[optim.Optimizer]]]

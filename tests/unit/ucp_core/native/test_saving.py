@@ -41,6 +41,7 @@ def saver_of(
     rank: int = 0,
     world_size: int = 1,
     block_bytes: int = BLOCK_BYTES,
+    threads: int = 2,
 ) -> RankSaver:
     return RankSaver(
         tensors,
@@ -49,6 +50,7 @@ def saver_of(
         world_size=world_size,
         source={"writer": "test"},
         block_bytes=block_bytes,
+        threads=threads,
     )
 
 
@@ -195,8 +197,9 @@ def test_a_saver_writes_what_is_there_when_it_saves() -> None:
     assert [bytes(one.data) for one in need] == [bytes(one.data) for one in tensors]
 
 
-def test_a_large_state_is_checksummed_beside_the_write_as_it_is_in_the_file() -> None:
-    """Two threads read it; every block must still be told from one with a flipped bit."""
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_large_state_is_checksummed_as_it_is_in_the_file(threads: int) -> None:
+    """Two threads may read it; every block must still be told from one with a flipped bit."""
     rng = random.Random(2)
     # Neither ends with a block.
     tensors = [
@@ -211,7 +214,7 @@ def test_a_large_state_is_checksummed_beside_the_write_as_it_is_in_the_file() ->
         for fqn, size in (("a", (12 << 20) + 5), ("b", (7 << 20) - 1))
     ]
 
-    store, record = saved(saver_of(tensors), tensors, step=4)
+    store, record = saved(saver_of(tensors, threads=threads), tensors, step=4)
 
     name = "a0002-r00000.bin"
     data = bytearray(store.read(f"c/{name}"))

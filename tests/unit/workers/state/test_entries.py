@@ -108,6 +108,18 @@ def test_a_capture_is_a_copy_of_weights_and_moments() -> None:
     assert all(one.box.start[0] == 1 and one.box.stop[0] == 4 for one in captured)
 
 
+def test_a_buffer_captures_other_states_after_one_another() -> None:
+    """It keeps its views from one save to the next; another state needs others."""
+    buffer = HostBuffer()
+    for stop in (4, 4, 5, 4):
+        held = [shard(name, whole, 1, stop) for name, whole in WEIGHTS.items()]
+        parameters, optimizer = trained(held)
+        entries = state_of(held, parameters, optimizer)
+        for entry, one in zip(entries, buffer.capture(entries), strict=True):
+            assert (one.fqn, one.slot) == (entry.fqn, entry.slot)
+            assert bytes(one.data) == bytes(entry.local_tensor(entry.tensor).data)
+
+
 @pytest.mark.parametrize("num_shares", [2, 3])
 def test_replicas_capture_shares_that_make_up_the_whole(num_shares: int) -> None:
     """A view of the wrong rows has a record that proves, and bytes of other elements."""

@@ -154,3 +154,23 @@ def test_what_cannot_be_saved_is_named() -> None:
     model.register_parameter("odd", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
     with pytest.raises(StateError, match=r"odd is Parameter of torch\.complex64|odd is Tensor"):
         PlainState(model, [], 0, is_alone=True)
+
+
+def test_a_hook_that_changes_the_state_dict_is_refused() -> None:
+    """A load would fill a copy that the model does not use."""
+    model = nn.Linear(2, 2)
+
+    def add(_: nn.Module, state: dict[str, Tensor], *__: Any) -> None:
+        state["double"] = state["weight"] * 2
+
+    handle = model.register_state_dict_post_hook(add)
+    with pytest.raises(StateError, match=r"^double has another name in the model's state dict"):
+        PlainState(model, [], 0, is_alone=True)
+    handle.remove()
+
+    def rename(_: nn.Module, state: dict[str, Tensor], *__: Any) -> None:
+        state["other"] = state.pop("weight")
+
+    model.register_state_dict_post_hook(rename)
+    with pytest.raises(StateError, match=r"^other has another name in the model's state dict"):
+        PlainState(model, [], 0, is_alone=True)
