@@ -24,7 +24,6 @@ class Operation:
     enter_s: float  #: When it was called, on ``clock``.
     exit_s: float | None  #: When it ended; None while it is in flight.
     #: For a span that has ended: its time without the rank's waits for others; None if only the
-    #: For a span that has ended: its time without the rank's waits for others; None if only the
     #: calls within it show these.
     own_s: float | None = None
     is_ahead: bool = False  #: Whether it is in flight although the rank does not wait for it.

@@ -109,8 +109,6 @@ def _walked(clocks: Iterable[str], near: dict[str, list[tuple[str, float]]]) -> 
 
 
 class _Drawing:
-    """The events of a trace."""
-
     def __init__(self, began_s: float) -> None:
         self.events: list[dict[str, Any]] = []
         self._began_s = began_s

@@ -71,9 +71,7 @@ def convert_on_cluster(
 def run_on_cluster(job: Job, batches: Sequence[Batch], take: Callable[[Result], None]) -> None:
     """Run batches as tasks and pass every result to ``take``; a runner of ``convert``.
 
-    Raises:
-        CapacityError: A batch failed ``TRIES_MAX`` times.
-        UcpError: A batch found the source damaged, or a storage refused.
+    Raise ``CapacityError`` if a batch failed ``TRIES_MAX`` times.
     """
     shared = ray.put(job)
     left = deque((batch, 1) for batch in batches)
@@ -127,12 +125,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
     tag: str | None,
     quiet: bool,
 ) -> dict[str, Any]:
-    """Connect to a cluster or start one, convert, and return what was done.
-
-    Raises:
-        CapacityError: There is no cluster.
-        UcpError: See ``convert_on_cluster``.
-    """
+    """Connect to a cluster or start one, convert, and return what was done."""
     from ucp_core.commands import conversion_facts, memory_size, open_any, progress
 
     memory_bytes = memory_size(memory)

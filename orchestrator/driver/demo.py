@@ -50,11 +50,7 @@ class DemoResult:
 
 
 def layout_overrides(layout: str) -> list[str]:
-    """Return the settings of the demo for a layout such as ``tp2,pp2``.
-
-    Raises:
-        ConfigError: It is not a layout.
-    """
+    """Return the demo's settings for a layout such as ``tp2,pp2``; else raise ``ConfigError``."""
     found = [re.fullmatch(r"(tp|pp)(\d+)", part) for part in layout.split(",")]
     degrees = [f"parallel.{one[1]}={one[2]}" for one in found if one is not None]
     if len(degrees) < len(found):

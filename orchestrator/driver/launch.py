@@ -188,7 +188,6 @@ def launch_run(
         ConfigError: All its steps are done, or a setting changed that must not change now.
         CapacityError: No cluster answers.
         HeldError: A script trains alone in the directory.
-        HeldError: A script trains alone in the directory.
     """
     with one_launch(config.run.directory, say=say):
         if _is_under_way(config, say):

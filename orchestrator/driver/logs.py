@@ -106,10 +106,8 @@ def read_logs(
 ) -> Iterator[LogLine]:
     """Yield the lines of a run's logs: of one rank or attempt, or of all.
 
-    With ``follow`` it waits for more until the run is over.
-
-    Raises:
-        RunNotFoundError: There is no run, or it printed nothing that matches.
+    With ``follow`` it waits for more until the run is over. Raise ``RunNotFoundError`` if there is
+    no run, or it printed nothing that matches.
     """
     run = Run(url)
     run.contact()

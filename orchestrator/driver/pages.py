@@ -77,8 +77,7 @@ def _has_screen() -> bool:
 class RunIndex:
     """Serves a page of all runs at ``address``, on this machine only; port 0 picks a free one.
 
-    Raises:
-        CapacityError: Another process uses the port.
+    Raise ``CapacityError`` if another process uses the port.
     """
 
     def __init__(self, port: int) -> None:

@@ -38,11 +38,7 @@ class Run:
         self.store, self.path = open_store(url)
 
     def contact(self) -> dict[str, Any]:
-        """Return how to reach the run's newest controller.
-
-        Raises:
-            RunNotFoundError: The directory holds no run.
-        """
+        """Return how to reach the run's newest controller, or raise ``RunNotFoundError``."""
         document = self._document(CONTACT)
         if document is None:
             raise RunNotFoundError(
@@ -53,11 +49,7 @@ class Run:
         return document
 
     def live_contact(self) -> dict[str, Any]:
-        """Return ``contact`` for a run that is not over.
-
-        Raises:
-            RunNotFoundError: There is no run, or it is over.
-        """
+        """Return ``contact`` for a run that is not over, else raise ``RunNotFoundError``."""
         found = self.contact()
         if self.is_over():
             raise RunNotFoundError(
@@ -75,11 +67,7 @@ class Run:
         return self._document(SUMMARY)
 
     def token(self, given: str = "") -> str:
-        """Return ``given``, or the token in the directory.
-
-        Raises:
-            TokenError: It cannot be read.
-        """
+        """Return ``given``, or the token in the directory, or raise ``TokenError``."""
         if given:
             return given
         try:

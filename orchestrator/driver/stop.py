@@ -80,10 +80,7 @@ def stop_run(url: str, reason: str, *, say: Callable[[str], None], token: str = 
 def await_end(url: str) -> dict[str, Any]:
     """Wait until the run in ``url`` is over and its controller gone; return its summary.
 
-    Call it after ``stop_run``.
-
-    Raises:
-        CapacityError: Its cluster is gone.
+    Call it after ``stop_run``. Raise ``CapacityError`` if the run's cluster is gone.
     """
     run = Run(url)
     contact = run.contact()

@@ -58,10 +58,7 @@ def plan_traffic(
     """Return the traffic of a layout over the links of ``topology``; None if it names no racks.
 
     There are ``node_size`` ranks on each node, and ``state_bytes`` is each rank's part of a
-    version.
-
-    Raises:
-        ConfigError: The topology has another number of nodes.
+    version. Raise ``ConfigError`` if the topology has another number of nodes.
     """
     topology = config.topology.topology()
     if not topology.racks:

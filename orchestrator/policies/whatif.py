@@ -116,10 +116,8 @@ class RecoveryPlan:
 def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
     """Return what the run would do if all of ``lose`` were lost at once, now.
 
-    ``lose`` has ids of nodes, or the beginning of one; ``worker:w0003`` for a single process.
-
-    Raises:
-        ConfigError: Something in ``lose`` is not in the run, or could be several nodes.
+    ``lose`` has ids of nodes, or the beginning of one; ``worker:w0003`` for a single process. Raise
+    ``ConfigError`` if something in it is not in the run, or could be several nodes.
     """
     lost_nodes, lost_workers = _resolve(facts, lose)
     usable = _usable(facts, lost_nodes, lost_workers)

@@ -42,8 +42,6 @@ class _GroupCalls(Protocol):
 
 
 class _OnDevice(Protocol):
-    """Work on a device."""
-
     def is_reached(self) -> bool: ...
 
     def failure(self) -> BaseException | None: ...
@@ -62,9 +60,9 @@ class Attempt:
         places: The places of the ranks; None until this rank is connected to the store.
         device_spans: Times the rank's own work on its device; None if it computes on the host.
         ahead_max: How many collectives may be called before the device has come to the first; 0 for
-            any number. If NCCL's queue is full, the next call blocks in the driver and holds the
-            interpreter; each queued collective also keeps its outputs. No measurement on a GPU has
-            shown yet what a bound costs.
+            any number. If the device's queue is full, the next call blocks in the driver and holds
+            the interpreter; each queued collective also keeps its outputs. No measurement on a GPU
+            has shown yet what a bound costs.
     """
 
     def __init__(

@@ -30,8 +30,6 @@ _LEFTOVER_SLACK_S: Final = 5.0
 
 
 class _AcrossAttempts:
-    """The objects that outlive an attempt."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.current: Attempt | None = None

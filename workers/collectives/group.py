@@ -406,8 +406,8 @@ def _return_work(option: Any) -> bool:
     """Make NCCL return the work of a call, because nothing else shows the device's position.
 
     Return whether torch waits for the work in the call. Since torch 2.8 a synchronous call returns
-    no work. With this, torch itself waits for it: the current stream then waits for the device, as
-    it would have.
+    no work. If it returns one, torch waits for it: the current stream then waits for the device, as
+    it would have without this.
     """
     if not hasattr(option, "asyncOp"):
         return False
@@ -504,7 +504,7 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
             peer = {"group_dst" if one.op is dist.isend else "group_src": one.group_peer}
             one.op(one.tensor, group=group, tag=one.tag, **peer)
     finally:
-        # Unless NCCL's group is ended, it delays all later calls of this thread.
+        # If NCCL's group is not ended, all later calls of this thread join it and never run.
         work = group._end_coalescing(device)  # noqa: SLF001 - torch's name
     return [work]
 

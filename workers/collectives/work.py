@@ -122,7 +122,8 @@ class RecordedWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the collective is done; return True.
 
-        The collective continues if ``timeout`` passes and this raises gloo's RuntimeError.
+        Raise ``AbortedError`` if the attempt was aborted, and ``CollectiveError`` if the transport
+        failed. If ``timeout`` passes, raise RuntimeError; the collective continues.
         """
         if self._error is not None:
             raise self._error

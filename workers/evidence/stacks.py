@@ -36,7 +36,7 @@ _REQUESTS_SUFFIX: Final = ".requests"
 #: A thread that has read a request but has not written for this long cannot get the interpreter
 #: lock.
 _LOCKED_S: Final = 0.2
-#: A dump takes milliseconds. It is complete if its size did not change in this many more looks.
+#: A dump takes milliseconds. It is complete if its size did not change in two more looks.
 _LOOK_S: Final = 0.002
 _SETTLED_LOOKS: Final = 2
 #: Header of the stacks that a process wrote before it obeyed a fence.

@@ -121,11 +121,8 @@ class ArenaTable:
 
         A new worker inherits the arena of a dead one with its content: the writer spares versions
         that may be needed, no memory must be faulted in, and the budget need not hold both arenas.
-        that may be needed, no memory must be faulted in, and the budget need not hold both arenas.
-
-        Raises:
-            ArenaError: The arena exceeds the budget or the memory, or an existing one has smaller
-                buffers.
+        Raise ``ArenaError`` if the arena exceeds the budget or the memory, or an existing one has
+        smaller buffers.
         """
         node, _, generation = split_name(name)
         is_own = not node or is_guard(name)
@@ -151,11 +148,7 @@ class ArenaTable:
             self._ask(owner_of(name), split_name(name)[2] + 1)
 
     def adopt(self, name: str, fd: int) -> None:
-        """Adopt an arena that a worker still holds; a restarted keeper has none.
-
-        Raises:
-            ArenaError: The file is not an arena.
-        """
+        """Adopt an arena that a worker still holds; a restarted keeper has none."""
         with self._lock:
             held = self._arenas.get(name)
             if held is not None and os.path.sameopenfile(held.fd, fd):
@@ -169,11 +162,7 @@ class ArenaTable:
         self.tell()
 
     def hand_out(self, name: str) -> int:
-        """Return a new file descriptor of an arena, for another process.
-
-        Raises:
-            ArenaError: There is no such arena.
-        """
+        """Return a new file descriptor of an arena, for another process."""
         with self._lock:
             arena = self._find(name)
             if arena is None:

@@ -180,7 +180,7 @@ def _ending(process: _Process, status: int | None) -> Ending:
 def _described(pid: int, status: int | None, shortage: str, lines: list[str]) -> str:
     how = f"process {pid} died"
     if shortage:
-        how = f"process {pid} was killed for want of memory: {shortage}"
+        how = f"process {pid} was killed because memory ran out: {shortage}"
     elif status is not None and os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         known = number in set(signal.Signals)

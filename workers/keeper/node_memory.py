@@ -43,10 +43,6 @@ class NodeMemory:
 
     ``claim`` is the run's, until an order names a later one. Peers and loaders read at ``address``
     and must prove that they know ``secret``.
-
-    Raises:
-        OSError: A socket could not be opened.
-        StorageError: The run directory cannot be opened.
     """
 
     def __init__(

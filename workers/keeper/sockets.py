@@ -110,11 +110,7 @@ def _sockets_of(pid: int) -> Iterator[int]:
 
 
 def _connections() -> Iterator[tuple[int, bytes]]:
-    """Yield each established connection of the machine: its inode and the kernel's facts about it.
-
-    Raises:
-        OSError: The kernel does not answer.
-    """
+    """Yield each established connection of the machine: its inode and the kernel's data on it."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
             kernel.settimeout(_ANSWER_S)

@@ -84,8 +84,7 @@ class MemorySources:
     def load(self, fill: Callable[[Checkpoint], _T]) -> _T:
         """Return the result of ``fill`` on the version; call it again if a holder fails.
 
-        Raises:
-            UcpError: No holder of some part is left, or the parts do not belong together.
+        Raise ``UcpError`` if no holder of some part is left, or the parts do not belong together.
         """
         while True:
             chosen = self._choose()

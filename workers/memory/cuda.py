@@ -83,8 +83,6 @@ class CudaStream:
 
 
 class _Event:
-    """A CUDA event."""
-
     def __init__(self, stream: Any) -> None:
         # Waiting threads sleep: spinning would take a processor from training.
         self.event: Any = torch.cuda.Event(enable_timing=True, blocking=True)

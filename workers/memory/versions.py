@@ -134,7 +134,7 @@ def _record(part: Part) -> Manifest:
 class MemoryTier(RefusingStore):
     """The data files of one version by name, as a read-only store."""
 
-    #: Larger requests would not fit the second-level cache.
+    #: Larger requests gain nothing, because they exceed the second-level cache.
     request_bytes = 4 << 20
 
     def __init__(self, files: Mapping[str, Part]) -> None:

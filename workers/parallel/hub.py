@@ -126,7 +126,7 @@ def share_sequences(model: nn.Module, degree: int) -> bool:
 
 
 def _set_attention(modules: Iterable[nn.Module]) -> None:
-    """Make modules use our attention. They get their own configuration, which others may share."""
+    """Make modules use our attention, by copies of configurations that others may share."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(HUB_NAME, hub_attention)

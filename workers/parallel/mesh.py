@@ -57,7 +57,7 @@ class Mesh:
 
     @property
     def replicas(self) -> ProcessGroup | None:
-        """Return the group of the replicas of the model; None if there is only one."""
+        """Return the group of the ranks with the same shard in each replica; None if none."""
         return self.sharding.get_group(0) if self.layout.dp_replicate > 1 else None
 
     def exchanging(self, *, deterministic: bool) -> list[ProcessGroup]:
@@ -71,12 +71,12 @@ class Mesh:
 
     @property
     def sharers(self) -> tuple[int, ...]:
-        """Return the ranks with the same uncut tensors, such as buffers, with this one."""
+        """Return the ranks with the same uncut tensors, such as buffers, including this one."""
         return replicas_over(self.layout, self.rank, ())
 
     @property
     def counts(self) -> bool:
-        """Return whether this rank's loss counts. One of the ranks with equal samples does."""
+        """Return whether this rank's loss counts. Other ranks may have the same samples."""
         place = self.layout.coordinates(self.rank)
         return place["tp"] == 0 and place["pp"] == self.layout.pp - 1
 
@@ -144,7 +144,6 @@ def _context(layout: ParallelLayout, attempt: int) -> ProcessGroup:
 
 
 def _experts(layout: ParallelLayout, same_tokens: DeviceMesh, attempt: int) -> ExpertMesh:
-    """Return the meshes for experts."""
     ranks = torch.arange(layout.world_size)
     inner = [axis for axis in ("cp", "tp") if getattr(layout, axis) > 1]
     ranks = ranks.view(layout.pp, layout.dp_replicate, layout.efsdp, layout.ep, -1)

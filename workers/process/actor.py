@@ -105,8 +105,8 @@ class Worker:
         gc.enable()
         termination.explain_handlers()
         termination.on_termination(self._runner.terminate)
-        # A slow script is not waited for any longer: a process that is not ready for too long would
-        # be killed. An attempt then waits for the script.
+        # Wait no longer for a slow script, because a process that is not ready for too long would
+        # be killed. Then an attempt waits for the script.
         self._has_read.wait(_SCRIPT_S)
 
     async def hello(self) -> dict[str, Any]:

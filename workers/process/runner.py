@@ -254,7 +254,7 @@ class AttemptRunner:
     def yield_at_boundary(self, attempt: int, *, durable: bool) -> None:
         """Request that the training thread leaves ``attempt`` at the next boundary.
 
-        With ``durable`` the state must then be in storage; this cannot be revoked.
+        All ranks agree on it. With ``durable`` the state must then be in storage; this is final.
         """
         with self._lock:
             if durable:

@@ -19,7 +19,7 @@ from typing import Final
 from workers.protocol import LEASE_S, LEAVE_SHARE
 from workers.records.ring import map_draft
 
-#: The time in seconds after the loss of the head at which Ray ends the processes of a node.
+#: Variable with the time in seconds after the loss of the head when Ray ends a node's processes.
 VARIABLE: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 _NAME: Final = "lease"

@@ -55,7 +55,8 @@ IN_FLIGHT_MAX: Final = 2
 _TURN_BYTES: Final = 512 << 20
 #: Fewest buckets of a turn: a new turn takes the interpreter from training, and the bus waits.
 _TURN_BUCKETS_MIN: Final = 4
-#: Intended number of buckets of a state, with marks and without; a large state has more.
+#: Bound on the number of buckets of a state, with marks and without. Division at blocks adds a few,
+#: and a state of more than as many GiB has more.
 _BUCKETS_MAX: Final = 16
 _FEW_BUCKETS: Final = 4
 #: It takes 20 ms on a bus of 50 GB/s, for which other ranks wait.
@@ -493,7 +494,6 @@ class DeviceCopy:
             self._under_way.append((self._plan, number, self._last))
 
     def _enqueue(self, stream: CopyStream, number: int, after: Mark | None) -> None:
-        """Enqueue a bucket behind ``after``."""
         is_whole = not self.leaving.pieces
         parts = self._plan.parts[number]
         for piece in [parts] if is_whole else self._plan.pieces(number, self._block_bytes):

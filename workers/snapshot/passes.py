@@ -50,8 +50,6 @@ def on_passes(blocks: Iterable[nn.Module], told: Told) -> Callable[[], None]:
 
 
 class _Hooks:
-    """The hooks of all blocks of a model."""
-
     def __init__(self, told: Told) -> None:
         self._told = told
         self._last = NO_BACKWARD

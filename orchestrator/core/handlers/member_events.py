@@ -153,7 +153,7 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
     if event.how is Leaving.COMPLETED:
         planned.complete(transition, event.step, event.detail)
     elif event.how is Leaving.YIELDED:
-        evidence = f"{event.worker} left: it had long not heard the controller"
+        evidence = f"{event.worker} left because no controller had called it for too long"
         transition.follow(AttemptFailed(FaultKind.CONTROLLER_RESTART, (), evidence))
     else:
         _lost_a_peer(transition, event)

@@ -59,8 +59,8 @@ class Compaction:
     def read(cls, document: bytes, basis: str) -> Compaction:
         """Read a compaction.
 
-        Raises:
-            CompactionError: It is damaged, has another version, or was made on another basis.
+        Raise ``CompactionError`` if it is damaged, has another version, or was made on another
+        basis.
         """
         head, _, rest = document.partition(b"\n")
         text = rest[:-1]
@@ -83,8 +83,7 @@ class Compaction:
     def behind(self, segments: Sequence[bytes]) -> list[bytes]:
         """Return the records after this place; ``segments`` begin with its line.
 
-        Raises:
-            CompactionError: ``segments`` begin with another line, of another journal.
+        Raise ``CompactionError`` if they begin with another line, of another journal.
         """
         line = self.place.line.encode()
         if not segments[0].startswith(line):

@@ -96,8 +96,7 @@ def _actions(record: Mapping[str, Any]) -> Iterator[act.Action]:
 def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
     """Return the event or action of a record.
 
-    Raises:
-        JournalCorruptError: This program does not know the version, or cannot read the record.
+    Raise ``JournalCorruptError`` if this program does not know the version, or cannot read it.
     """
     where = f"journal record seq={record.get('seq')}"
     version = record.get("v")
@@ -182,9 +181,6 @@ def fold_on(
 
     ``segments`` are those that follow, oldest first, from number ``first`` on. The rules are those
     of the run since it was last started or resumed.
-
-    Raises:
-        JournalCorruptError: As ``read`` and ``parse``.
     """
     begin = max(starts(segments), default=0)
     state, stats, last = RunState() if begin else folded.state, folded.stats, None

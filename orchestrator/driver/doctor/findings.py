@@ -191,8 +191,6 @@ def _watched(nodes: Sequence[NodeFacts], _: NodeFacts) -> str:
 
 
 class _NodeCheck(NamedTuple):
-    """A check of each node."""
-
     about: str
     #: Returns the problem of a node, "" if it has none; also takes the machine that asks.
     problem: Callable[[NodeFacts, NodeFacts], str]

@@ -327,11 +327,7 @@ class _Host:
 
 
 def require_loopback() -> None:
-    """Check that the processes of a Ray node can reach one another.
-
-    Raises:
-        CapacityError: The machine lacks 127.0.0.1, for which Ray would wait 30 s in vain.
-    """
+    """Raise ``CapacityError`` if the machine lacks 127.0.0.1: Ray would wait for it for 30 s."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_CONNECT_S_MAX).close()

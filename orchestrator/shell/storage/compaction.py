@@ -49,11 +49,7 @@ class Reading(NamedTuple):
 
 
 def read_journal(store: Store, run_path: str, rules: core.RunRules) -> Reading:
-    """Fold the journal of a run, starting at its compaction if possible.
-
-    Raises:
-        JournalCorruptError: The journal cannot be folded.
-    """
+    """Fold the journal of a run, starting at its compaction if possible."""
     try:
         return _from_compacted(store, run_path, rules)
     except (CompactionError, JournalCorruptError, StorageError) as error:

@@ -63,8 +63,7 @@ class Sender:
     def add(self, lines: bytes, *, hurry: bool) -> None:
         """Append to the journal, at once if ``hurry``, else within ``piece_s``.
 
-        Raises:
-            StorageError: The spool is full, or another process writes the same journal.
+        Raise ``StorageError`` if the spool is full, or another process writes the same journal.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -83,11 +82,7 @@ class Sender:
             self._changed.notify_all()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what is left, and end the thread.
-
-        Raises:
-            StorageError: It could not be written.
-        """
+        """Write what is left, and end the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -159,8 +154,7 @@ class Sender:
 def send_rest(store: Store, run_path: str, spool: str) -> None:
     """Send the lines that a dead controller left in the spool, and empty it.
 
-    Raises:
-        StorageError: It cannot be sent, or read.
+    Raise ``StorageError`` if they cannot be sent or read.
     """
     local = LocalStore()
     directory = join(run_path, JOURNAL)

@@ -175,9 +175,6 @@ class WireClient:
         """Report to the peer that these versions and all older ones are copied, or need not be.
 
         Even without versions this shows the peer that this thread follows it while others read.
-
-        Raises:
-            StorageError: The peer cannot be reached.
         """
         try:
             send_json(self._rested(), {"copied": _fields_of(copied)})
@@ -186,11 +183,7 @@ class WireClient:
             raise self._unreachable(error) from error
 
     def use(self, connection: socket.socket) -> None:
-        """Read in this thread over a connection to the peer that was just made.
-
-        Raises:
-            StorageError: The peer cannot be reached.
-        """
+        """Read in this thread over a connection to the peer that was just made."""
         try:
             self._introduce(connection)
         except OSError as error:

@@ -63,12 +63,7 @@ def send_json(connection: socket.socket, value: Any) -> None:
 
 
 def receive_json(connection: socket.socket, *, size_bytes_max: int) -> Any:
-    """Receive a JSON text from ``send_json``.
-
-    Raises:
-        ValueError: The text is too long, or is not JSON.
-        OSError: The connection broke.
-    """
+    """Receive a JSON text from ``send_json``."""
     (size_bytes,) = SIZE.unpack(receive(connection, SIZE.size))
     if size_bytes > size_bytes_max:
         raise ValueError(f"{size_bytes} bytes of JSON, but at most {size_bytes_max} are accepted")
@@ -76,11 +71,7 @@ def receive_json(connection: socket.socket, *, size_bytes_max: int) -> Any:
 
 
 def receive(connection: socket.socket, size_bytes: int) -> bytes:
-    """Receive exactly ``size_bytes``.
-
-    Raises:
-        OSError: The connection broke, was closed, or is silent for too long.
-    """
+    """Receive exactly ``size_bytes``."""
     data = b""
     while len(data) < size_bytes:
         try:
@@ -94,11 +85,7 @@ def receive(connection: socket.socket, size_bytes: int) -> bytes:
 
 
 def receive_views(connection: socket.socket, views: Sequence[memoryview]) -> None:
-    """Fill ``views``, one after the other.
-
-    Raises:
-        OSError: The connection broke, was closed, or is silent for too long.
-    """
+    """Fill ``views``, one after the other."""
     left = [view for view in views if len(view)]
     while left:
         try:
@@ -122,9 +109,6 @@ def send(
 
     The peer may stall for ``stall_s``, if that is longer than the limit. ``moved`` is called
     whenever bytes were sent.
-
-    Raises:
-        OSError: The connection broke, or the peer accepts nothing for too long.
     """
     left = memoryview(data)
     _send_all(len(left), lambda done: connection.send(left[done:], flags), stall_s, moved)
@@ -143,9 +127,6 @@ def send_file(
 
     The kernel sends the file's pages without a copy, so the bytes may change until the peer has
     them.
-
-    Raises:
-        OSError: As ``send``.
     """
     step_bytes = _FILE_BYTES
 
@@ -244,11 +225,7 @@ def fields_of(held: Held) -> Sequence[int]:
 
 
 def held_of(values: Sequence[Any]) -> Held:
-    """Return the version in a JSON array of its fields.
-
-    Raises:
-        TypeError, ValueError: The JSON is invalid.
-    """
+    """Return the version in a JSON array of its fields."""
     return Held(**dict(zip(_HELD, map(int, values), strict=True)))
 
 
@@ -285,11 +262,7 @@ class Listing:
 
 
 def listing_of(answer: Any) -> Listing:
-    """Return the listing in a JSON object.
-
-    Raises:
-        KeyError, TypeError, ValueError: The object is invalid.
-    """
+    """Return the listing in a JSON object."""
     return Listing(
         news=int(answer["news"]),
         arenas={

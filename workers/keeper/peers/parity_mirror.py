@@ -151,11 +151,7 @@ class ParityMirror(Replication):
             raise ArenaError(f"the parity of rank {rank} cannot be used: {error}") from error
 
     def _part(self, index: int, found: _FoundVersion) -> Part:
-        """Return the part to read from a node.
-
-        Raises:
-            StorageError: The node is this one, and the arena was freed.
-        """
+        """Return the part to read from a node."""
         if index in self._clients:
             return RemotePart(self._clients[index], found.arena, found.held)
         own = self._table.arena(found.arena)
@@ -166,8 +162,7 @@ class ParityMirror(Replication):
     def _made(self, rank: int, step: int) -> tuple[Arena, LocalPart]:
         """Return the parity that a rank of this node has made from its replica.
 
-        Raises:
-            ArenaError: There is no parity. A rank makes it before it finishes its own part.
+        Raise ``ArenaError`` if there is none. A rank makes it before it finishes its own part.
         """
         version = (self._group.attempt, step, -1 - rank)
         for name, arena in self._table.arenas().items():

@@ -61,8 +61,6 @@ class Action(Enum):
 
 @dataclass(slots=True)
 class _StreamFacts:
-    """The measurements of a stream."""
-
     #: Times, and bytes received until then.
     seen: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW + 1))
     usual: float = 0.0  #: The best rate since the streams changed, in bytes a second.

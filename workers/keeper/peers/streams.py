@@ -97,11 +97,7 @@ class Streams:
         self._num_broken = 0
 
     def read(self, arena: str, held: Held, target: memoryview) -> None:
-        """Fill ``target`` from the beginning of the buffer's body.
-
-        Raises:
-            StorageError: As ``WireClient.read``.
-        """
+        """Fill ``target`` from the beginning of the buffer's body."""
         first = 0
         if not self._streams or len(target) <= self._rate * _SHORT_S:
             first = min(len(target), max(_FIRST_BYTES, int(self._rate * _SHORT_S)))

@@ -37,11 +37,7 @@ _LOOK_S: Final = 0.001
 
 
 def rate_to(peer: Peer, *, size_bytes: int = SIZE_BYTES, within_s: float = WITHIN_S) -> float:
-    """Return the bytes per second that arrive at a peer's kernel.
-
-    Raises:
-        OSError: No connection can be made, or it breaks.
-    """
+    """Return the bytes per second that arrive at a peer's kernel."""
     with socket.socket(family_of(peer.host), socket.SOCK_STREAM) as connection:
         connection.settimeout(_GREET_S)
         connection.connect((peer.host, peer.port))

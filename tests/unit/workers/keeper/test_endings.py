@@ -182,8 +182,8 @@ def test_the_kernels_kill_for_want_of_memory_differs_from_others(
 
     assert found.is_out_of_memory
     assert found.text == (
-        f"process {pid} was killed for want of memory: its control group {group} may have 64 MiB, "
-        "and used 64 MiB"
+        f"process {pid} was killed because memory ran out: its control group {group} may have "
+        "64 MiB, and used 64 MiB"
     )
 
 
