@@ -88,7 +88,7 @@ class Transition:
         if killed:
             named = (f"rank {rank} ({worker} on {node})" for rank, worker, node in killed[:_NAMED])
             more = f" and {len(killed) - _NAMED} more" if len(killed) > _NAMED else ""
-            evidence += f"; did not leave after the fence, so killed: {', '.join(named)}{more}"
+            evidence += f"; stayed after the fence, so killed: {', '.join(named)}{more}"
         self.actions.append(
             ReportIncident(
                 attempt=self.run.attempt.number,

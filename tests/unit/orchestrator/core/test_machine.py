@@ -127,9 +127,7 @@ def test_a_second_fault_of_the_same_instant_is_in_the_incident_of_the_first() ->
 
     assert [(one.incident, one.guilty) for one in told] == [("crash", ("w0001",))]
     assert told[0].killed == ((1, "w0002", "b"),)
-    assert told[0].evidence == (
-        "SIGKILL; did not leave after the fence, so killed: rank 1 (w0002 on b)"
-    )
+    assert told[0].evidence == "SIGKILL; stayed after the fence, so killed: rank 1 (w0002 on b)"
 
 
 def test_an_event_that_comes_twice_changes_nothing_the_second_time() -> None:
