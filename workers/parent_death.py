@@ -19,8 +19,8 @@ _NOBODY: Final = 1
 def end_with_parent() -> None:
     """Kill this process as soon as its parent has ended; call it early.
 
-    A parent's ports are closed by then, so others can see the cause. Without ``pidfd_open`` it is
-    left to Ray.
+    The parent's ports are closed by then, so others can see the cause. If the system has no
+    ``pidfd_open``, only Ray ends this process.
     """
     parent = os.getppid()
     if parent <= _NOBODY or not hasattr(os, "pidfd_open"):

@@ -286,7 +286,7 @@ def _by_kernel(case: _JudgedAttempt) -> Hang | None:
 
 
 def _by_beat(case: _JudgedAttempt) -> Hang | None:
-    """Apply rule 1 to a heartbeat that is silent while others are not."""
+    """Apply rule 1 to a worker whose heartbeat stopped while those of others continue."""
     silent = [rank for rank, sign in case.signs.items() if sign is Sign.FROZEN]
     rule = "silent"
     if not silent and case.still_s >= case.limits.held_s:
@@ -377,7 +377,7 @@ def _where(case: _JudgedAttempt) -> str:
 
 
 def _bound_s(case: _JudgedAttempt, rank: int) -> float:
-    """Return how long a worker may stand still in its present state."""
+    """Return how long a worker may make no progress in its present state, in seconds."""
     row, limits = case.rows[rank], case.limits
     if row is None or row.attempt != case.attempt:
         return limits.forming_s

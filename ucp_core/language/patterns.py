@@ -1,7 +1,7 @@
 """Patterns: how the shards of several ranks form one tensor. Pure.
 
-A pattern says it in words. ``place`` says it in numbers: which box of which rank's shard is which
-box of the whole tensor. ``operators`` turns placements into fragments.
+A pattern describes this in words. ``place`` computes which box of which rank's shard is which box
+of the whole tensor. ``operators`` turns placements into fragments.
 
 ========================  =============================================================
 paper (ATC'25, table 1)   here

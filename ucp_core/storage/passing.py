@@ -52,7 +52,7 @@ class Retries:
     """How to retry after a temporary failure.
 
     Pauses double from ``first_s`` to ``longest_s``; each is shortened at random by up to half, so
-    that ranks do not return at the same instant. The defaults give a service 17 to 33 seconds.
+    that ranks do not return at the same instant. With the defaults, tries last 17 to 33 seconds.
     """
 
     attempts: int = 9

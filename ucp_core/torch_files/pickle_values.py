@@ -69,7 +69,7 @@ class _Converter:
             self.pay()
 
     def pay(self) -> None:
-        """Draw what is owed from the budget."""
+        """Draw the bytes that were counted since the last call from the budget."""
         self._budget.draw(self._owed, self._where)
         self._owed = 0
 

@@ -112,7 +112,7 @@ def exchange(group: Any, received: torch.Tensor, sent: torch.Tensor) -> None:
 
 
 def abort_together(backends: Iterable[Any]) -> None:
-    """Start to abort the communicators of NCCL ``backends``, all at once; return at once.
+    """Start to abort all communicators of NCCL ``backends`` in parallel; do not wait for them.
 
     An abort can wait until the device is idle, and the device until another communicator is aborted
     (pytorch#119797). torch's own ``_abort_process_group`` encloses the aborts in an NCCL group, but

@@ -253,7 +253,7 @@ class NodeWatch:
         return NodeReport(node=self._node, seq=self._seq, workers=workers)
 
     def _forget(self, gone: set[str]) -> None:
-        """Remove the files of workers that have been dead for long; an empty one remains."""
+        """Remove the files of workers that died long ago, except for an empty one."""
         now_s = time.monotonic()
         self._gone_at_s = {worker: self._gone_at_s.get(worker, now_s) for worker in gone}
         for worker, gone_at_s in self._gone_at_s.items():

@@ -19,7 +19,7 @@ from typing import Final
 from workers.protocol import LEASE_S, LEAVE_SHARE
 from workers.records.ring import map_draft
 
-#: Variable with the time in seconds after the loss of the head when Ray ends a node's processes.
+#: Ray's variable: how long after the loss of the head it ends a node's processes, in seconds.
 VARIABLE: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 _NAME: Final = "lease"

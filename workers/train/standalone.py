@@ -81,7 +81,7 @@ def run(
         SettingsError: The settings cannot work; names every problem.
         StateError: The newest checkpoint is of another model, or no checkpoint can be loaded.
         HeldError: Another process trains in the directory.
-        SupersededError: Another process started to, in a storage without locks; this one has ended.
+        SupersededError: Another process took over the directory, in a storage without locks.
         StorageError: The storage refused to list the checkpoints.
         TaskError: ``train`` raised; the message ends with its traceback. Or a rank was lost.
         SystemExit: On ranks above 0 of torchrun, when the run is complete.

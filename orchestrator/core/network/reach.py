@@ -69,7 +69,7 @@ def _apart(transition: Transition, *, paused: bool) -> list[Pair]:
 
 
 def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]:
-    """Return the nodes to do without so that the others reach each other.
+    """Return the nodes to exclude, so that the others reach each other.
 
     A link that is still in its pause is used only if the run could not train without it.
     """

@@ -133,7 +133,7 @@ class CompactionFile:
     async def write(self, document: bytes) -> None:
         """Replace the compacted journal; a failure is only logged."""
         try:
-            # In a thread: storage may be slow, and nothing waits for this.
+            # This runs in a thread, because storage may be slow and nothing waits for it.
             await in_thread(STORAGE, self._store.write_atomic, self._path, document, fsync=False)
         except StorageError as error:
             log.warning("the compacted journal is not written: %s", error)

@@ -271,7 +271,7 @@ class WireClient:
         return held
 
     def _introduce(self, held: socket.socket, address: tuple[str, int] | None = None) -> None:
-        """Connect, unless that is done, and prove knowledge of the secret."""
+        """Connect, if not done yet, and prove knowledge of the secret."""
         # Register the connection before it connects, so that ``abort`` finds it.
         self._local.connection = held
         with self._lock:

@@ -206,7 +206,7 @@ class Boundary:
 
     @contextmanager
     def lent(self, swap: Callable[[], None]) -> Iterator[None]:
-        """Have ``swap`` put other weights into the model for a block, and save nothing in it."""
+        """Replace the model's weights by ``swap`` in a block, in which nothing is saved."""
         if self._is_lent:
             raise TaskError("average.swapped() is entered within another one; leave that first")
         if self._writer is not None:

@@ -40,7 +40,7 @@ class SaveMeter:
         self._boundary_s = 0.0
 
     def step(self, step_s: float, boundary_s: float) -> None:
-        """Add a step, which includes the saves before it, and the time of the saves after it."""
+        """Add a step; ``step_s`` includes the saves before it, not the ``boundary_s`` after it."""
         self._steps_s.append(max(step_s - self._boundary_s, 0.0))
         self._boundary_s = boundary_s
 

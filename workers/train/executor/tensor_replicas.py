@@ -70,7 +70,7 @@ class TensorReplicas:
 
 
 def _described(gradient: Tensor | None, signs: torch.Generator, device: torch.device) -> Tensor:
-    """Return the norm of a gradient, and sums of its elements with signs."""
+    """Return the norm of a gradient, and sums of its elements with random signs."""
     if gradient is None:
         return torch.zeros(1 + _NUM_SUMS, dtype=torch.float64, device=device)
     sums = []
