@@ -85,7 +85,7 @@ class Shards:
         shard = self._found[key].setdefault(rank, Shard(ref.dtype, shape))
         if (shard.dtype, shard.shape) != (ref.dtype, shape):
             raise CheckpointCorruptError(
-                f"{key} is {ref.dtype}{list(shape)} in {ref.file}, but but another file has it "
+                f"{key} is {ref.dtype}{list(shape)} in {ref.file}, but another file has it "
                 f"as {shard.dtype}{list(shard.shape)}",
                 fqn=key.fqn,
                 slot=key.slot,
