@@ -88,9 +88,9 @@ def _tokens(settings: DataSettings, source: TextSource, tokenizer: Tokenizer) ->
     """Return the tokens of both splits, and a digest of them."""
     parts: dict[str, list[NDArray[np.uint32]]] = {"train": [], "held_out": []}
     end = np.array([tokenizer.end], np.uint32)
-    for document in source.documents():
-        held_out = is_held_out(document.name, share=settings.validation_share, seed=settings.seed)
-        parts["held_out" if held_out else "train"] += [tokenizer.encode(document.text), end]
+    for name, text in source.documents():
+        held_out = is_held_out(name, share=settings.validation_share, seed=settings.seed)
+        parts["held_out" if held_out else "train"] += [tokenizer.encode(text), end]
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     digest = hashlib.sha256()
     found: Arrays = {}

@@ -28,14 +28,6 @@ _EXCLUDED: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """One text. ``name`` is its path in the source, the same on every machine."""
-
-    name: str
-    text: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextSource:
     """The files to read documents from."""
 
@@ -45,14 +37,17 @@ class TextSource:
     is_remote: bool  #: Whether the paths are URLs.
     text_field: str  #: The field of a JSON line that holds the text.
 
-    def documents(self) -> Iterator[Document]:
-        """Yield every document; a file of JSON lines holds one per line."""
+    def documents(self) -> Iterator[tuple[str, bytes]]:
+        """Yield name and text of every document; a file of JSON lines holds one per line.
+
+        A name is a path in the source, the same on every machine.
+        """
         for name, path in self.files:
             content = self._read(path)
             if path.endswith(".jsonl"):
                 yield from self._lines(name, path, content)
             elif content:
-                yield Document(name=name, text=content)
+                yield name, content
 
     def _read(self, path: str) -> bytes:
         try:
@@ -63,7 +58,7 @@ class TextSource:
         except (OSError, UcpError) as error:
             raise DataError(f"data.source: {path} cannot be read: {error}", path=path) from error
 
-    def _lines(self, name: str, path: str, content: bytes) -> Iterator[Document]:
+    def _lines(self, name: str, path: str, content: bytes) -> Iterator[tuple[str, bytes]]:
         for number, line in enumerate(content.splitlines(), start=1):
             if not line.strip():
                 continue
@@ -83,7 +78,7 @@ class TextSource:
                     path=path,
                     line=number,
                 )
-            yield Document(name=f"{name}:{number}", text=text.encode())
+            yield f"{name}:{number}", text.encode()
 
 
 def find_source(settings: DataSettings) -> TextSource:

@@ -43,7 +43,6 @@ def causal_lm_loss(
 
     Args:
         inputs: Token ids, ``(sequences, positions)``, int64.
-        targets: The next token of each, of the same shape.
         positions: Positions of the tokens, ``(1, positions)``; None if they begin at 0.
     """
     output = model(input_ids=inputs, position_ids=positions, use_cache=False)

@@ -100,11 +100,9 @@ def chunks_of(num_tokens: int, vocab_size: int) -> int:
 
 
 def stage_layers(num_layers: int, number: int, num_stages: int, head: float = 0.0) -> range:
-    """Return the layers of a pipeline stage, at least one, so that stages have about equal work.
+    """Return the layers of pipeline stage ``number``, at least one, so that stages have equal work.
 
-    Args:
-        number: The stage, from 0.
-        head: Cost of the output layer, in layers: the last stage gets that many fewer.
+    ``head`` is the cost of the output layer, in layers: the last stage gets that many fewer.
     """
     share = (num_layers + head) / num_stages
 

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from ucp_core.errors import StorageError
@@ -40,21 +40,16 @@ def run_behind(
         context.store.write_atomic(path, mark, fsync=False)
         return completed
     pause_s = _LOOK_S
-    while _read(context, path) != mark:
+    while True:
+        # It does not exist yet, or storage is unavailable; then rank 0 waits for storage, too.
+        with suppress(StorageError):
+            if context.store.read(path) == mark:
+                return completed
         if context.fenced(assignment.attempt):
             return Fenced(attempt=assignment.attempt, step=completed.step)
         context.progress.moved(1)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LOOK_S_MAX)
-    return completed
-
-
-def _read(context: WorkerContext, path: str) -> bytes:
-    try:
-        return context.store.read(path)
-    except StorageError:
-        # It does not exist yet, or storage is unavailable; then rank 0 waits for storage, too.
-        return b""
 
 
 @contextmanager

@@ -85,10 +85,8 @@ def run_attempt(
     """Train in ``assignment`` until this worker leaves it; return how it left.
 
     Blocks. Always call it in the same thread: DTensor keeps a cache per thread, which must be
-    cleared afterwards.
-
-    Args:
-        task: The task to train; None for the settings' script, or the built-in training.
+    cleared afterwards. Without a ``task`` it trains that of the settings' script, or the built-in
+    one.
     """
     context.progress.enter(WorkerPhase.FORMING)
     is_of_script = task is None and bool(context.settings.run.script)

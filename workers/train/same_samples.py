@@ -49,10 +49,8 @@ Read: TypeAlias = Callable[[Sequence[Group]], list[Content]]
 class SameSamples:
     """The samples of an attempt that are compared, between workers and with the version.
 
-    Args:
-        size: How many indices the loss function gets; 0 if a ``DataLoader`` reads samples.
-        kept: The record about samples in its version; None if they are not compared with earlier
-            ones.
+    The loss function gets ``size`` indices; 0 if a ``DataLoader`` reads samples. ``kept`` is the
+    record in the version; None if they are not compared with earlier ones.
     """
 
     def __init__(

@@ -165,8 +165,7 @@ def _agree_on_settings(settings: Settings, ranks: Ranks) -> None:
 def _follow(train: Task, settings: Settings, store: Store, path: str, ranks: Ranks) -> Outcome:
     """Train as a rank above 0, in the attempts that rank 0 plans; return the outcome."""
     while True:
-        plan = ranks.tell()
-        outcome = _attempt(_assignment(plan, settings, ranks), settings, store, path, train, ranks)
+        outcome = _attempt(ranks.tell(), settings, store, path, train, ranks)
         if isinstance(outcome, Completed | Unloadable | Raised):
             # Rank 0 waits for each rank in the end, also for one whose script has failed there.
             ranks.gather(asdict(outcome))
@@ -201,7 +200,7 @@ def _train(train: Task, settings: Settings, store: Store, path: str, ranks: Rank
             # As a warning: a script that runs alone has set up no logging.
             log.warning("resumes at step %s from %s", found.step, path)
         plan = ranks.tell({"attempt": attempt, "claim": claimed, "resume": resume})
-        outcome = _attempt(_assignment(plan, settings, ranks), settings, store, path, train, ranks)
+        outcome = _attempt(plan, settings, store, path, train, ranks)
         if isinstance(outcome, Completed):
             # The store may end with this process: each rank has come out of the attempt first.
             ranks.gather(asdict(outcome))
@@ -271,31 +270,27 @@ def _raise_unless_damaged(directory: str, bad: FoundBad) -> None:
 
 
 def attempt_alone(
+    settings: Settings, store: Store, directory: str, *, attempt: int, task: Task | None = None
+) -> Outcome:
+    """Run one attempt from step 0 as its only worker, in this process; return its outcome.
+
+    Without a ``task`` it trains that of the settings' script, or the built-in one.
+    """
+    ranks = Ranks(None, timeout_s=settings.parallel.patient_timeout_s)
+    plan = {"attempt": attempt, "claim": 0, "resume": (0, 0)}
+    return _attempt(plan, settings, store, directory, task, ranks)
+
+
+def _attempt(
+    plan: Mapping[str, Any],
     settings: Settings,
     store: Store,
     directory: str,
-    *,
-    attempt: int,
-    resume: tuple[int, int] = (0, 0),
-    task: Task | None = None,
-    claimed: int = 0,
+    task: Task | None,
+    ranks: Ranks,
 ) -> Outcome:
-    """Run one attempt as its only worker, in this process; return its outcome.
-
-    Args:
-        resume: Step and attempt of the checkpoint to load; (0, 0) to start from step 0.
-        task: The task to train; None for the settings' script, or the built-in training.
-        claimed: The claim on the directory; 0 for an unshared one.
-    """
-    ranks = Ranks(None, timeout_s=settings.parallel.patient_timeout_s)
-    plan = {"attempt": attempt, "claim": claimed, "resume": resume}
-    assignment = _assignment(plan, settings, ranks)
-    return _attempt(assignment, settings, store, directory, task, ranks)
-
-
-def _assignment(plan: Mapping[str, Any], settings: Settings, ranks: Ranks) -> Assignment:
     step, resumed_attempt = plan["resume"]
-    return Assignment(
+    assignment = Assignment(
         attempt=plan["attempt"],
         claim=plan["claim"],
         rank=ranks.rank,
@@ -306,16 +301,6 @@ def _assignment(plan: Mapping[str, Any], settings: Settings, ranks: Ranks) -> As
         resume_attempt=resumed_attempt,
         lineage=((plan["attempt"], step),),
     )
-
-
-def _attempt(
-    assignment: Assignment,
-    settings: Settings,
-    store: Store,
-    directory: str,
-    task: Task | None,
-    ranks: Ranks,
-) -> Outcome:
     worker = "alone" if ranks.num_ranks == 1 else f"rank{ranks.rank}"
     with tempfile.TemporaryDirectory(prefix="everstep-") as scratch:
         progress = ProgressRecord.create(Path(scratch) / "progress", worker=worker)

@@ -10,7 +10,6 @@ the last bits without a fault. In that case all ranks get the weights of the fir
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from ucp_core.layout import ParallelLayout
 from workers.collectives import on_host, settled
 from workers.errors import DivergedError
-from workers.train.executor import ShardedModel, by_rank, machine_kind, sum_of_words
+from workers.train.executor import ShardedModel, by_rank, machine_kind, odd_results, sum_of_words
 
 _NUM_NAMED = 3
 
@@ -67,12 +66,8 @@ def odd_ones(layout: ParallelLayout, sums: Sequence[float]) -> tuple[int, ...]:
     found: list[int] = []
     for first in range(layout.world_size):
         copies = layout.ranks_along(first, ["dp_replicate"])
-        if copies[0] != first:
-            continue
-        ((usual, count), *others) = Counter(sums[rank] for rank in copies).most_common()
-        if others:
-            is_clear = 2 * count > len(copies)
-            found += (rank for rank in copies if not is_clear or sums[rank] != usual)
+        if copies[0] == first:
+            found += (copies[at] for at in odd_results([[sums[rank]] for rank in copies]) or ())
     return tuple(sorted(found))
 
 

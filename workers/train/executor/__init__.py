@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from workers.train.executor.own_changes import refuse_hooks
     from workers.train.executor.quotas import quota
     from workers.train.executor.rank_calls import RankCalls
-    from workers.train.executor.recheck import Recheck, sum_of_words
+    from workers.train.executor.recheck import Recheck, odd_results, sum_of_words
     from workers.train.executor.reduction import (
         Reduction,
         use_all_to_all,

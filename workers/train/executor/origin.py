@@ -128,10 +128,8 @@ def _ranks(
 ) -> tuple[int, ...]:
     """Return the ranks that had it first: the others of a pipeline got it from another stage.
 
-    Args:
-        found: Micro-batches with losses or gradients that are not finite.
-        sent: Micro-batches with such outputs.
-        first_stage: Whether outputs go to later stages, as in a forward pass, or to earlier ones.
+    ``found`` are ranks with losses or gradients that are not finite, ``sent`` those with such
+    outputs, which go to later stages in a forward pass and else to earlier ones.
     """
     data_ranks = {layout.data_rank(rank) for rank in found}
     by_data: dict[int, list[int]] = {}

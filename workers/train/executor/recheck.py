@@ -88,7 +88,7 @@ class Recheck:
                 self._sound_step = step - 1
                 return
             results.append(sums)
-        odd = odd_ones([*zip(*results, strict=True)])
+        odd = odd_results([*zip(*results, strict=True)])
         if odd is None:
             self._is_off = True
             if self._mesh.rank == 0:
@@ -139,7 +139,7 @@ class Recheck:
         )
 
 
-def odd_ones(results: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+def odd_results(results: Sequence[Sequence[float]]) -> tuple[int, ...] | None:
     """Return the ranks that compute something else than the others, by their results. Pure.
 
     All ranks if that cannot be told, and None if the results of more than one of them vary: kernels

@@ -20,12 +20,7 @@ FROZEN_AT_FIRST: Final = "frozen_at_first"
 
 
 class Trained:
-    """Which parameters train, and which are frozen.
-
-    Args:
-        used: Gets the frozen parameters.
-        is_updated: Whether an optimizer updates a parameter.
-    """
+    """Which parameters train, and which are frozen."""
 
     def __init__(
         self,
@@ -56,10 +51,7 @@ class Trained:
 
         In each attempt a script again freezes its initial choice. If that equals its choice before
         the version, the version counts; if not, the script was changed, and its choice counts.
-
-        Args:
-            frozen: The frozen ones of the version; None without a version, or if it does not record
-                them.
+        ``frozen`` is None without a version, or if it does not record them.
         """
         self.agree("before the first step")
         self._at_first = self.frozen

@@ -20,9 +20,8 @@ from workers.train.executor.norm import ordered_sum
 class WholeGradients:
     """The gradients of one step after the other.
 
-    Args:
-        num_parts: Number of micro-batches with their own elements; 1 if only their sum has some.
-        counts: Whether this rank's gradients count: tensor-parallel ranks have the same.
+    ``num_parts`` micro-batches have their own elements; it is 1 if only their sum has some. The
+    gradients of this rank count or not: tensor-parallel ranks have the same.
     """
 
     def __init__(

@@ -89,9 +89,8 @@ def fill(
 ) -> None:
     """Fill the tensors that no checkpoint holds: buffers, and at step 0 the weights.
 
-    Args:
-        is_new: Whether no version of the run was loaded.
-        initial: The checkpoint from which the run started, if any.
+    ``is_new`` says that no version of the run was loaded; ``initial`` is the checkpoint from which
+    the run started, if any.
     """
     new = set[str]()
     kept = sharded.buffers.named()

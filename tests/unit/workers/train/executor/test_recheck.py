@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.settings import Settings, problems
-from workers.train.executor.recheck import odd_ones
+from workers.train.executor.recheck import odd_results
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from workers.train.executor.recheck import odd_ones
 )
 def test_what_stands_alone_is_wrong(results: list[list[int]], odd: tuple[int, ...] | None) -> None:
     """A healthy machine is never blamed for what kernels or a tie do."""
-    assert odd_ones(results) == odd
+    assert odd_results(results) == odd
 
 
 @given(st.integers(3, 8), st.data())
@@ -43,7 +43,7 @@ def test_any_one_of_three_or_more_that_errs_is_named(num_ranks: int, data: st.Da
     results = [[0] * 4 for _ in range(num_ranks)]
     results[bad] = wrong
 
-    assert odd_ones(results) == (bad,)
+    assert odd_results(results) == (bad,)
 
 
 def test_what_cannot_be_compared_is_refused_by_name() -> None:
