@@ -40,8 +40,8 @@ def agree_on_data(
 ) -> dict[str, Any]:
     """Return what a checkpoint records about the data; also compare how the workers compute.
 
-    ``digest`` identifies the samples; "" for the loader's. ``restored`` has the small named values of
-    the version of ``step``, from which the attempt resumes.
+    ``digest`` identifies the samples; "" for the loader's. ``restored`` has the small named values
+    of the version of ``step``, from which the attempt resumes.
     """
     loader = data if isinstance(data, DataLoader) else None
     cursor: dict[str, Any] = {
