@@ -455,7 +455,7 @@ def _who(rank: int, row: WorkerReport, node: str) -> str:
 
 
 def _doing(row: WorkerReport) -> tuple[FaultKind, str]:
-    """Return what an absent rank does, as a kind and for people."""
+    """Return the kind of fault of an absent rank, and words for people."""
     if row.os_state in GONE:
         return FaultKind.DEAD, "its process is gone"
     if row.os_state in _STOPPED:

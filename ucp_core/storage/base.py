@@ -26,7 +26,7 @@ ReadRange: TypeAlias = tuple[int, tuple[memoryview, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """Identifies a file, so that a replacement can be told from it."""
+    """Identifies a file, so that a replacement can be noticed."""
 
     size_bytes: int  #: Its size.
     text: str  #: Changes with each write, even if the size stays.

@@ -76,7 +76,7 @@ class Steps:
         self._recheck: Recheck | None = None
 
     def compare(self, step: Step, loss_of: Callable[[Any], Any]) -> None:
-        """Check now and then that a script reads the same on every worker, and before."""
+        """Check at times that a script reads the same samples on every worker, and as before."""
         if self._same is not None and self._batches is None:
             seed, model = self._settings.train.seed, self.sharded.called
             self._same.compare(step.number, partial(inputs, loss_of, model, seed=seed))

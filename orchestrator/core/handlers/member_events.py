@@ -352,7 +352,7 @@ def _of_ranks(
 ) -> AttemptFailed:
     """Return a fault that names the workers and nodes of the ranks that it comes from."""
     attempt, nodes = transition.run.attempt, transition.run.fleet.nodes
-    # A process may be gone, but not its number.
+    # A worker is named by its number, because its process may be gone.
     places = tuple(
         (rank, worker_name(attempt.members[rank]), nodes[attempt.nodes[rank]].name)
         for rank in ranks
