@@ -36,6 +36,8 @@ def test_weights_survive_hugging_face(seed: int, shard_bytes: int) -> None:
     rng = random.Random(seed)
     store = MemoryStore()
     source = _saved(random_state(rng), rng, store)
+    # Some states hold slots of an optimizer alone, which the writer refuses.
+    assume(any(key.slot == "weight" for key in source.state_map.entries))
 
     huggingface_writer.write(source, store, "hf", memory_bytes=MEMORY, shard_bytes=shard_bytes)
 
