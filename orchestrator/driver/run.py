@@ -11,11 +11,11 @@ from shlex import quote
 from typing import Any
 
 from orchestrator.config import RunConfig, load
-from orchestrator.core import Folded, RunState, fold_on
+from orchestrator.core import Folded, RunState
 from orchestrator.errors import OrchestratorError, RunNotFoundError, TokenError
 from orchestrator.policies import StoredVersion, bad_sources
 from orchestrator.run_directory import CONFIG, CONTACT, SUMMARY, TOKEN, appended_text
-from orchestrator.shell import read_segments, wall_time
+from orchestrator.shell import read_journal, wall_time
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.lineage import Lineage
 from ucp_core.native import BEST, checkpoint_name, find_committed
@@ -98,9 +98,8 @@ class Run:
         return load(self.store.read(join(self.path, CONFIG)).decode())
 
     def folded(self) -> Folded:
-        """Return the result of folding the whole journal."""
-        segments = read_segments(self.store, self.path)
-        return fold_on(Folded(), segments, self.settings().rules())
+        """Return the folded journal: from the compacted one on, if that can be used."""
+        return read_journal(self.store, self.path, self.settings().rules()).folded
 
     def state(self) -> RunState:
         """Return the state that the journal leads to."""

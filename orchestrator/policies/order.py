@@ -12,10 +12,10 @@ ranks would load from other nodes. With three nodes, all are neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
+from itertools import accumulate, combinations, groupby
 from math import inf
 from types import MappingProxyType
 from typing import Final, Generic, TypeAlias, TypeVar
@@ -79,6 +79,15 @@ def chosen(
     return list(_chosen(tuple(nodes), known, used, had))
 
 
+def is_by_rack(racks: Iterable[str]) -> bool:
+    """Return whether nodes of each rack are together, given the rack of each node in order.
+
+    If so, and no link is slow, no other order is better. Racks are unknown of all nodes or of none.
+    """
+    runs = [rack for rack, _ in groupby(racks)]
+    return len(runs) == len(set(runs)) and ("" not in runs or len(runs) == 1)
+
+
 @lru_cache(maxsize=32)
 def _chosen(
     nodes: tuple[tuple[Node, int], ...],
@@ -90,7 +99,7 @@ def _chosen(
     names, total = [node for node, _ in nodes], sum(num for _, num in nodes)
     case = _Case(dict(nodes), dict(racks), slow, dict(held), total)
     found = _exact(names, case) if len(names) <= EXACT_MAX else _greedy(names, case)
-    is_better = found != names and _cost(found, case)[:2] < _cost(names, case)[:2]
+    is_better = found != names and _on_network(found, case) < _on_network(names, case)
     return tuple(found if is_better else names)
 
 
@@ -112,17 +121,17 @@ def cost(
     """Return how many slow links join neighbours in an order, and how often it changes racks."""
     names = [node for node, _ in nodes]
     case = _Case(dict(nodes), racks, slow, {}, sum(num for _, num in nodes))
-    return _cost(names, case)[:2]
+    return _on_network(names, case)
+
+
+def _on_network(names: Sequence[Node], case: _Case[Node]) -> tuple[int, int]:
+    steps = [case.step(names[at - 1], node) for at, node in enumerate(names)]
+    return sum(num for num, _, _ in steps), sum(num for _, num, _ in steps)
 
 
 def _cost(names: Sequence[Node], case: _Case[Node]) -> Cost:
-    total: Cost = (0, 0, 0)
-    first = 0
-    for at, node in enumerate(names):
-        total = _sum(total, case.step(names[at - 1], node))
-        total = _sum(total, (0, 0, case.moved(node, first)))
-        first += case.counts[node]
-    return total
+    firsts = accumulate((case.counts[node] for node in names), initial=0)
+    return (*_on_network(names, case), sum(map(case.moved, names, firsts)))
 
 
 def _sum(one: Cost, other: Cost) -> Cost:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from orchestrator.shell.names import CONTROLLER, NAMESPACE_PREFIX, RunNames, run_id
     from orchestrator.shell.serve import withdraw
-    from orchestrator.shell.storage import config_of, read_segments
+    from orchestrator.shell.storage import config_of, read_journal, read_segments
 
 
 __getattr__ = lazy_door(__name__)

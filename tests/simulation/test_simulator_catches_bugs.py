@@ -7,6 +7,7 @@ and by the checker that is meant for it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -119,8 +120,8 @@ def _bind_two_workers_to_a_reservation(_transition: Transition, node: Node) -> l
     return list(node.reservations)
 
 
-def _keep_reservations_of_lost_nodes(transition: Transition, number: int) -> None:
-    fleet.drop_reservation(transition, number)
+def _keep_reservations_of_lost_nodes(transition: Transition, numbers: Sequence[int]) -> None:
+    fleet.drop_reservations(transition, numbers)
 
 
 def _take_what_was_being_read(transition: Transition, *found: Any) -> None:
@@ -173,9 +174,9 @@ def _take_it_for_the_end(*_: Any) -> list[bytes]:
     return []
 
 
-def _no_nodes(_transition: Transition) -> list[Node]:
+def _no_nodes(_transition: Transition) -> dict[int, Node]:
     """Take no node for one that is taken soon."""
-    return []
+    return {}
 
 
 def _hold_all_others_for_urgent(*arguments: Any, **named: Any) -> Share:
@@ -245,7 +246,7 @@ BUGS = {
         fleet, "free_reservations", _bind_two_workers_to_a_reservation, ("invariant", "S1")
     ),
     "keeps the reservations of lost nodes": Bug(
-        demand, "release_reservation", _keep_reservations_of_lost_nodes, ("L1",)
+        demand, "release_reservations", _keep_reservations_of_lost_nodes, ("L1",)
     ),
     "has no bound for fencing": Bug(TABLE[BoundReached], Phase.FENCING, _wait_on, ("L1",)),
     "has no bound for forming": Bug(

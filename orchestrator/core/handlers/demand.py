@@ -6,6 +6,7 @@ The ``settle`` functions run after every event, so no other code has to make req
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import inf
 
 from orchestrator.core.actions import (
@@ -148,10 +149,10 @@ def _may_be_avoided(node: Node) -> bool:
     return node.draining or node.avoid_until_s > 0.0
 
 
-def release_reservation(transition: Transition, number: int) -> None:
-    """Release a reservation; ``settle`` requests another if the run needs it."""
-    fleet.drop_reservation(transition, number)
-    transition.actions.append(ReleaseReservation(reservation=number))
+def release_reservations(transition: Transition, numbers: Sequence[int]) -> None:
+    """Release reservations; ``settle`` requests others if the run needs them."""
+    fleet.drop_reservations(transition, numbers)
+    transition.actions += (ReleaseReservation(reservation=number) for number in numbers)
 
 
 def release_failing_reservations(transition: Transition, number: int) -> None:
@@ -168,8 +169,8 @@ def release_failing_reservations(transition: Transition, number: int) -> None:
     if transition.run.fleet.num_usable < transition.rules.min_workers and not nothing_starts:
         return
     busy = [transition.run.fleet.workers[w].status for w in node.workers].count(WorkerStatus.READY)
-    for reservation in fleet.free_reservations(transition, node)[: len(node.reservations) - busy]:
-        release_reservation(transition, reservation)
+    free = fleet.free_reservations(transition, node)
+    release_reservations(transition, free[: len(node.reservations) - busy])
 
 
 def capacity_refused(transition: Transition, event: CapacityRefused) -> None:
@@ -219,8 +220,7 @@ def _settle_alternatives(transition: Transition, *, trains: bool) -> None:
         num_had += staying[alternative]
         num_missing = max(max_workers - num_had, 0) if is_refused else 0
         asked = sorted(pending.get(alternative, ()))
-        for number in asked[num_missing:]:
-            release_reservation(transition, number)
+        release_reservations(transition, asked[num_missing:])
         if num_missing > len(asked):
             avoid = avoided_nodes(transition) if avoid is None else avoid
             _request_some(transition, avoid, alternative, num_missing - len(asked))
@@ -233,15 +233,14 @@ def _give_back(transition: Transition, num_surplus: int, *, placed: bool = True)
     """Release this many reservations, but none that members use: ``planned`` moves those first."""
     reservations = transition.run.fleet.reservations
     pending = sorted(number for number, _ in reservations.where(is_pending))
-    for number in pending[::-1][:num_surplus]:
-        release_reservation(transition, number)
+    release_reservations(transition, pending[::-1][:num_surplus])
     if placed and num_surplus > len(pending):
         _release_worst(transition, num_surplus - len(pending))
 
 
 def _release_worst(transition: Transition, num_surplus: int) -> None:
     run = transition.run
-    used = {worker.reservation for worker in run.fleet.workers.values()}
+    used = set(run.fleet.bound.values())
     placed = [
         number
         for number, reservation in run.fleet.reservations.items()
@@ -249,9 +248,7 @@ def _release_worst(transition: Transition, num_surplus: int) -> None:
     ]
     order = sorted(placed, key=lambda n: (run.fleet.reservations[n].alternative, n not in used, n))
     worst = order[-num_surplus:]
-    for number in worst:
-        if number not in used:
-            release_reservation(transition, number)
+    release_reservations(transition, [number for number in worst if number not in used])
 
 
 def _request(transition: Transition) -> None:
@@ -264,7 +261,13 @@ def _request_some(
     transition: Transition, avoid: tuple[str, ...], alternative: int, num: int
 ) -> None:
     numbers = fleet.add_reservations(transition, avoid, alternative, num)
-    transition.actions += (request(transition, number) for number in numbers)
+    price = transition.rules.capacity.usd_per_hour[alternative]
+    transition.actions += (
+        RequestReservation(
+            reservation=number, avoid=avoid, alternative=alternative, usd_per_hour=price
+        )
+        for number in numbers
+    )
     transition.wake_by(_refused_by_s(transition, alternative))
 
 
@@ -303,18 +306,15 @@ def _staff(transition: Transition, number: int, *, trains: bool) -> None:
         if node.retry_s > transition.now_s:
             transition.wake_by(node.retry_s)
             return
-        for _ in range(wanted - len(live)):
-            name = fleet.add_worker(transition, number)
-            transition.actions.append(StartWorker(worker=name, node=node.name))
+        names = fleet.add_workers(transition, number, wanted - len(live))
+        transition.actions += (StartWorker(worker=name, node=node.name) for name in names)
     elif len(live) > allowed and node.alive:
-        idle = [
-            w for w in live if w not in run.attempt.inside and not run.fleet.workers[w].reservation
-        ]
-        for worker in sorted(idle, reverse=True)[: len(live) - allowed]:
-            fleet.kill_worker(transition, worker, "no reservation for it on its node")
+        idle = [w for w in live if w not in run.attempt.inside and w not in run.fleet.bound]
+        surplus = sorted(idle, reverse=True)[: len(live) - allowed]
+        fleet.kill_workers(transition, surplus, "no reservation for it on its node")
     if _is_left(transition, number):
-        for reservation in fleet.free_reservations(transition, run.fleet.nodes[number]):
-            release_reservation(transition, reservation)
+        free = fleet.free_reservations(transition, run.fleet.nodes[number])
+        release_reservations(transition, free)
 
 
 def reach_changed(transition: Transition, _: ReachChanged) -> None:
@@ -325,8 +325,7 @@ def reach_changed(transition: Transition, _: ReachChanged) -> None:
 def replace_unreached(transition: Transition) -> None:
     """Request other nodes in place of those whose links have been lost for too long."""
     for number in sorted(reach.given_up(transition)):
-        for reservation in transition.run.fleet.nodes[number].reservations:
-            release_reservation(transition, reservation)
+        release_reservations(transition, transition.run.fleet.nodes[number].reservations)
     # If a link is whole again, its nodes no longer need to be avoided.
     renew_pending(transition)
 

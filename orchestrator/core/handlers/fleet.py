@@ -7,7 +7,7 @@ decides what to request, ``formation`` which workers train.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 
 from orchestrator.core.actions import EndKeeper, KillWorker, StartKeeper
@@ -87,37 +87,44 @@ def _move_room(fleet: Fleet, room: int, num: int, *, is_leaving: bool) -> None:
 
 def put_worker(transition: Transition, number: int, worker: Worker) -> None:
     """Store a worker and update the counts."""
-    run = transition.run
-    before = run.fleet.workers[number]
-    run.fleet.workers = run.fleet.workers.set(number, worker)
-    if before.status is not worker.status:
-        run.fleet.num_starting += (worker.status is WorkerStatus.STARTING) - (
-            before.status is WorkerStatus.STARTING
-        )
-        put_node(transition, worker.node, run.fleet.nodes[worker.node])
+    put_workers(transition, {number: worker})
 
 
-def add_worker(transition: Transition, node_number: int) -> str:
-    """Add a starting worker to a node; return its name."""
+def put_workers(transition: Transition, workers: Mapping[int, Worker]) -> None:
+    """Store workers and update the counts, of each node once."""
     run = transition.run
-    number = run.fleet.next_worker
-    run.fleet.next_worker += 1
-    name = worker_name(number)
+    changed: dict[int, None] = {}
+    for number, worker in workers.items():
+        before = run.fleet.workers[number].status
+        if before is not worker.status:
+            run.fleet.num_starting += worker.status is WorkerStatus.STARTING
+            run.fleet.num_starting -= before is WorkerStatus.STARTING
+            changed[worker.node] = None
+    run.fleet.workers = run.fleet.workers.update(workers)
+    for number in changed:
+        put_node(transition, number, run.fleet.nodes[number])
+
+
+def add_workers(transition: Transition, node_number: int, num: int) -> list[str]:
+    """Add starting workers to a node; return their names."""
+    run = transition.run
+    numbers = range(run.fleet.next_worker, run.fleet.next_worker + num)
+    names = [*map(worker_name, numbers)]
     deadline_s = transition.now_s + transition.rules.bounds.start_bound_s(
         run.fleet.num_failed_starts
     )
-    run.fleet.workers = run.fleet.workers.set(
-        number,
-        Worker(name, node_number, WorkerStatus.STARTING, deadline_s, begun_s=transition.now_s),
-    )
-    run.fleet.num_starting += 1
+    begun_s, status = transition.now_s, WorkerStatus.STARTING
+    added = (Worker(name, node_number, status, deadline_s, begun_s=begun_s) for name in names)
+    run.fleet.workers = run.fleet.workers.update(dict(zip(numbers, added, strict=True)))
+    run.fleet.next_worker += num
+    run.fleet.num_starting += num
     node = run.fleet.nodes[node_number]
     # A starting worker changes none of its node's counts.
     run.fleet.nodes = run.fleet.nodes.set(
-        node_number, node._replace(workers=(*node.workers, number))
+        node_number, node._replace(workers=(*node.workers, *numbers))
     )
     transition.wake_by(deadline_s)
-    return name
+    return names
 
 
 def leave(transition: Transition, numbers: Collection[int]) -> None:
@@ -132,6 +139,7 @@ def drop_worker(transition: Transition, number: int) -> None:
     run = transition.run
     worker = run.fleet.workers[number]
     run.fleet.workers = run.fleet.workers.without(number)
+    unbind(transition, [number])
     if number in run.attempt.inside:
         leave(transition, [number])
     run.fleet.num_starting -= worker.status is WorkerStatus.STARTING
@@ -140,19 +148,34 @@ def drop_worker(transition: Transition, number: int) -> None:
     put_node(transition, worker.node, node._replace(workers=rest))
 
 
+def unbind(transition: Transition, numbers: Iterable[int]) -> bool:
+    """Note that workers no longer use reservations; return whether one did."""
+    fleet = transition.run.fleet
+    bound = [number for number in numbers if number in fleet.bound]
+    if bound:
+        fleet.bound = fleet.bound.without(*bound)
+    return bool(bound)
+
+
 def kill_worker(transition: Transition, number: int, reason: str) -> None:
     """Kill a worker; if it is a member, it stays inside its attempt until it is gone."""
-    worker = transition.run.fleet.workers[number]
-    if worker.status is WorkerStatus.DYING:
-        return
+    kill_workers(transition, [number], reason)
+
+
+def kill_workers(transition: Transition, numbers: Iterable[int], reason: str) -> None:
+    """Kill workers; many of a node take about as long as one."""
     deadline_s = transition.now_s + transition.rules.bounds.kill_s
-    put_worker(
-        transition,
-        number,
-        worker._replace(status=WorkerStatus.DYING, deadline_s=deadline_s, reservation=0),
-    )
-    transition.wake_by(deadline_s)
-    transition.actions.append(KillWorker(worker=worker.name, reason=reason))
+    dying = {
+        number: worker._replace(status=WorkerStatus.DYING, deadline_s=deadline_s)
+        for number in numbers
+        if (worker := transition.run.fleet.workers[number]).status is not WorkerStatus.DYING
+    }
+    if dying:
+        unbind(transition, dying)
+        put_workers(transition, dying)
+        transition.wake_by(deadline_s)
+        names = (worker.name for worker in dying.values())
+        transition.actions += (KillWorker(worker=name, reason=reason) for name in names)
 
 
 def offer(transition: Transition, alternative: int) -> Offer:
@@ -235,19 +258,21 @@ def end_needless_keepers(transition: Transition) -> None:
     does not count the machine as idle and does not return it.
     """
     fleet = transition.run.fleet
-    emptied, fleet.emptied = fleet.emptied, ()
-    for number in emptied:
+    if not fleet.emptied:
+        return
+    used, kept, ended = set(transition.run.attempt.nodes), list[int](), dict[int, Node]()
+    for number in fleet.emptied:
         node = fleet.nodes[number]
         if node.reservations or node.workers:
             continue
-        if not node.alive or number in transition.run.attempt.nodes:
+        if not node.alive or number in used:
             # A lost node and its keeper may come back. A node of the current attempt may hold the
             # newest version, although its member has left.
-            fleet.emptied = (*fleet.emptied, number)
+            kept.append(number)
             continue
-        ended = node._replace(is_kept=False, keeper_by_s=inf, budget_bytes=0)
-        fleet.nodes = fleet.nodes.set(number, ended)
+        ended[number] = node._replace(is_kept=False, keeper_by_s=inf, budget_bytes=0)
         transition.actions.append(EndKeeper(node=node.name))
+    fleet.emptied, fleet.nodes = tuple(kept), fleet.nodes.update(ended)
 
 
 def drop_pending(transition: Transition, numbers: Sequence[int]) -> None:
@@ -261,28 +286,30 @@ def drop_pending(transition: Transition, numbers: Sequence[int]) -> None:
         put_offer(transition, alternative, asked._replace(num_pending=asked.num_pending - num))
 
 
-def drop_reservation(transition: Transition, number: int) -> None:
-    """Forget a reservation; the worker that used it has none then."""
-    run = transition.run
-    reservation = run.fleet.reservations[number]
-    if reservation.node < 0:
-        drop_pending(transition, [number])
-        return
-    run.fleet.reservations = run.fleet.reservations.without(number)
-    asked = offer(transition, reservation.alternative)
-    put_offer(
-        transition, reservation.alternative, asked._replace(num_granted=asked.num_granted - 1)
-    )
-    node = run.fleet.nodes[reservation.node]
-    for worker_id in node.workers:
-        worker = run.fleet.workers[worker_id]
-        if worker.reservation == number:
-            run.fleet.workers = run.fleet.workers.set(worker_id, worker._replace(reservation=0))
-    put_node(
-        transition,
-        reservation.node,
-        node._replace(reservations=tuple(s for s in node.reservations if s != number)),
-    )
+def drop_reservations(transition: Transition, numbers: Iterable[int]) -> None:
+    """Forget reservations; their workers then have none. Many of a node take as long as one."""
+    by_node: dict[int, list[int]] = {}
+    for number in numbers:
+        by_node.setdefault(transition.run.fleet.reservations[number].node, []).append(number)
+    for node, group in by_node.items():
+        if node < 0:
+            drop_pending(transition, group)
+        else:
+            _drop_granted(transition, node, group)
+
+
+def _drop_granted(transition: Transition, node_number: int, numbers: Collection[int]) -> None:
+    """Forget reservations that were granted on a node."""
+    fleet = transition.run.fleet
+    counts = Counter(fleet.reservations[number].alternative for number in numbers)
+    fleet.reservations = fleet.reservations.without(*numbers)
+    for alternative, num in counts.items():
+        asked = offer(transition, alternative)
+        put_offer(transition, alternative, asked._replace(num_granted=asked.num_granted - num))
+    node = fleet.nodes[node_number]
+    unbind(transition, [each for each in node.workers if fleet.bound.get(each) in numbers])
+    rest = tuple(number for number in node.reservations if number not in numbers)
+    put_node(transition, node_number, node._replace(reservations=rest))
 
 
 def alternative_of(transition: Transition, node: int) -> int:
@@ -298,7 +325,7 @@ def alternative_of(transition: Transition, node: int) -> int:
 
 def free_reservations(transition: Transition, node: Node) -> list[int]:
     """Return the reservations of a node that no worker uses, ascending."""
-    used = [transition.run.fleet.workers[w].reservation for w in node.workers]
+    used = [transition.run.fleet.bound.get(worker) for worker in node.workers]
     return [reservation for reservation in node.reservations if reservation not in used]
 
 

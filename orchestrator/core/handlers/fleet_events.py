@@ -123,8 +123,7 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
         fleet.drop_worker(transition, worker_number)
         # If the node is only cut off, its workers still train: kill those that the shell can reach.
         transition.actions.append(KillWorker(worker=worker.name, reason=f"node lost: {cause}"))
-    for reservation in node.reservations:
-        demand.release_reservation(transition, reservation)
+    demand.release_reservations(transition, node.reservations)
     preempted = run.fleet.nodes[number].is_taken
     known = run.network.links
     run.network = run.network._replace(links=links.without(known, node.name))
@@ -183,7 +182,7 @@ def reservation_granted(transition: Transition, event: ReservationGranted) -> No
             # Renew first: Ray would place another pending request there next.
             demand.renew_pending(transition)
         if event.reservation in run.fleet.reservations:
-            demand.release_reservation(transition, event.reservation)
+            demand.release_reservations(transition, [event.reservation])
         return
     if not run.fleet.nodes[number].alive:
         fleet.revive_node(transition, number)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, repeat
 from math import inf
+from typing import TypeVar
 
 from orchestrator.core.actions import StartAttempt
 from orchestrator.core.consequences import (
@@ -22,8 +24,8 @@ from orchestrator.core.state import (
     Reads,
     RunOutcome,
     Table,
-    Worker,
     WorkerStatus,
+    worker_name,
 )
 from orchestrator.core.transition import Transition
 from orchestrator.policies import (
@@ -36,6 +38,8 @@ from orchestrator.policies import (
 )
 from ucp_core.layout import ParallelLayout
 from ucp_core.numerics import counted
+
+T = TypeVar("T")
 
 
 def capacity(transition: Transition) -> int:
@@ -135,7 +139,7 @@ def _wait_for_due(transition: Transition) -> None:
     """Set a time to check nodes that are about to be taken: they may have stayed."""
     if transition.run.fleet.leaving:
         lead_s = transition.rules.bounds.drain_lead_s
-        ends = [node.leave_by_s + lead_s for node in reach.due(transition)]
+        ends = [node.leave_by_s + lead_s for node in reach.due(transition).values()]
         transition.run.deadline_s = min([transition.run.deadline_s, *ends])
 
 
@@ -177,12 +181,13 @@ def _start(transition: Transition) -> None:
     layout_rules = transition.layout_rules
     layout = choose(rooms, transition.max_workers, layout_rules, rules.min_workers)
     assert layout is not None, f"{rooms} makes no layout"
-    members = best_workers(transition, layout, leaving=leaving)
+    had = _members_by_node(run.attempt)
+    chosen = _best(transition, layout, had, leaving=leaving)
     others = other_layouts(layout, rooms, transition.max_workers, layout_rules, rules.min_workers)
     resume_step, resume_attempt = run.committed
     number = run.attempt.number + 1
     unreached = reach.unreached(transition)
-    placed, nodes = _bind(transition, members)
+    members, placed, nodes = _bind(transition, chosen, had)
     # The run may have gone back as if this attempt had resumed earlier.
     before = (one for one in run.lineage if one[0] < number)
     run.lineage = (*before, (number, resume_step))
@@ -195,10 +200,10 @@ def _start(transition: Transition) -> None:
         number=number,
         layout=layout,
         other_layouts=others,
-        members=tuple(members),
+        members=members,
         nodes=nodes,
         plan=protection.plan(transition, nodes, layout),
-        inside=Table.of((number, False) for number in members),
+        inside=Table.of(zip(members, repeat(False))),
         num_inside=len(members),
         num_unformed=len(members),
         started_s=transition.now_s,
@@ -226,109 +231,158 @@ def _start(transition: Transition) -> None:
 
 
 def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: bool) -> list[int]:
-    """Return the workers that would train in ``layout``, in rank order.
+    """Return the workers that would train in ``layout``, in rank order; see ``_best``."""
+    before = _members_by_node(transition.run.attempt)
+    return [*chain.from_iterable(_best(transition, layout, before, leaving=leaving).values())]
+
+
+def _best(
+    transition: Transition,
+    layout: ParallelLayout,
+    before: Mapping[int, tuple[int, ...]],
+    *,
+    leaving: bool,
+) -> dict[int, Sequence[int]]:
+    """Return the workers that would train in ``layout``, by node, all in rank order.
 
     Survivors keep their order, so that their state stays on their nodes. Workers of one node have
     consecutive ranks; new workers follow the survivors of their node, and new nodes come last.
     Known racks and slow links may change the order of nodes (``policies.order``). If there are too
     many workers, enough nodes keep one so that snapshots survive ``snapshot.tolerance`` lost nodes.
 
-    ``leaving`` uses nodes that are about to leave, too, as the last ones.
+    Args:
+        before: The members of the last attempt, by node.
+        leaving: Whether to use nodes that are about to leave, as the last ones.
     """
     run = transition.run
-    ranks = {number: rank for rank, number in enumerate(run.attempt.members)}
-    nodes = run.fleet.nodes
-    # The members of a node are neighbours, so the nodes of survivors are in their order.
-    before = dict.fromkeys(run.attempt.nodes)
-    known = {number: None for number in before if any(w in ranks for w in nodes[number].workers)}
-    known |= dict.fromkeys(number for number, node in nodes.items() if node.usable)
-    out = reach.left_out(transition, leaving=leaving)
-    too_late = reach.due(transition) if run.fleet.leaving else []
-    ready: dict[int, list[int]] = {}
-    for draining in (False, True)[: 1 + leaving]:
-        for number in known:
-            node = nodes[number]
-            if not node.usable or node.draining != draining:
-                continue
-            if number not in out and node not in too_late:
-                ready[number] = _ready_on(transition, node, ranks)
-    # If there are too many, nodes that stay come first, then preferred capacity; ties keep the
-    # order.
-    places = {
-        number: (nodes[number].draining, fleet.alternative_of(transition, number))
-        for number in ready
-    }
-    preferred = sorted(ready, key=places.__getitem__)
-    rooms = [len(ready[number]) for number in preferred]
-    last = max(at for at, num in enumerate(spread(rooms, layout)) if num)
-    # For protection, add no node that the user prefers less than the last one needed.
-    alike = [places[number] <= places[preferred[last]] for number in preferred]
-    num_nodes = min(sum(alike), transition.rules.redundancy.tolerance + 1)
-    used = dict(zip(preferred, spread(rooms, layout, num_nodes), strict=True))
-    numbers = [number for number in ready if used[number]]
-    if not leaving:
-        numbers = _in_order(transition, [(number, used[number]) for number in numbers])
-    return [worker for number in numbers for worker in ready[number][: used[number]]]
+    ready = _ready(transition, before, leaving=leaving)
+    used = ready
+    if sum(map(len, ready.values())) > layout.world_size:
+        # Nodes that stay come first, then preferred capacity; ties keep order.
+        nodes = run.fleet.nodes
+        places = {
+            number: (nodes[number].draining, fleet.alternative_of(transition, number))
+            for number in ready
+        }
+        preferred = sorted(ready, key=places.__getitem__)
+        rooms = [len(ready[number]) for number in preferred]
+        last = max(at for at, num in enumerate(spread(rooms, layout)) if num)
+        # For protection, add no node that the user likes less than the last one needed.
+        alike = [places[number] <= places[preferred[last]] for number in preferred]
+        num_nodes = min(sum(alike), transition.rules.redundancy.tolerance + 1)
+        nums = dict(zip(preferred, spread(rooms, layout, num_nodes), strict=True))
+        used = {number: ready[number][: nums[number]] for number in ready if nums[number]}
+    if leaving:
+        return used
+    return {number: used[number] for number in _in_order(transition, used)}
 
 
-def _in_order(transition: Transition, used: list[tuple[int, int]]) -> list[int]:
-    """Return the nodes, given with their numbers of workers, in the best order for the network."""
+def _ready(
+    transition: Transition, before: Mapping[int, tuple[int, ...]], *, leaving: bool
+) -> dict[int, Sequence[int]]:
+    """Return the workers that may train, by node: those of survivors first, in their order."""
     run = transition.run
-    nodes, ids, size = run.fleet.nodes, run.fleet.node_ids, len(run.attempt.nodes)
-    held: dict[int, tuple[float, float]] = {}
+    nodes = run.fleet.nodes.to_dict()
+    out = reach.left_out(transition, leaving=leaving)
+    out |= reach.due(transition).keys() if run.fleet.leaving else frozenset()
+    ready: dict[int, Sequence[int]] = {}
+    for number, members in before.items():
+        node = nodes[number]
+        stays = members == node.workers or not set(members).isdisjoint(node.workers)
+        if stays and node.usable and number not in out:
+            ready[number] = _ready_on(transition, node, members)
+    for number, node in nodes.items():
+        if node.usable and number not in ready and number not in out:
+            ready[number] = _ready_on(transition, node, ())
+    if run.fleet.leaving:
+        late = {number: ready.pop(number) for number in [*ready] if nodes[number].draining}
+        if leaving:
+            ready |= late
+    return ready
+
+
+def _members_by_node(attempt: Attempt) -> dict[int, tuple[int, ...]]:
+    """Return the members on each node of an attempt. Those of a node are neighbours."""
+    found: dict[int, tuple[int, ...]] = {}
     rank = 0
-    for number, group in groupby(run.attempt.nodes):
-        begin, rank = rank, rank + len(tuple(group))
-        held[number] = (held.get(number, (begin / size,))[0], rank / size)
-    return order.chosen(
-        used,
-        racks={number: nodes[number].rack for number, _ in used},
-        slow={(ids[a], ids[b]) for a, b, _ in run.network.slow if a in ids and b in ids},
-        held=held,
-    )
+    for number, num in Counter(attempt.nodes).items():
+        found[number] = attempt.members[rank : rank + num]
+        rank += num
+    return found
 
 
-def _ready_on(transition: Transition, node: Node, ranks: dict[int, int]) -> list[int]:
-    """Return the workers of ``node`` that may train, one per reservation, survivors first."""
+def _in_order(transition: Transition, used: Mapping[int, Sequence[int]]) -> Iterable[int]:
+    """Return the nodes that workers are used on, in the best order for the network."""
+    run = transition.run
+    nodes, ids, size = run.fleet.nodes.to_dict(), run.fleet.node_ids, len(run.attempt.nodes)
+    racks = {number: nodes[number].rack for number in used}
+    slow = {(ids[a], ids[b]) for a, b, _ in run.network.slow if a in ids and b in ids}
+    if not slow and order.is_by_rack(racks.values()):
+        return used
+    counts = Counter(run.attempt.nodes)
+    ends = accumulate(counts.values())
+    held = {
+        number: ((end - num) / size, end / size)
+        for (number, num), end in zip(counts.items(), ends, strict=True)
+    }
+    sizes = [(number, len(workers)) for number, workers in used.items()]
+    return order.chosen(sizes, racks=racks, slow=slow, held=held)
+
+
+def _ready_on(transition: Transition, node: Node, members: tuple[int, ...]) -> Sequence[int]:
+    """Return the workers of ``node`` that may train, survivors first, one per reservation.
+
+    Args:
+        members: The members of the last attempt there, in rank order.
+    """
+    if node.usable == len(node.workers) and members in ((), node.workers):
+        # Nearly all nodes are like this: all workers are ready, and in order.
+        return node.workers
     workers = transition.run.fleet.workers
     ready = [w for w in node.workers if workers[w].status is WorkerStatus.READY]
-    newest_rank = len(ranks)
-    # ``node.workers`` is ascending, and the sort keeps that order among newcomers.
-    ready.sort(key=lambda w: ranks.get(w, newest_rank))
+    # ``node.workers`` is in ascending order, which decides among newcomers.
+    ready.sort(key=lambda w: members.index(w) if w in members else len(members))
     return ready[: node.usable]
 
 
 def _bind(
-    transition: Transition, members: list[int]
-) -> tuple[tuple[tuple[str, str, int], ...], tuple[int, ...]]:
-    """Give every member a reservation on its node; most keep theirs.
+    transition: Transition,
+    chosen: Mapping[int, Sequence[int]],
+    before: Mapping[int, tuple[int, ...]],
+) -> tuple[tuple[int, ...], tuple[tuple[str, str, int], ...], tuple[int, ...]]:
+    """Give every member a reservation on its node; most have kept theirs.
 
-    Return worker, node and reservation of each member, and the number of its node, in rank order.
+    Returns:
+        Number, then worker, node and reservation, then number of the node of each member, in rank
+        order.
     """
     run = transition.run
-    chosen = set(members)
-    # First, workers that are no longer members release their reservations.
-    for number in run.attempt.members:
-        worker = None if number in chosen else run.fleet.workers.get(number)
-        if worker is not None and worker.reservation:
-            run.fleet.workers = run.fleet.workers.set(number, worker._replace(reservation=0))
-            fleet.put_node(transition, worker.node, run.fleet.nodes[worker.node])
-    placed: list[tuple[str, str, int]] = []
-    used: list[int] = []
-    bound: dict[int, Worker] = {}
-    free: dict[int, Iterator[int]] = {}
-    workers, nodes = run.fleet.workers, run.fleet.nodes
-    for number in members:
-        worker = workers[number]
-        on, reservation = worker.node, worker.reservation
-        if not used or used[-1] != on:
-            node = nodes[on]
-        if not reservation:
-            if on not in free:
-                free[on] = iter(fleet.free_reservations(transition, node))
-            reservation = next(free[on])
-            bound[number] = worker._replace(reservation=reservation)
-        placed.append((worker.name, node.name, reservation))
-        used.append(on)
-    run.fleet.workers = workers.update(bound)
-    return tuple(placed), tuple(used)
+    # A worker that is left out releases its reservation to its node first.
+    for on, had in before.items():
+        if had != chosen.get(on):
+            left = set(had).difference(chosen.get(on, ()))
+            if fleet.unbind(transition, left):
+                fleet.put_node(transition, on, run.fleet.nodes[on])
+    # The largest runs have 80,000 members, and nothing else happens meanwhile.
+    members = (*chain.from_iterable(chosen.values()),)
+    bound = run.fleet.bound.to_dict()
+    if not all(map(bound.__contains__, members)):
+        new: dict[int, int] = {}
+        for on, workers in chosen.items():
+            unbound = [number for number in workers if number not in bound]
+            if unbound:
+                node = run.fleet.nodes[on]
+                # If no worker of the node has a reservation, all are free.
+                is_new = len(unbound) == len(node.workers)
+                free = node.reservations if is_new else fleet.free_reservations(transition, node)
+                new.update(zip(unbound, free, strict=False))
+        run.fleet.bound, bound = run.fleet.bound.update(new), bound | new
+    nodes, sizes = [run.fleet.nodes[on].name for on in chosen], [*map(len, chosen.values())]
+    reservations = map(bound.__getitem__, members)
+    placed = zip(map(worker_name, members), _each(nodes, sizes), reservations, strict=True)
+    return members, tuple(placed), tuple(_each(chosen, sizes))
+
+
+def _each(values: Iterable[T], times: Iterable[int]) -> Iterator[T]:
+    """Return an iterator over ``values``, each repeated as often as ``times`` says."""
+    return chain.from_iterable(map(repeat, values, times))

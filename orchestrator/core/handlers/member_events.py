@@ -447,7 +447,7 @@ def _members(transition: Transition, event: WorkerFormed | WorkerLeft) -> list[i
     if event.attempt != attempt.number:
         return []
     numbers = dict.fromkeys(map(worker_number, (event.worker, *event.others)))
-    return [number for number in numbers if number >= 0 and number in attempt.inside]
+    return attempt.inside.those_in(numbers)
 
 
 def _member(transition: Transition, attempt: int, name: str) -> tuple[int, Worker] | None:

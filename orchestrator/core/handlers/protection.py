@@ -69,8 +69,9 @@ def _facts(
     transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
 ) -> RedundancyFacts:
     fleet = transition.run.fleet
-    names = {number: fleet.nodes[number].name for number in dict.fromkeys(nodes)}
-    used = [fleet.nodes[number] for number in names]
+    found = {number: fleet.nodes[number] for number in dict.fromkeys(nodes)}
+    names = {number: node.name for number, node in found.items()}
+    used = found.values()
     return RedundancyFacts(
         nodes=tuple(map(names.__getitem__, nodes)),
         budgets_bytes={node.name: node.budget_bytes for node in used if node.budget_bytes},

@@ -7,7 +7,7 @@ that are proven guilty are blamed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -24,7 +24,16 @@ from orchestrator.core.events import CommittedRead, WorkerFormed, WorkerLeft
 from orchestrator.core.handlers import fleet
 from orchestrator.core.handlers.formation import wait
 from orchestrator.core.network import reach, search
-from orchestrator.core.state import Cause, MutableRunState, Phase, RunOutcome, Worker, WorkerStatus
+from orchestrator.core.state import (
+    Cause,
+    MutableRunState,
+    Phase,
+    RunOutcome,
+    Worker,
+    WorkerStatus,
+    is_dying,
+    worker_name,
+)
 from orchestrator.core.transition import Transition
 from orchestrator.fault_kinds import FaultClass, FaultKind
 from orchestrator.policies import (
@@ -150,14 +159,23 @@ def _fence(transition: Transition) -> None:
 def _inside(transition: Transition) -> list[Worker]:
     """Return the members that are still in the attempt, in rank order."""
     run = transition.run
-    workers, inside = run.fleet.workers, run.attempt.inside
-    return [workers[number] for number in run.attempt.members if number in inside]
+    workers = run.fleet.workers
+    return [workers[number] for number in _numbers_inside(transition)]
+
+
+def _numbers_inside(transition: Transition) -> Sequence[int]:
+    attempt = transition.run.attempt
+    if attempt.num_inside == len(attempt.members):
+        return attempt.members
+    inside = attempt.inside.to_dict()
+    return [number for number in attempt.members if number in inside]
 
 
 def members_inside(transition: Transition) -> tuple[str, ...]:
     """Return the members that are still in the attempt and not killed, in rank order."""
-    ready = (w for w in _inside(transition) if w.status is WorkerStatus.READY)
-    return tuple(worker.name for worker in ready)
+    numbers = _numbers_inside(transition)
+    dying = dict(transition.run.fleet.workers.where(is_dying))
+    return tuple(map(worker_name, (n for n in numbers if n not in dying) if dying else numbers))
 
 
 def read(transition: Transition) -> None:

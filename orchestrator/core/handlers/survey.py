@@ -192,7 +192,7 @@ def _reconcile_reservations(transition: Transition, event: WorkersSurveyed) -> N
     for number, reservation in sorted(run.fleet.reservations.items()):
         if reservation.node >= 0:
             if granted.get(number) != run.fleet.nodes[reservation.node].name:
-                demand.release_reservation(transition, number)
+                demand.release_reservations(transition, [number])
         elif number in granted:
             node = fleet.find_node(transition, granted[number])
             if not run.fleet.nodes[node].alive:

@@ -57,6 +57,9 @@ def decoder(hint: Any) -> Decoder:
     if origin is tuple and args[-1] is not Ellipsis:
         return _pair(*map(decoder, args))
     if origin in (tuple, list):
+        if args[0] in _PLAIN:
+            # Without a call for each: events of a large run have thousands of names.
+            return lambda value: origin(_all_exactly(args[0], value))
         part = decoder(args[0])
         return lambda value: origin(map(part, _exactly(list, value)))
     if origin is dict and args[0] is str:
@@ -95,6 +98,12 @@ def _exactly(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not {kind.__name__}")
     return value
+
+
+def _all_exactly(kind: type, values: Any) -> Any:
+    if not {kind}.issuperset(map(type, _exactly(list, values))):
+        raise TypeError(f"not all of {values!r} are {kind.__name__}")
+    return values
 
 
 def _float(value: Any) -> float:

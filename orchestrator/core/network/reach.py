@@ -28,7 +28,7 @@ def offered(transition: Transition, *, leaving: bool = False) -> Rooms:
     rooms = Counter(dict(fleet.staying))
     if is_more:
         rooms.update(dict(fleet.leaving))
-        gone += due(transition)
+        gone += due(transition).values()
     rooms.subtract(node.usable for node in gone)
     return rooms_of(rooms.elements())
 
@@ -46,11 +46,11 @@ def num_together(transition: Transition, *, leaving: bool = False) -> int:
     return 0 if chosen is None else chosen.world_size
 
 
-def due(transition: Transition) -> list[Node]:
+def due(transition: Transition) -> dict[int, Node]:
     """Return the nodes that the provider takes about now; no worker may be there."""
     now_s, lead_s = transition.now_s, transition.rules.bounds.drain_lead_s
     taken = transition.run.fleet.nodes.where(_is_taken)
-    return [node for _, node in taken if node.is_due(now_s, lead_s)]
+    return {number: node for number, node in taken if node.is_due(now_s, lead_s)}
 
 
 def _is_taken(node: Node) -> bool:
@@ -84,8 +84,8 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
             return frozenset()
         nodes = {
             node.name: node.usable
-            for node in run.fleet.nodes.values()
-            if node.usable and (leaving or not node.draining) and node not in too_late
+            for number, node in run.fleet.nodes.items()
+            if node.usable and (leaving or not node.draining) and number not in too_late
         }
         members = {run.fleet.nodes[number].name for number in set(run.attempt.nodes)}
         names = links.left_out(nodes, pairs, preferred=members)
@@ -105,12 +105,14 @@ def unreached(transition: Transition) -> tuple[str, ...]:
     # Choose as ``formation`` does: use draining nodes only if the run cannot train without them.
     leaving = not num_together(transition)
     out = left_out(transition, leaving=leaving)
+    ids = run.fleet.node_ids
+    known = {ids[end] for pair in pairs for end in pair if end in ids}
     stay = {
         node.name
-        for number, node in run.fleet.nodes.items()
-        if node.usable and number not in out and (leaving or not node.draining)
+        for node in map(run.fleet.nodes.__getitem__, known - out)
+        if node.usable and (leaving or not node.draining)
     }
-    ends = {end for pair in pairs if stay & set(pair) for end in pair}
+    ends = {end for pair in pairs if not stay.isdisjoint(pair) for end in pair}
     return tuple(sorted(ends - stay - {CONTROLLER}))
 
 

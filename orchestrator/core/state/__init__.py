@@ -9,6 +9,7 @@ from orchestrator.core.state.fleet import (
     Slow,
     Worker,
     WorkerStatus,
+    is_dying,
     is_pending,
     worker_name,
     worker_number,

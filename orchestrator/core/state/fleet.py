@@ -28,9 +28,13 @@ class Worker(NamedTuple):
     node: int
     status: WorkerStatus
     deadline_s: float = inf  #: STARTING: be ready by then. DYING: be gone by then.
-    reservation: int = 0  #: The reservation it uses, 0 if none.
     pid: int = 0  #: Process id, 0 before it was ready.
     begun_s: float = 0.0  #: When it was ordered to start, or when the controller last restarted.
+
+
+def is_dying(worker: Worker) -> bool:
+    """Return whether a worker was killed and is not known to be gone."""
+    return worker.status is WorkerStatus.DYING
 
 
 class Reservation(NamedTuple):
@@ -122,6 +126,8 @@ class Fleet(StatePart):
 
     workers: Table[Worker] = field(default_factory=Table)  #: By number: the 7 of ``w0007``.
     reservations: Table[Reservation] = field(default_factory=Table)  #: By number.
+    #: By number of a worker, the reservation that it uses. Only members have one.
+    bound: Table[int] = field(default_factory=Table)
     nodes: Table[Node] = field(default_factory=Table)  #: By order of first appearance.
     node_ids: dict[str, int] = field(default_factory=dict)  #: Number of a node by its name.
     short: tuple[int, ...] = ()  #: Nodes to check for missing or surplus worker processes.

@@ -24,6 +24,7 @@ from orchestrator.core.state.fleet import (
     Offer,
     Worker,
     WorkerStatus,
+    is_dying,
     is_pending,
     worker_number,
 )
@@ -255,18 +256,19 @@ def describe(
     fleet = state.fleet
     shown = None if num_nodes is None else dict.fromkeys(troubled_first(state)[:num_nodes])
     # A worker has a reservation only while it is a member.
-    spare = fleet.workers.where(_is_spare)
+    num_spare = len(fleet.workers) - len(fleet.bound)
+    spare = (each for each in fleet.workers.items() if each[0] not in fleet.bound)
     placed = enumerate(zip(state.attempt.members, state.attempt.nodes, strict=True))
     members = (
         {"rank": rank, **_describe_worker(state, number, worker)}
         for rank, (number, node) in placed
         if (shown is None or node in shown)
         and (worker := fleet.workers.get(number)) is not None
-        and worker.reservation
+        and number in fleet.bound
     )
     standbys = (
         _describe_worker(state, number, worker)
-        for number, worker in spare
+        for number, worker in islice(spare, num_spare)
         if shown is None or worker.node in shown
     )
     nodes: Iterable[int] = fleet.nodes if shown is None else shown
@@ -281,8 +283,8 @@ def describe(
         "other_layouts": [
             {"layout": layout, "why": why} for layout, why in state.attempt.other_layouts
         ],
-        "num_members": len(fleet.workers) - len(spare),
-        "num_standbys": len(spare),
+        "num_members": len(fleet.bound),
+        "num_standbys": num_spare,
         "members": list(islice(members, num_told)),
         "standbys": list(islice(standbys, num_told)),
         "processes": _processes(state),
@@ -304,7 +306,7 @@ def troubled_first(state: RunState) -> list[int]:
     """Return all nodes: those in trouble first, then in the order of ranks, lost ones last."""
     fleet, workers = state.fleet, state.fleet.workers
     suspects = (worker_number(one.worker) for one in state.attempt.suspects if one.worker)
-    dying = (number for number, _ in workers.where(_is_dying))
+    dying = (number for number, _ in workers.where(is_dying))
     unformed = (number for number, _ in state.attempt.inside.where(not_))
     odd = (worker.node for worker in map(workers.get, (*suspects, *dying, *unformed)) if worker)
     leaving = (number for number, _ in fleet.nodes.where(_is_leaving))
@@ -316,7 +318,7 @@ def troubled_first(state: RunState) -> list[int]:
 def _processes(state: RunState) -> dict[str, int]:
     """Return the number of processes by state."""
     inside = state.attempt.inside.counted(bool)
-    for number, _ in state.fleet.workers.where(_is_dying):
+    for number, _ in state.fleet.workers.where(is_dying):
         if number in state.attempt.inside:
             inside[state.attempt.inside[number]] -= 1
     counts = state.fleet.workers.counted(_status)
@@ -328,14 +330,6 @@ def _processes(state: RunState) -> dict[str, int]:
 
 def _status(worker: Worker) -> WorkerStatus:
     return worker.status
-
-
-def _is_spare(worker: Worker) -> bool:
-    return not worker.reservation
-
-
-def _is_dying(worker: Worker) -> bool:
-    return worker.status is WorkerStatus.DYING
 
 
 def _is_leaving(node: Node) -> bool:

@@ -27,12 +27,15 @@ def form_groups(domains: Mapping[str, str], *, size_min: int, size_max: int) -> 
         size_min: Smallest size of a group; only a run with fewer nodes has a smaller one.
         size_max: Largest size, exceeded if ``size_min`` requires it.
     """
-    counts = Counter(domains.values())
-    if not counts:
+    if not domains:
         return ()
-    wanted = max(-(-len(domains) // size_max), *counts.values())
+    nodes_of: dict[str, list[str]] = {}
+    for node, domain in domains.items():
+        nodes_of.setdefault(domain, []).append(node)
+    wanted = max(-(-len(domains) // size_max), *map(len, nodes_of.values()))
     num_groups = min(wanted, max(1, len(domains) // size_min))
-    dealt = sorted(domains, key=lambda node: (-counts[domains[node]], domains[node], node))
+    in_turn = sorted(nodes_of, key=lambda domain: (-len(nodes_of[domain]), domain))
+    dealt = [node for domain in in_turn for node in sorted(nodes_of[domain])]
     return tuple(tuple(dealt[first::num_groups]) for first in range(num_groups))
 
 

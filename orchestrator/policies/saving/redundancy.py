@@ -413,7 +413,7 @@ def sized(num_bytes: int) -> str:
 
 
 def _domains(facts: RedundancyFacts) -> dict[str, str]:
-    return {name: facts.racks.get(name, name) for name in facts.nodes}
+    return {name: facts.racks.get(name, name) for name in dict.fromkeys(facts.nodes)}
 
 
 def state_bytes(inventories: Iterable[Inventory]) -> int:

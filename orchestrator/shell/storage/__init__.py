@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.shell.storage.compaction import CompactionFile
+    from orchestrator.shell.storage.compaction import CompactionFile, read_journal
     from orchestrator.shell.storage.incarnation import begin_incarnation, config_of
     from orchestrator.shell.storage.journal import JournalFile, read_segments, segment_path
     from orchestrator.shell.storage.outputs import RunOutputs

@@ -78,7 +78,7 @@ def _check_attempt(state: RunState) -> None:
         for member in inside:
             worker = state.fleet.workers[member]
             assert worker.status is WorkerStatus.READY, f"{worker} trains in {state.phase}"
-            assert worker.reservation, f"{worker} trains without a reservation"
+            assert member in state.fleet.bound, f"{worker} trains without a reservation"
     if state.phase in (Phase.WAITING, Phase.READING):
         assert not inside, f"{inside} are inside in {state.phase}"
 
@@ -89,14 +89,14 @@ def _check_workers(state: RunState) -> None:
         assert worker.name == worker_name(number), f"{worker.name} is kept as {number}"
         assert number in state.fleet.nodes[worker.node].workers, f"{worker.name} is not on its node"
         assert number < state.fleet.next_worker, f"{worker.name} was never started"
-        if worker.reservation:
-            assert worker.reservation not in used, (
-                f"{worker.name}, {used[worker.reservation]}: one reservation"
-            )
-            used[worker.reservation] = worker.name
-            assert state.fleet.reservations[worker.reservation].node == worker.node, (
+        reservation = state.fleet.bound.get(number)
+        if reservation is not None:
+            assert reservation not in used, f"{worker.name}, {used[reservation]}: one reservation"
+            used[reservation] = worker.name
+            assert state.fleet.reservations[reservation].node == worker.node, (
                 f"{worker.name}: reservation elsewhere"
             )
+    assert len(used) == len(state.fleet.bound), "a worker that is gone has a reservation"
     starting = [worker.status for worker in state.fleet.workers.values()].count(
         WorkerStatus.STARTING
     )

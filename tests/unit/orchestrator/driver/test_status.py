@@ -20,7 +20,8 @@ from orchestrator.config import load
 from orchestrator.core import Phase, RunState, RunStats, describe
 from orchestrator.core import events as ev
 from orchestrator.driver import plan_each_node, plan_losses, read_status
-from orchestrator.errors import CapacityError
+from orchestrator.driver.run import Run
+from orchestrator.errors import CapacityError, JournalCorruptError
 from orchestrator.policies import RecoveryPlan
 from orchestrator.report import Seen, tell
 from orchestrator.run_directory import CONFIG, CONTACT, SUMMARY
@@ -407,3 +408,23 @@ async def _answered(
         return await asyncio.to_thread(ask, str(directory))
     finally:
         await page.stop()
+
+
+def test_without_a_controller_only_the_end_of_a_compacted_journal_is_read(tmp_path: Path) -> None:
+    """A day of a large run took a minute to fold, at each call."""
+    run = Journaled(config_at(tmp_path), fault_every=20)
+    run.is_compacting = False
+    run.grow(60)
+    run.compact()
+    run.grow(80)
+    segment = Path(run.path, "journal", "000001.jsonl")
+    lines = segment.read_bytes()
+    # A reader of its beginning fails.
+    segment.write_bytes(b"x" * 100 + lines[100:])
+
+    folded = Run(run.path).folded()
+
+    assert repr((folded.state, folded.stats)) == repr((run.state, run.stats))
+    Path(run.path, "compacted.json").unlink()
+    with pytest.raises(JournalCorruptError):
+        Run(run.path).folded()

@@ -35,6 +35,21 @@ def test_an_order_that_is_good_stays() -> None:
     assert _ring(["a", "b", "c"], "AB ".replace(" ", "C")) == "abc"
 
 
+def test_racks_that_are_together_need_no_search() -> None:
+    """A large run asks only this of ten thousand nodes; the search must not know better."""
+    drawn = Random(0)
+    for _ in range(200):
+        racks = [drawn.choice("ABC") for _ in range(drawn.randint(3, 10))]
+        nodes = [(name, drawn.randint(1, 3)) for name in range(len(racks))]
+        if order.is_by_rack(racks):
+            found = order.chosen(nodes, racks=dict(enumerate(racks)))
+            assert found == [name for name, _ in nodes], racks
+    assert order.is_by_rack("AABBC")
+    assert order.is_by_rack(["", "", ""])
+    assert not order.is_by_rack("ABA")
+    assert not order.is_by_rack(["A", "", "B"])
+
+
 def test_nodes_whose_rack_is_not_known_cross_nothing() -> None:
     nodes = [(name, 1) for name in "abcd"]
     assert order.chosen(nodes, racks={"a": "A", "c": "A"}) == ["a", "b", "c", "d"]

@@ -57,12 +57,7 @@ def test_only_names_of_the_machine_have_a_number() -> None:
 def test_nodes_in_trouble_are_described_and_all_are_counted() -> None:
     """A document with a row for each of 80,000 workers had 16 MB, once a second."""
     workers = {
-        number: Worker(
-            name=f"w{number:04d}",
-            node=number,
-            status=WorkerStatus.READY,
-            reservation=number + 1,
-        )
+        number: Worker(name=f"w{number:04d}", node=number, status=WorkerStatus.READY)
         for number in range(6)
     }
     nodes = [Node(name=f"n{number}", alive=number != 6) for number in range(7)]
@@ -75,7 +70,11 @@ def test_nodes_in_trouble_are_described_and_all_are_counted() -> None:
             nodes=tuple(range(6)),
             inside=Table.of((number, number != 4) for number in range(6)),
         ),
-        fleet=Fleet(workers=Table.of(workers.items()), nodes=Table.of(enumerate(nodes))),
+        fleet=Fleet(
+            workers=Table.of(workers.items()),
+            bound=Table.of((number, number + 1) for number in range(6)),
+            nodes=Table.of(enumerate(nodes)),
+        ),
     )
     document = describe(state, num_nodes=3)
 

@@ -56,6 +56,24 @@ def test_a_table_of_items_is_the_one_that_they_came_from() -> None:
     assert list(again.set(1, 1)) == list(table.set(1, 1))
 
 
+def test_many_keys_in_any_order_are_set_as_one_after_the_other() -> None:
+    """Members come node by node, so keys leave a chunk and come back to it."""
+    keys = [3, 700, 4, 65, 66, 5, 701, 64]
+    one_by_one: Table[int] = Table()
+    for key in keys:
+        one_by_one = one_by_one.set(key, -key)
+    known = Table[int]().set(4, 0).set(64, 0)
+
+    for table in (
+        Table.of((key, -key) for key in keys),
+        Table[int]().update({k: -k for k in keys}),
+    ):
+        assert list(table.items()) == list(one_by_one.items())
+        assert table.to_dict() == {key: -key for key in keys}
+    assert known.update({key: -key for key in keys}) == one_by_one
+    assert known.to_dict() == {4: 0, 64: 0}
+
+
 def test_what_was_looked_for_is_found_again_after_any_change() -> None:
     """A chunk remembers the answer, so what changed there could be missed, or told twice."""
     table: Table[int] = Table()
