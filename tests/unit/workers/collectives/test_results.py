@@ -51,7 +51,9 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempt
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
+    # torch notes once which functions ``torch.device`` acts on: before one of them is replaced.
+    with torch.device("cpu"):
+        empty, _ = torch.empty, torch.zeros(0)
 
     def pinned(*sizes: Any, pin_memory: bool = False, **how: Any) -> Tensor:
         del pin_memory
