@@ -25,6 +25,7 @@ from ucp_core.storage import ReadRange, Store, ask_ahead, join, kept_open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -191,7 +192,7 @@ class _Reader:
         # In runs of copies from the same file.
         files = groupby(copies, key=lambda copy: (copy.source, copy.fragment.file))
         groups = (list(group) for _, group in files)
-        left = [group for group in groups if not self._take(group)]
+        left = [self._by_runs(group) for group in groups if not self._take(group)]
         size_bytes = sum(copy.stop_byte - copy.start_byte for group in left for copy in group)
         scratch_bytes = min(self.batch_bytes, size_bytes)
         scratch, asked, spare = _Scratch(scratch_bytes), None, None
@@ -218,14 +219,16 @@ class _Reader:
         self._finish(asked)
 
     def _batches(self, group: Sequence[Copy]) -> Iterator[list[Copy]]:
-        """Yield the copies of one file to read together, except those that it reads by runs."""
-        source = self.sources[group[0].source]
-        with kept_open(source.store, join(source.directory, group[0].fragment.file)):
-            yield from grouped(
-                self._by_runs(group),
-                lambda copy: copy.stop_byte - copy.start_byte,
-                self.batch_bytes,
-            )
+        """Yield the copies of one file that are read together."""
+        if group:
+            with self._kept_open(group[0]):
+                yield from grouped(
+                    group, lambda copy: copy.stop_byte - copy.start_byte, self.batch_bytes
+                )
+
+    def _kept_open(self, copy: Copy) -> AbstractContextManager[None]:
+        source = self.sources[copy.source]
+        return kept_open(source.store, join(source.directory, copy.fragment.file))
 
     def _take(self, group: Sequence[Copy]) -> bool:
         """Take copies from a mapped file; return whether the file is mapped."""
@@ -250,11 +253,12 @@ class _Reader:
         """Read the copies of one file whose runs are read one by one; return the others."""
         source = self.sources[group[0].source]
         path = join(source.directory, group[0].fragment.file)
-        for copy in group:
-            if copy.run_bytes < 0:
-                continue
-            for runs in runs_of(copy, self.plan.parts[copy.part], self.targets[copy.part]):
-                self._read(source, path, runs)
+        with_runs = [copy for copy in group if copy.run_bytes >= 0]
+        if with_runs:
+            with self._kept_open(with_runs[0]):
+                for copy in with_runs:
+                    for runs in runs_of(copy, self.plan.parts[copy.part], self.targets[copy.part]):
+                        self._read(source, path, runs)
         return [copy for copy in group if copy.run_bytes < 0]
 
     def means(self, means: Sequence[Mean]) -> None:

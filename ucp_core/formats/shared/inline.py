@@ -7,10 +7,11 @@ its bytes. So they are put into a file in memory, whose name begins with ``@``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from ucp_core.errors import StorageError
-from ucp_core.storage import ReadRange, Store
+from ucp_core.storage import ReadRange, Store, kept_open
 
 #: The usual name of this file.
 INLINE_NAME = "@inline"
@@ -60,6 +61,9 @@ class _Overlay:
             for buffer in buffers:
                 buffer[:] = self.read_range(path, offset_bytes, len(buffer))
                 offset_bytes += len(buffer)
+
+    def kept_open(self, path: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._inline(path) is not None else kept_open(self._store, path)
 
     def exists(self, path: str) -> bool:
         return self._inline(path) is not None or self._store.exists(path)
