@@ -11,7 +11,7 @@ from tests.arch.tree import ROOT, project_files, python_files, relative
 
 #: Words that open a sentence with its object, or with an actor without a name. A question may.
 _OPENINGS: Final = re.compile(
-    r"(?:^|[.!?:][\"'`)*]*\s+)(?:Who|What|Whoever|Whose|Of|Nor|Nobody)\b(?!.*?\?(?:\W|$))"
+    r"(?:^|[.!?:][\"'`)*]*\s+)(?:Who|What|Whom|Whoever|Whose|Of|Nor|Nobody)\b(?!.*?\?(?:\W|$))"
 )
 #: Words without an actor, and words that few readers use.
 _WORDS: Final = re.compile(

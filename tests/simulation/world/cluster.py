@@ -590,7 +590,7 @@ class SimCluster(World):
         is_known = 2 * len(erring) < len(members)
         ranks = [rank for rank, worker in enumerate(members) if worker.errs or not is_known]
         for worker in erring:
-            # Whom nothing convicts would err in every attempt that follows.
+            # A worker that nothing convicts would err in every later attempt.
             worker.errs = is_known
         self.monitor.corrupted(attempt.number, erring, is_known=is_known)
         found: dict[str, Any] = {

@@ -67,8 +67,8 @@ class Recheck:
     def passes(self, step: int, shards: Sequence[LocalShard]) -> Iterator[tuple[int, Any]]:
         """Yield number and samples of a micro-batch for each time that it is to be computed.
 
-        Its gradients are given to ``see`` before the next one is asked for. Raise ``CorruptError``
-        if a worker has computed something wrong, or has wrong weights.
+        The caller passes its gradients to ``see`` before it takes the next one. Raise
+        ``CorruptError`` if a worker has computed something wrong, or has wrong weights.
         """
         if self._is_off or (step % self._every and step != self._last_step):
             return

@@ -50,7 +50,7 @@ def train(session: Session) -> None:
     registered = kept.mean
     table, noise, losses = torch.arange(4.0), torch.zeros(2), []
     average, holder = Average(model), Average(nn.Linear(2, 2))
-    seen, best, anew = 0, 9.0, 0
+    seen, best, inner = 0, 9.0, 0
     for step in session.steps(len(INPUTS)):
         session.train_step(lambda i: (model(INPUTS[i]) - INPUTS[i]).square().mean())
         for name, one in named.items():
@@ -61,13 +61,13 @@ def train(session: Session) -> None:
         average.update(model)
         seen += 1
         holder.calls += 1
-        best, anew = min(best, step.loss), 0
+        best, inner = min(best, step.loss), 0
         for _ in range(3):
-            anew += 1
+            inner += 1
         noise = torch.full((2,), step.loss)
         losses.append(noise)
     assert table[1] == 1
-    assert len(views) + len(losses) + seen + best + anew > 0
+    assert len(views) + len(losses) + seen + best + inner > 0
 
 
 def test_a_value_that_changes_in_place_is_named_once(

@@ -1,4 +1,4 @@
-"""Whom the first attempt waits for, if something is lost before it."""
+"""How the first attempt starts if something is lost before it."""
 
 from dataclasses import replace
 
