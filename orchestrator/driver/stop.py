@@ -27,6 +27,7 @@ from orchestrator.shell import (
     RunNames,
     connect_ray,
     kill_local_cluster,
+    local_clusters,
     run_id,
     why_silent,
     withdraw,
@@ -84,18 +85,26 @@ def await_end(url: str) -> dict[str, Any]:
     """
     run = Run(url)
     contact = run.contact()
-    address = contact["ray_address"]
+    address, directory = contact["ray_address"], run.settings().run.directory
+
+    def is_simulated() -> bool:
+        return any(entry.run_directory == directory for entry in local_clusters())
+
+    ends_with_run = is_simulated()
     watch = ClusterWatch(run, address)
     while (summary := run.summary()) is None:
         watch.require()
         time.sleep(FOLLOW_S)
-    # Detached simulated nodes end with the run.
-    wait(
-        lambda: (
-            bool(why_silent(address, timeout_s=ANSWER_S))
-            or not has_controller(address, contact["namespace"])
+    if ends_with_run:
+        # Ray would end this process if it asked while the cluster ends.
+        wait(lambda: not is_simulated())
+    else:
+        wait(
+            lambda: (
+                bool(why_silent(address, timeout_s=ANSWER_S))
+                or not has_controller(address, contact["namespace"])
+            )
         )
-    )
     return summary
 
 
