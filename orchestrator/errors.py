@@ -1,7 +1,5 @@
 """Errors that the orchestrator raises on purpose; each class says when."""
 
-from __future__ import annotations
-
 from ucp_core.errors import FactsError
 
 __all__ = [

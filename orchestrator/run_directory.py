@@ -4,8 +4,6 @@ It may be read during the run: a missing file counts as empty, and an incomplete
 skipped. ``orchestrator.shell`` writes these files.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ Exit codes: 0 success; 1 the checkpoint is missing, damaged or unusable; 2 wrong
 argument); 3 the storage refused. Errors are one line on stderr.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 

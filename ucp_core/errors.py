@@ -19,8 +19,6 @@
 They are about the input and the world; a mistake in the caller's code is an ``AssertionError``.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Which versions belong to a run's history, in storage and in memory (SPEC.md, 5)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeAlias
 

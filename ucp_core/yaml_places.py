@@ -1,7 +1,5 @@
 """Reads YAML and keeps the place of every key and value, so that a message can name the line."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any, TypeAlias

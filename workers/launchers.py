@@ -7,8 +7,6 @@ The variables tell a process its place among others. Ray's processes keep those 
 job that started them, and libraries in a worker would wait for ranks that do not exist.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -1,7 +1,5 @@
 """Lets training have the processors before what works beside it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """Pickling of values that are sent by the thousand."""
 
-from __future__ import annotations
-
 from dataclasses import fields, make_dataclass
 from operator import attrgetter
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ Ray checks for a dead raylet once a second in each process. In that second train
 possibly without a keeper, and lose steps that no other node copies.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

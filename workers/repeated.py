@@ -1,7 +1,5 @@
 """Warns about a repeated failure once, and counts it."""
 
-from __future__ import annotations
-
 import logging
 
 

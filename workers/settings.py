@@ -4,8 +4,6 @@ Frozen values without torch, so that the orchestrator can build and check them a
 sections are in ``orchestrator.config.sections``. ``problems`` returns every problem at once.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Hooks for mkdocs, whose pages are the documents of the project in place."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

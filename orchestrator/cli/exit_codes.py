@@ -1,7 +1,5 @@
 """The exit codes of ``everstep``: one table for the code and the help."""
 
-from __future__ import annotations
-
 import signal
 from enum import IntEnum
 

@@ -1,7 +1,5 @@
 """The ``everstep`` command; ``exit_codes`` has the table of its exit codes."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

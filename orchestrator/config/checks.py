@@ -3,8 +3,6 @@
 ``orchestrator.config.preflight`` checks data, storage and memory.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections import Counter

@@ -3,8 +3,6 @@
 Both come from the sections themselves, whose docstrings say what each key means.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping

@@ -4,8 +4,6 @@ No other room reads YAML or environment variables of the configuration; they get
 reports every problem at once, each with its place.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace

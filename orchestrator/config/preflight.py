@@ -3,8 +3,6 @@
 ``orchestrator.config.loading`` checks the text and reports its problems together with these.
 """
 
-from __future__ import annotations
-
 import math
 import uuid
 import warnings

@@ -1,7 +1,5 @@
 """The configuration of a run, and what the controller and the workers derive from it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

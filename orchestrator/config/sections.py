@@ -3,8 +3,6 @@
 Sections that workers also need are in ``workers.settings``.
 """
 
-from __future__ import annotations
-
 from math import inf
 from typing import Final, Literal
 

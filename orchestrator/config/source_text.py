@@ -3,8 +3,6 @@
 ``orchestrator.config.loading`` uses this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

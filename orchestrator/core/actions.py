@@ -1,7 +1,5 @@
 """Orders to the shell, in the imperative. The shell reports back by events."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 from orchestrator.core.state import Pair, RunOutcome

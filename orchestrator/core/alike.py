@@ -4,8 +4,6 @@ In a large run, thousands of members leave or form within a second. Deciding on 
 writing a journal line for each would take several seconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace

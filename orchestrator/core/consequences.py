@@ -3,8 +3,6 @@
 A handler calls ``transition.follow(AttemptFailed(...))``; ``phase_table`` names what handles that.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeAlias
 
 from orchestrator.fault_kinds import FaultKind

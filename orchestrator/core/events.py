@@ -4,8 +4,6 @@ The shell makes events, the journal keeps them, and ``machine.step`` folds them.
 ``at_s`` of the run's clock. An event of an attempt names the attempt.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import TypeAlias
 

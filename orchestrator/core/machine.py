@@ -5,8 +5,6 @@ random numbers. So a run replays exactly from its journal, and hundreds of fault
 simulated per second (``tests.simulation``).
 """
 
-from __future__ import annotations
-
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
 from orchestrator.core.consequences import EventFolded

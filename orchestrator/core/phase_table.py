@@ -4,8 +4,6 @@
 ``orchestrator/DESIGN.md`` shows the table, and a test compares the two.
 """
 
-from __future__ import annotations
-
 from orchestrator.core import consequences as co
 from orchestrator.core import events as ev
 from orchestrator.core.handlers import deadlines as on_time

@@ -1,7 +1,5 @@
 """The rules of a run: sizes, bounds of waits, limits of policies. Fixed at its start."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from typing import Final
 

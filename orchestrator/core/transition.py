@@ -1,7 +1,5 @@
 """One event being folded: the mutable state, the rules, the time and the actions so far."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf

@@ -1,7 +1,5 @@
 """Events and actions as values that are cheap to make."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeVar, dataclass_transform
 

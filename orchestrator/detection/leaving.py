@@ -6,8 +6,6 @@ that does not wait is healthy as long as its process shows signs of life (``sign
 these signs do not depend on the step time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Final
 

@@ -5,8 +5,6 @@ idle, and a few seconds would evict healthy workers of a slow one. So all bounds
 the hang bound, which is a multiple of the p99 step time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Final

@@ -27,8 +27,6 @@ only for a rank that others wait for and that does not wait itself (``waits``). 
 for a free processor is in state R.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Final, NamedTuple
 

@@ -24,8 +24,6 @@ is never named. A rank with groups that did not fit its ring may wait in one of 
 named because others wait for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The waits of members, from their reports: the wait graph, and their last calls as records."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from orchestrator.diagnosis import Operation, WaitGraph, wait_graph

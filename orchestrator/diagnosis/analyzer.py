@@ -1,7 +1,5 @@
 """Apply all rules to records."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 

@@ -5,8 +5,6 @@ a rank. Our ranks make different numbers of calls, so this module cuts the begin
 communicator keeps the calls that the records of all ranks cover.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable

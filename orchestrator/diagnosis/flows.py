@@ -4,8 +4,6 @@ Both ends of a connection report the same addresses. This module reads no clock:
 ``at_s``.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field

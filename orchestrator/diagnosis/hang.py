@@ -14,8 +14,6 @@ A rule that blames the rank that is furthest behind would name ranks that wait t
 whose records are missing or incomplete may have called anything.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping

@@ -7,8 +7,6 @@ is at fault (C4, arXiv 2406.04594, section 3, compares rows and columns of a mat
 time transfers between all pairs of a few nodes.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import median

@@ -10,8 +10,6 @@ that costs are compared with is frozen; otherwise slow work would soon count as 
 mutable because it takes 10,000 reports a second. It reads no clock.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ something hangs. If the records begin later, the hash of all earlier calls shows
 hold only that hash, and no operation.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias

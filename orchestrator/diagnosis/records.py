@@ -1,7 +1,5 @@
 """The records on which a diagnosis is based, one per operation of a rank."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -10,8 +10,6 @@ or comes late would name healthy ranks in the pipeline and the receivers of slow
 trace AR of ByteDance-Seed/StragglerAnalysis).
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict

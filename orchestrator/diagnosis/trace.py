@@ -7,8 +7,6 @@ Clocks of machines differ. A call ends on all its members at nearly the same tim
 shared calls show how far two clocks are apart.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ late peer. One slow place of the matrix is a link, a slow row a sender, a slow c
 remain possible.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from statistics import median

@@ -3,8 +3,6 @@
 The script runs in a separate process, as a worker runs it, up to its call of ``everstep.run``.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ state belongs to one model, so these stay. The cluster, the number of workers, t
 and the learning rate may change each time.
 """
 
-from __future__ import annotations
-
 import json
 from shlex import quote
 from typing import Any

@@ -1,7 +1,5 @@
 """The Ray cluster of a run: connect to it, and notice when it is gone."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 prints one document: the status, a recovery plan, the bounds of waits, a list of runs.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -4,8 +4,6 @@ Each batch of ``ucp_core.conversion`` is a Ray task. If a task dies with its wor
 task repeats the batch and writes the same bytes to the same place.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Sequence

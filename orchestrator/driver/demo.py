@@ -1,7 +1,5 @@
 """``everstep demo``: train the same model twice, undisturbed and with faults."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -5,8 +5,6 @@ record rings, the dumps of torch's flight recorder, and JSON lines with an opera
 executes nothing in a dump and builds no class.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

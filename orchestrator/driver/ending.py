@@ -1,7 +1,5 @@
 """How a run ended, in sentences: the steps done, the cost, and where the files are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shlex import quote

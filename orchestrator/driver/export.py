@@ -1,7 +1,5 @@
 """``everstep export``: write the newest committed step of a run in another format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import suppress

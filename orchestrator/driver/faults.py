@@ -3,8 +3,6 @@
 Only for simulated nodes on this machine, because processes get signals by pid.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

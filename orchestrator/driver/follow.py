@@ -1,7 +1,5 @@
 """Follow a run in the terminal until it is over or a signal ends the command."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """``everstep init``: write a configuration to start with, and the schema that editors read."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

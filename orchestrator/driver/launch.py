@@ -6,8 +6,6 @@ it starts the run. On an existing cluster the run needs no driver; simulated nod
 driver that started them, unless they are detached.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import time

@@ -6,8 +6,6 @@ there the newest claim on the run counts (``ucp_core.storage.claim``), and the o
 and says which process has the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

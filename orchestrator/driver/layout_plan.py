@@ -1,7 +1,5 @@
 """Compute the layouts of a run on other hardware (``everstep plan --gpus``)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

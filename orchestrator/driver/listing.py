@@ -1,7 +1,5 @@
 """List every run on this machine, or on one cluster (``everstep list``)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

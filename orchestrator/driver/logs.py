@@ -3,8 +3,6 @@
 In an object store a log is several objects, numbered ``rank0-0001.log`` and so on.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

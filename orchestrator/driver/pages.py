@@ -1,7 +1,5 @@
 """The address of a run's page, and an index of the pages of all runs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

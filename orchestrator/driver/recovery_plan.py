@@ -1,7 +1,5 @@
 """Ask a run what it would do if it lost machines now (``everstep plan``)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

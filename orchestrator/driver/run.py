@@ -1,7 +1,5 @@
 """A run by its directory: read its files, and reach its controller."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import urllib.request

@@ -1,7 +1,5 @@
 """``everstep diff``: compare two runs by the files in their directories."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Handle signals that ask a command to end, and output that has no reader."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The status of a run: from its controller, otherwise from its journal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Stop a run: at the next step boundary, or by force."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Compute how long a layout communicates on a topology, and how much orders and paths help."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

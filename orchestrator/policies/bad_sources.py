@@ -4,8 +4,6 @@ A source is a buffer in the memory of one keeper, or a version in storage (``wor
 bad source is excluded from the versions to resume from for as long as its version counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 
 from ucp_core.lineage import Lineage, counts

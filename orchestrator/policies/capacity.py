@@ -4,8 +4,6 @@ Alternatives are requested in the user's order. Refused requests stay open: they
 grant shows that capacity has returned.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,8 +4,6 @@ Pure. Each change costs all workers one re-formation. It pays off by shorter ste
 ends or a fault changes the layout anyway. Newcomers that come close together share one pause.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from orchestrator.policies.saving import FaultsSeen, rate_per_s

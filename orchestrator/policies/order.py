@@ -10,8 +10,6 @@ In order of priority, it minimises slow links between neighbours, crossings, and
 ranks would load from other nodes. With three nodes, all are neighbours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

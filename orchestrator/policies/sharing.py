@@ -7,8 +7,6 @@ workers waits until the others had time to take them. For a while it gives nothi
 that did not take them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf

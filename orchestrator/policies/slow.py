@@ -7,8 +7,6 @@ its pause, so the wait must have cost some steps as well. And the change must pa
 remaining time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
 

@@ -5,8 +5,6 @@ to compute them. It counts by the same rule as a commit in storage (``ucp_core/S
 can be lost with a node, so every answer holds only for the inventories that it is based on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations

@@ -4,8 +4,6 @@ Pure, and by the same rules as the controller and the loaders: the newest versio
 before storage, a rank's own node before another one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

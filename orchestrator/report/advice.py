@@ -1,7 +1,5 @@
 """Advice that follows from a run's numbers, in sentences. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

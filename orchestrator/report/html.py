@@ -4,8 +4,6 @@
 unchanged, and the page requests the document; a report contains the document.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime as dt
 import json

@@ -4,8 +4,6 @@ Pure. The live page and the report are one page: the controller makes this docum
 state, ``write_report`` from the run directory. Instants count from the run's first record.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence

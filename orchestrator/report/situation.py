@@ -1,7 +1,5 @@
 """Say in a sentence or two what a run does or waits for, and why. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

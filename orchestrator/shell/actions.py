@@ -1,7 +1,5 @@
 """Actions that a person requests on a run's page. Each becomes an event in the journal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 

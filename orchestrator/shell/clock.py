@@ -1,7 +1,5 @@
 """The clocks of the shell; no other module reads one."""
 
-from __future__ import annotations
-
 import time
 
 

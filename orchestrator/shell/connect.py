@@ -1,7 +1,5 @@
 """Connect this process to a Ray cluster, quietly."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Evidence of attempts that end: collected before any kill, stored in the background."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

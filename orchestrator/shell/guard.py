@@ -9,8 +9,6 @@ state of a process distinguishes a stopped one from a busy or waiting one. The g
 without installed packages: it takes 10 MB of memory, and 30 us of processor time per check.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """The inbox of a run: it takes events and has the run's clock. Every part gets it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ It decides nothing. ``event -> journal -> machine.step -> actions -> effects -> 
 death becomes an event within 30 ms. From there to the next attempt the run only waits for answers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

@@ -1,7 +1,5 @@
 """The names of a run's actors and placement groups in Ray."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import dataclass

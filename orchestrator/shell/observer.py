@@ -1,7 +1,5 @@
 """Turn keepers' reports into events: a member has formed, a step is complete, a member hangs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 

@@ -1,7 +1,5 @@
 """Ask the other runs on the cluster what they hold and lack. It decides nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

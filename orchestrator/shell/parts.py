@@ -1,7 +1,5 @@
 """The parts of one run in the shell and their wiring."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

@@ -3,8 +3,6 @@
 Members enter an attempt with the answers.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any

@@ -5,8 +5,6 @@ for storage. It does not delay the polling of nodes and reservations, or a journ
 system.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Flows over the network: the sums and transfers of a step, and copies of snapshots. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, permutations

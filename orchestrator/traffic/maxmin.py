@@ -4,8 +4,6 @@ Progressive filling: all flows grow equally until a link is full; its flows stop
 continue to grow. Source: Bertsekas and Gallager, Data Networks, 6.5.2. Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from math import inf
 from typing import TypeVar

@@ -3,8 +3,6 @@
 Pure. Paths are chosen as in C4P (arXiv 2406.04594, 4.3): all uplinks of a rack get equal loads.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ as there are spines; all of them lead to all other racks at equal cost. Zones ar
 each. A link has two directions, which do not share its capacity.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf

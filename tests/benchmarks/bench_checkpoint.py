@@ -15,8 +15,6 @@ because other work on the machine only adds; medians stand beside them.
 ``--torchrun`` measures what a plain script under torchrun sees: ``torchrun_checkpoint``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

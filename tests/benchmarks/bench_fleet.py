@@ -14,8 +14,6 @@ record on (of a day: by the trace alone), and as a restarted controller does it,
 one on.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

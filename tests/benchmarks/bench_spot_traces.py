@@ -17,8 +17,6 @@ with times that ``RESULTS.md`` has, and for everstep with the times of this run,
 arithmetic can be trusted. ``--computed`` prints that alone: whole traces, also at their own pace.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

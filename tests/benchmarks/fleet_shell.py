@@ -4,8 +4,6 @@ Its own work costs the size of a node, so that the times are the controller's: o
 the records and of the numbers that are folded from them.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush

@@ -8,8 +8,6 @@ one in which no member is missing.
 ``judged_ms_max`` is by the clock.
 """
 
-from __future__ import annotations
-
 import pickle
 from functools import lru_cache
 from sys import intern

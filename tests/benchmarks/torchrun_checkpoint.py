@@ -9,8 +9,6 @@ rank into memory that was used before. ``load`` fills FSDP2 over tensor parallel
 alone saved; ``raw_read`` reads as many bytes. Bytes read are those of the kernel's counter.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

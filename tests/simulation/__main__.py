@@ -1,7 +1,5 @@
 """``python -m tests.simulation``: simulate many histories, or show one."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

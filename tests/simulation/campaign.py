@@ -1,7 +1,5 @@
 """Many seeds in a row: the histories that held, and the smallest form of each that did not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """One seed, one history: a safety phase with faults, then a liveness phase without."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ Indented lines are the answer: each action, then ``[phase attempt=n]``. ``--show
 form, so a seed that found a bug becomes a scenario by copying the lines that matter.
 """
 
-from __future__ import annotations
-
 import ast
 from dataclasses import fields
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """A year of real outages through the real machine: budgets and quarantine never end the run."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

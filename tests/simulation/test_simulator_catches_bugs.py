@@ -4,8 +4,6 @@ Each bug is one that a hasty change could bring; each must be found within ``SEE
 and by the checker that is meant for it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

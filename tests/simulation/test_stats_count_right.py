@@ -1,7 +1,5 @@
 """Compares the journal's numbers with the truth of the virtual cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from orchestrator.core import (

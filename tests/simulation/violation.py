@@ -1,7 +1,5 @@
 """The error of a check of the simulation: a promise of the design was broken."""
 
-from __future__ import annotations
-
 
 class Violation(AssertionError):  # noqa: N818  it is a finding, reported with its promise
     """A promise was broken; the message begins with its name in the design."""

@@ -5,8 +5,6 @@ worker has in the new layout at most. The times of steps and the layouts that fi
 for GPUs; the planner does not know it, but sees the steps of what it trained, and what was refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

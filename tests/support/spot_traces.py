@@ -3,8 +3,6 @@
 The files are in ``tests/fixtures/spot``; its ``README.md`` says where they come from.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The layout is from https://github.com/huggingface/safetensors: 8 bytes of length
 names dtype, shape and ``data_offsets`` of every tensor, then the data without gaps.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """Plans the files of a universal checkpoint, down to the place of every byte. Pure."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A piece is given by strides as in ``torch.as_strided``, once in the whole tensor
 shard: the form of DeepSpeed's affine maps (``deepspeed/checkpoint/affine.py``, 0.19.8).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

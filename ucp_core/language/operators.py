@@ -6,8 +6,6 @@ tensor, ``strip_padding`` crops it, and ``targets.target_map`` (the paper's UcpI
 rank of another layout needs. The paper's Load and Save are ``ucp_core.load`` and ``convert``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -16,8 +16,6 @@ Shard-NC, GQA             ``Cut(0, parts=(q, k, v))`` or ``Cut(0, ratio=(4, 1, 1
 ========================  =============================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

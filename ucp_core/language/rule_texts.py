@@ -3,8 +3,6 @@
 ``syntax`` is imported only when a text is read: YAML takes 50 ms to import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache

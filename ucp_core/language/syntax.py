@@ -3,8 +3,6 @@
 ``RULES.md`` describes the language. The classes here are its words; pydantic reads them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection

@@ -4,8 +4,6 @@ Pipeline stages and tensor parallelism follow the rules. Data-parallel ranks sha
 by rows, as FSDP2 does. A rank computes only its own part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 

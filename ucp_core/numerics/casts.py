@@ -4,8 +4,6 @@ As in IEEE 754, NaN stays NaN, infinities and zeros keep their sign, and values 
 become infinite (NaN in F8_E4M3, which has no infinity).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

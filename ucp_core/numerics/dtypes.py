@@ -1,7 +1,5 @@
 """Names of dtypes, without numpy."""
 
-from __future__ import annotations
-
 #: Dtypes that ``cast`` knows, by safetensors' names.
 FLOATS = ("F64", "F32", "F16", "BF16")
 #: Dtypes that hold every value of a smaller one.

@@ -1,7 +1,5 @@
 """Sizes as people write and read them, and groups limited by bytes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar

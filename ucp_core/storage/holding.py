@@ -6,8 +6,6 @@ shares it, too, since it trains on while there is no controller. The kernel rele
 hold when it ends. Where there are no locks, the newer claim wins (``ucp_core.storage.Owner``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -4,8 +4,6 @@ Clients wrap one another and raise at every layer. Errors are classified by the 
 and by the names of their classes, so no client has to be installed.
 """
 
-from __future__ import annotations
-
 import errno
 import random
 import time

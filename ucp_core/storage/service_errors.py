@@ -1,7 +1,5 @@
 """Turn errors of a storage service into advice for the user."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -4,8 +4,6 @@ A pickle of a megabyte can describe gigabytes, and a folder can hold many of the
 from a foreign file is therefore paid for in advance, by its estimated size, from one account.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

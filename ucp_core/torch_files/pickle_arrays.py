@@ -3,8 +3,6 @@
 The states of random generators are such arrays; losses and steps are such scalars.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from math import prod

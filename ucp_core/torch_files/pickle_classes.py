@@ -5,8 +5,6 @@ dependencies. Each value is a function of ours that checks the types of its argu
 plain data, never more than it was given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias

@@ -19,8 +19,6 @@ To find these in advance means to follow the stack opcode by opcode, which is th
 ``pickle._Unpickler``, in Python, is 2 to 3 times as slow.
 """
 
-from __future__ import annotations
-
 import gc
 import struct
 from collections.abc import Callable, Iterator

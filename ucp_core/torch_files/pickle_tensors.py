@@ -1,7 +1,5 @@
 """Where the tensors of a torch file are: stand-ins for torch's rebuild functions. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod

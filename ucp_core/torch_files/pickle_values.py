@@ -1,7 +1,5 @@
 """Convert the values of a pickle to JSON: the small ones, kept beside tensors. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from json.encoder import encode_basestring_ascii
 from math import prod

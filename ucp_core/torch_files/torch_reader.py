@@ -6,8 +6,6 @@ and the small records. A tensor becomes a ``TensorRef``, which says where its by
 APPNOTE.TXT 6.3 (zip), and the files that torch 1.6 to 2.13 wrote.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

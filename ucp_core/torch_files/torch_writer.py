@@ -6,8 +6,6 @@ them.
 Counterpart: ``ucp_core.torch_files.torch_reader``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

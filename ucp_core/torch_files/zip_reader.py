@@ -7,8 +7,6 @@ tensors instead of 2, each a request on an object store. For the directory alone
 (3,000 records 30 ms instead of 24, one record 48 us instead of 21) and saves 40 of these lines.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn, TypeAlias

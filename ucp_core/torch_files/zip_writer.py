@@ -4,8 +4,6 @@ A record's crc32 is known only after its data. It is therefore in a data descrip
 central directory, where torch puts it, too. Counterpart: ``zip_reader``.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple

@@ -5,8 +5,6 @@ GroupError
 + CollectiveError   the transport failed: a hint that a peer died, but no proof of which one
 """
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

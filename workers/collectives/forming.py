@@ -7,8 +7,6 @@ or at the timeout. So a helper thread drops the groups. Groups that are still re
 until the timeout has passed: otherwise the thread that drops the last reference would sleep.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -6,8 +6,6 @@ names (``all_gather_single``) and some by old ones (``_allgather_base``). The cl
 otherwise calls would not be recorded.
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable

@@ -5,8 +5,6 @@ this process, a communicator can be aborted during creation, and all communicato
 aborted at the same time. Based on torch's ``ProcessGroupNCCL.cpp`` and ``NCCLUtils.cpp``.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -5,8 +5,6 @@ rank that has waited for long publishes its place, and ``meet`` finds out, witho
 whether the others can still come. A rank cannot come if it waits for this one in a collective.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

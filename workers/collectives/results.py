@@ -4,8 +4,6 @@ An abort ends a collective on a device by force, which makes its result arbitrar
 the attempt's flag first, so a check of the flag after the result is reliable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

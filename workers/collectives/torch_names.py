@@ -3,8 +3,6 @@
 ``make test-torch`` runs the tests with the oldest and the newest release.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from datetime import timedelta

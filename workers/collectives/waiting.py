@@ -1,7 +1,5 @@
 """Wait so that an abort can interrupt; run calls that cannot be interrupted in threads."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

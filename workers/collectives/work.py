@@ -8,8 +8,6 @@ closes the connection when a slice of a point-to-point work runs out. So a helpe
 such a work, and the caller waits for the helper or the abort.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta

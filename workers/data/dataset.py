@@ -4,8 +4,6 @@ Text is tokenized once per node. The tokens are in the cache directory under a h
 that they depend on. Every process maps them, and opens them once for all attempts.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Iterable

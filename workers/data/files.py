@@ -1,7 +1,5 @@
 """Finds and reads the files of a dataset, and keeps arrays computed from them."""
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import io

@@ -4,8 +4,6 @@ They distinguish samples of a dataset, but do not detect every change: they cove
 of a large array or a long text. ``content_of`` covers a few whole samples.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias

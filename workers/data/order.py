@@ -10,8 +10,6 @@ A permutation is a keyed Feistel network on the smallest even number of bits tha
 arbitrary finite domains"): constant memory, at most 4 rounds expected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final

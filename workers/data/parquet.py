@@ -1,7 +1,5 @@
 """Reads rows of Parquet files as a map-style dataset: the footers say where each row group is."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Seeds the random numbers of torch, NumPy and Python, so that they do not depend on the worker."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterator

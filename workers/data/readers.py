@@ -4,8 +4,6 @@ A call and a result are one message each through a pipe, without threads. With b
 kilobytes, the hand-overs in a pool of the standard library took longer than reading.
 """
 
-from __future__ import annotations
-
 import fcntl
 import io
 import multiprocessing

@@ -1,7 +1,5 @@
 """Reads the order of samples that a script gives, epoch by epoch."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeAlias

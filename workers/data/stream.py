@@ -5,8 +5,6 @@ every sample once, in the stream's own order. The stream must be the same wherev
 digest of the samples read confirms this, to the other workers and after a resume.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import deque

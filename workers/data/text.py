@@ -4,8 +4,6 @@ It determines the documents, their order, and the held-out ones, which must be t
 workers of a run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

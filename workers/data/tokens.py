@@ -1,7 +1,5 @@
 """Turns text into token ids: its bytes, or those of a given Hugging Face tokenizer file."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 from collections.abc import Callable

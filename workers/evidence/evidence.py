@@ -1,7 +1,5 @@
 """Collect the evidence of a node when an attempt ends, and store it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass

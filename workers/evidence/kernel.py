@@ -1,7 +1,5 @@
 """Read the kernel's report on a process that cannot report itself."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Final

@@ -9,8 +9,6 @@ stopped or frozen process writes nothing; the kernel reports on it instead.
 ``workers.process`` offers stacks, and ``workers.keeper`` takes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import fcntl

@@ -8,8 +8,6 @@ a fixed period, and at once after an event that the controller waits for.
 keeper reads, and ``orchestrator.shell.controller`` receives the reports.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

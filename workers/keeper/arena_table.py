@@ -1,7 +1,5 @@
 """All arenas of one node, within a budget; it announces changes to them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

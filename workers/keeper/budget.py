@@ -1,7 +1,5 @@
 """Decide how much of a node's memory one run's snapshots may use, beside those of other runs."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -3,8 +3,6 @@
 ``workers.memory.descriptors`` is the client, and describes the protocol.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ The keeper's actor owns one. Each part has its own threads, so that a store that
 peer does not delay a report.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Collection

@@ -6,8 +6,6 @@ Slow, full or silent storage keeps a buffer pinned for a while. Then the persist
 version, reports this, and tries the next version that is due.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

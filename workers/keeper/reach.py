@@ -5,8 +5,6 @@ that: one that is stopped, swapped out, or waits for a processor does not preven
 machine without power, or behind a cut, does not answer, however long a step takes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -7,8 +7,6 @@ same addresses, from which the controller finds the ranks that it joins
 (``orchestrator.diagnosis.flows``). If the kernel does not answer, nothing is known.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """Read the progress records and record rings of a node's trainers for its keeper."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

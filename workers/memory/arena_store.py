@@ -5,8 +5,6 @@ data file, then the record, which completes the buffer. There is no manifest: a 
 memory anywhere holds the records of all its ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import numpy as np

@@ -13,8 +13,6 @@ imports only the standard library and isal, so it starts in 30 ms and takes 10 M
 ``workers.memory.checksums`` is the trainer's side.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -7,8 +7,6 @@ process also combines the checksums of blocks, which takes 5 ms for a state of 4
 ``workers.memory.checksum_process`` is the process, and describes the protocol.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket

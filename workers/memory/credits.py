@@ -8,8 +8,6 @@ for a while continues without one, because a stopped rank keeps its credit.
 Source: the node level of REFT's hierarchical snapshots (arXiv 2310.12670).
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

@@ -20,8 +20,6 @@ unread, because those make the keeper check even later.
 ``workers.keeper.descriptor_server`` is the server.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

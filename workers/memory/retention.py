@@ -6,8 +6,6 @@ arena only if arenas that stay hold newer versions. It frees a copy or parities 
 versions are also protected, or if nothing is protected.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

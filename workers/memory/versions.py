@@ -4,8 +4,6 @@ A version in memory is a native distributed checkpoint whose files are buffers o
 opened and loaded as any other, under any layout, and every block is verified.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

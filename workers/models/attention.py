@@ -8,8 +8,6 @@ evenly, an all-to-all gives each rank some heads of whole sequences (DeepSpeed U
 Shape letters: B sequences, H heads, K key/value heads, T positions of this rank, E ``head_dim``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final

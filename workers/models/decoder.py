@@ -4,8 +4,6 @@ Shape letters: B sequences, T positions, D ``dim``, H heads, K key/value heads, 
 F ``ffn_dim``, V ``vocab_size``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

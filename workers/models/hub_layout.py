@@ -6,8 +6,6 @@ each model type. This module only says which boxes of the new tensors the old on
 nothing.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace

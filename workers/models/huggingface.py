@@ -1,7 +1,5 @@
 """Causal language models of ``transformers``, dense or MoE, from a folder with ``config.json``."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Pure arithmetic. ``workers.models.decoder`` builds the modules, and a test compares the counts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

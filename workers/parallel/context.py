@@ -1,7 +1,5 @@
 """Share sequences by context parallelism: each rank holds a part of every sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Draw dropout in modules that tensor parallelism cuts: each rank draws for its own part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

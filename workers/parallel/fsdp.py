@@ -4,8 +4,6 @@
 shards. No rank communicates before the first forward pass.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re

@@ -3,8 +3,6 @@
 Adapters of ``peft`` are cut like the matrices that they change. Written for transformers 5.24.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Build the device mesh of an attempt."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Final
 

@@ -5,8 +5,6 @@ tensor parallelism: a rank has a slice of each fused part (torch 2.13). This mod
 DTensor's placements instead, axis by axis, as torch splits a tensor.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

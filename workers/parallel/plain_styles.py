@@ -6,8 +6,6 @@ step of an attempt this takes 0.1 s of processor time per rank, one pipeline sta
 Each operation also costs more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Cut a model along axes that depend on its structure, such as tensor parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Names of torch that this room uses and torch may change; checked with 2.11, 2.13 to 2.15."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

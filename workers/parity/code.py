@@ -11,8 +11,6 @@ Parity does not show which member is wrong, so verify results by checksums.
 Source: bit-matrix codes (Bloemer et al., ICSI TR-95-048; Plank and Xu, NCA 2006).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 

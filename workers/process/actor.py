@@ -8,8 +8,6 @@ to end: torch has sharding caches per thread, and only the thread that filled th
 ``attend`` and perhaps ``fence`` or ``yield_at_boundary``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

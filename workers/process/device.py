@@ -5,8 +5,6 @@ error of its memory or links, every later CUDA call fails. Other errors, such as
 memory, pass.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -10,8 +10,6 @@ waits 0.6 to 0.8 times as long for a snapshot, and loads from the node's own mem
 of the time.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping
 from typing import Final

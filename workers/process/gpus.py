@@ -1,7 +1,5 @@
 """Find the GPUs of this machine, and decide how workers share them."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

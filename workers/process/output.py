@@ -8,8 +8,6 @@ A separate thread writes. Printing never waits for storage and never fails becau
 output is retried, and output beyond ``PENDING_BYTES_MAX`` is dropped and counted.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging

@@ -4,8 +4,6 @@ The training thread calls ``run``; any other thread may call ``fence`` and ``yie
 fence is final: a fenced attempt is never entered.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

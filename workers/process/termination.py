@@ -4,8 +4,6 @@ Only a process's main thread may set a signal handler. In a Ray worker that thre
 and scripts run in others. Ray's handler would end the process in the middle of a step.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

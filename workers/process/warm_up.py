@@ -5,8 +5,6 @@ are loaded, and caches of kernels and sharding are filled. After the warm-up a s
 as a survivor (0.4 s of CPU less, small preset).
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

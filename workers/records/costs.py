@@ -1,7 +1,5 @@
 """Compute the costs of a rank's steps from the spans of its own work."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from statistics import fmean

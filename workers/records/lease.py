@@ -7,8 +7,6 @@ A lease runs out somewhat before Ray stops waiting for an absent head. If the he
 it takes over trainers that never stopped.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import time

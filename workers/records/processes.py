@@ -1,7 +1,5 @@
 """Read the kernel's data on processes and threads from outside."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Final, NamedTuple

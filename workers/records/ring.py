@@ -18,8 +18,6 @@ leaves the other copy intact.
 ``workers.collectives`` writes the ring, and ``workers.records.ring_reader`` reads it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

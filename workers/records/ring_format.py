@@ -4,8 +4,6 @@ The file has a header, the state of each process group, the members of the group
 All numbers are little-endian. ``ring`` writes it, ``ring_reader`` reads it.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read record rings from another process, or after the writer has ended."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Divide a state into the buckets in which it is copied off a device."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Final, NamedTuple

@@ -5,8 +5,6 @@ training would wait a fifth longer if that were done while copying. Smaller tens
 while copying, because for each of them another thread would take the interpreter from training.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -21,8 +21,6 @@ one it could be interrupted while it holds the interpreter's lock, and delay tra
 Source: the device level of REFT's hierarchical snapshots (arXiv 2310.12670).
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -6,8 +6,6 @@ lost. A rank does not know whether the others can, so the version to resume from
 survive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

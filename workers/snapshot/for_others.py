@@ -10,8 +10,6 @@ refuses memory, the rank saves nothing for others, but continues its own snapsho
 Source: the redundant copies and RAIM5 of REFT (arXiv 2310.12670), over shares that differ in size.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time

@@ -3,8 +3,6 @@
 Source: the hooks that release buckets in REFT's hierarchical snapshots (arXiv 2310.12670).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Names of torch that this room uses and torch does not promise. Checked on 2.11, 2.13 to 2.15."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -7,8 +7,6 @@ torch's own optimizers are known by class. Any other one is refused unless the s
 ``workers.state.entries`` refuses optimizers of any class whose state cannot be saved in shards.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final

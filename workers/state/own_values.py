@@ -6,8 +6,6 @@ collections of these if they have changed since the optimizer was made. Values t
 to an optimizer's constructor remain the script's choice.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final

@@ -6,8 +6,6 @@ which ranks hold the same model. It is unknown whether other plain tensors, or t
 other ranks, are copies: each rank saves its own, and the commit keeps one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Any

@@ -4,8 +4,6 @@ Anything with ``state_dict`` and ``load_state_dict`` can be registered. Its stat
 every version as small JSON values, the same on every worker.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from base64 import b64decode, b64encode

@@ -1,7 +1,5 @@
 """Do steps of an optimizer without changing it, to allocate its state and to find its values."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections import OrderedDict, deque

@@ -4,8 +4,6 @@ Rules by shape are common: a learning rate by fan-in (muP), a factor by rows ove
 size. If this worker's part had its own shape, they would depend on the number of workers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ in memory that the model does not use. This works for any kernel, any width of v
 device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from math import gcd, prod
 from typing import Any, Final

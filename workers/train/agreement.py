@@ -1,7 +1,5 @@
 """Checks that the workers of an attempt have the same data and state, and compute alike."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ The others wait, so that the attempt lasts as long as that code. The file ``BEHI
 directory records its end.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Build the model of an attempt: cut for its layout, sharded, and without values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase

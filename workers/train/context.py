@@ -1,7 +1,5 @@
 """The worker that runs an attempt: all that ``run_attempt`` needs besides its assignment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

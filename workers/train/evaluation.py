@@ -1,7 +1,5 @@
 """Measure a model without changing it: mean loss over samples."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

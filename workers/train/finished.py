@@ -1,7 +1,5 @@
 """The versions that a complete run has in storage, for code after ``everstep.run``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final

@@ -5,8 +5,6 @@ version from which it resumes. The ranks exchange messages in the launcher's sto
 collectives of the others fail, and they end too: the launcher starts the job again.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The built-in training: a language model on text, written like any training script."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

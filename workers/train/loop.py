@@ -5,8 +5,6 @@ group, no model, no thread. A collective's exception passes through the training
 so the script also releases its objects.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import logging

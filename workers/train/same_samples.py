@@ -6,8 +6,6 @@ indices reads the data itself. Then each worker calls the script's loss function
 micro-batches, up to where it calls a module, and the inputs of that call are compared.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import zlib

@@ -4,8 +4,6 @@ The script runs until it calls ``everstep.run``, on every worker. If code follow
 runs the script once more when the run is complete, and ``run`` returns at once.
 """
 
-from __future__ import annotations
-
 import dis
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """Find values that a script's function changes in each step, but no version saves."""
 
-from __future__ import annotations
-
 import dis
 import sys
 from collections.abc import Collection, Iterator, Mapping

@@ -4,8 +4,6 @@
 session. A session belongs to one thread and one attempt.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

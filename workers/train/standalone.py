@@ -6,8 +6,6 @@ would lose good work. If no committed checkpoint loads, training restarts only i
 most one checkpoint interval.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """The loop over the steps of one attempt: its data, the work between two steps, and the end."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

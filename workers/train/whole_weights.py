@@ -3,8 +3,6 @@
 Every rank calls each function. One whole tensor is in memory at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re

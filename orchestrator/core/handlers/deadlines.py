@@ -1,7 +1,5 @@
 """Handlers for bounds that are reached, and for requests of the user."""
 
-from __future__ import annotations
-
 from math import inf
 from typing import Final
 

@@ -3,8 +3,6 @@
 The ``settle`` functions run after every event, so no other code has to make requests.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from math import inf

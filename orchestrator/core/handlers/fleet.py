@@ -4,8 +4,6 @@ Except for strikes, the cost depends on the size of one node, not on that of the
 decides what to request, ``formation`` which workers train.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf

@@ -1,7 +1,5 @@
 """Events about nodes, reservations and worker processes."""
 
-from __future__ import annotations
-
 from math import inf
 
 from orchestrator.core.actions import (

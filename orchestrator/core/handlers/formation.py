@@ -1,7 +1,5 @@
 """Decide which workers train next, with which ranks and reservations; start the attempt."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, repeat

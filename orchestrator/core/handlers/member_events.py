@@ -1,7 +1,5 @@
 """Events of the current attempt. Events of another attempt are stale and change nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from math import inf
 

@@ -1,7 +1,5 @@
 """Choose how often the run saves, given what saves cost and how often faults occur."""
 
-from __future__ import annotations
-
 from orchestrator.core.actions import SetCadence
 from orchestrator.core.events import SavesMeasured
 from orchestrator.core.transition import Transition

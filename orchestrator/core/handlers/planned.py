@@ -5,8 +5,6 @@ the next attempt resumes from it without a read. The commit goes to storage if t
 to wait for capacity, and otherwise to memory.
 """
 
-from __future__ import annotations
-
 from math import inf
 
 from orchestrator.core.actions import YieldAttempt

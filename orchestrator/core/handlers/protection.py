@@ -1,7 +1,5 @@
 """Plan how to protect an attempt's snapshots, given the memory that keepers reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf

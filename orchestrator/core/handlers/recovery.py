@@ -5,8 +5,6 @@ version to resume from is read from keepers and storage where reports may be out
 that are proven guilty are blamed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf

@@ -4,8 +4,6 @@ Earlier events were handled under earlier settings and cannot be folded under ne
 carries the state that the earlier journal leads to.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from orchestrator.core.events import RunResumed

@@ -4,8 +4,6 @@
 it; ``planned`` makes members leave at a step boundary.
 """
 
-from __future__ import annotations
-
 from math import inf
 
 from orchestrator.core.consequences import CapacityChanged

@@ -5,8 +5,6 @@ without it if fewer workers are faster. No step is lost, and the node is used ag
 keeps the node if its workers recover before that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf

@@ -4,8 +4,6 @@ The new controller does not know which of the last actions the old one performed
 every action that may have been lost; all are idempotent. It leaves an undisturbed attempt alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf

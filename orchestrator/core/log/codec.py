@@ -4,8 +4,6 @@
 fails for a type that it does not support.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum

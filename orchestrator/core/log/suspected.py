@@ -1,7 +1,5 @@
 """Summarize the suspicions of a run in a few lines. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any

@@ -4,8 +4,6 @@ Pure. The time since the previous report of a step belongs to the steps of the n
 second is counted once, so the parts cannot exceed the whole.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Final
 

@@ -5,8 +5,6 @@ is whole again must stay so for a pause before it is used. The pause doubles eac
 lost in use, so an unstable link is not used until it is stable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """Decide which nodes can train together when links between some of them are lost."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from orchestrator.core.network import links

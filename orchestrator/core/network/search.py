@@ -4,8 +4,6 @@ The keepers of all members probe one another. If they find a lost link, it is th
 fault, and only nodes that reach each other train next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from math import inf

@@ -1,7 +1,5 @@
 """Slow links as keepers measured them. The next order of nodes and copies avoids them."""
 
-from __future__ import annotations
-
 from orchestrator.core.events import LinksTimed, TrafficMeasured
 from orchestrator.core.transition import Transition
 

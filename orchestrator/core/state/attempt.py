@@ -1,7 +1,5 @@
 """The state of one attempt; the next attempt starts with a new ``Attempt``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import inf
 

@@ -1,7 +1,5 @@
 """The machines of the run: nodes, reservations on them, worker processes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache

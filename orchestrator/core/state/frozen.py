@@ -1,7 +1,5 @@
 """Parts of the run state: mutable while one event is folded, frozen afterwards."""
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError
 from typing import Any, NoReturn
 

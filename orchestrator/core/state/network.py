@@ -1,7 +1,5 @@
 """The known state of the network between the nodes."""
 
-from __future__ import annotations
-
 from math import inf
 from typing import Final, NamedTuple, TypeAlias
 

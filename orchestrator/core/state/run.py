@@ -6,8 +6,6 @@ state is nested by lifetime: the run, its current attempt, the reads since it en
 ``machine.step`` thaws a ``RunState`` into a ``MutableRunState``, changes that and freezes it again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum

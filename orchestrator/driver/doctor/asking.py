@@ -3,8 +3,6 @@
 A short-lived process on each node collects the facts. No file stays in the run directory.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -4,8 +4,6 @@ If a degree divides the heads and layers of a model, so do its divisors. So the 
 know the model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product

@@ -1,7 +1,5 @@
 """Decide which candidate the workers use, and say why not another one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final

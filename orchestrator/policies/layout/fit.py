@@ -1,7 +1,5 @@
 """Compute how many workers a layout with given degrees uses on each node."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Step times assume that a GPU reaches a usual share of its peak, so their order i
 their values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """GPUs by their data sheets, and jobs to train on them: the sizes of a model and its batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

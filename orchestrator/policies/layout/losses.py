@@ -1,7 +1,5 @@
 """The cost of losing a node in a layout, and the best layouts with that taken into account."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 It excludes the process itself, fragmentation and the buffers of collectives.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

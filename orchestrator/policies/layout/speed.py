@@ -5,8 +5,6 @@ measurement is compared with the nearest measured layout by ``relative_step``, w
 communication.
 """
 
-from __future__ import annotations
-
 from math import log
 
 from orchestrator.policies.layout.candidates import NAMED, LayoutRules

@@ -4,8 +4,6 @@ A failure domain is a rack, or a node whose rack is unknown. Every attempt has i
 sizes differ by at most one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Measure how long redundancy was below the configured tolerance; alert if too long. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -18,8 +18,6 @@ Source: the protections of REFT (arXiv 2310.12670), with two parities, unequal p
 of nodes; partner copies of GEMINI (SOSP 2023); XOR sets of SCR.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

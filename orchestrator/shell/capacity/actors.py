@@ -4,8 +4,6 @@ They are detached, so they outlive the controller, and the next controller finds
 is called in threads, because its head may answer slowly.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping

@@ -4,8 +4,6 @@ Ray gives no reason for a pending placement group: its machine may be on the way
 type that the cluster lacks. The autoscaler reports both to Ray's head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

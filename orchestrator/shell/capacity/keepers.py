@@ -1,7 +1,5 @@
 """The keepers on the run's nodes: start, connect, check and end them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Training continues in the meantime. Reading the reports costs nothing. Keepers s
 most 4 MB: all pairs of four nodes, in six rounds of at most 0.2 s.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence

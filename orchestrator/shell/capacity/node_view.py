@@ -1,7 +1,5 @@
 """The controller's view of a node."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ node is lost. A node is also lost if its machine is silent for some seconds whil
 all are silent at once, the controller's own machine is cut off, and Ray decides.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Notices that nodes will end: from Ray, from keepers, and for the controller's own machine."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Hashable, Mapping

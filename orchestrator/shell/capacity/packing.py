@@ -5,8 +5,6 @@ room for a tensor group of four. A group of four bundles does not help, because 
 part of it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Check whether machines answer, by the controller itself and by keepers among each other."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ takes as long to look up the name for its first connection.
 This file is also the program of that process, which ends with the controller.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

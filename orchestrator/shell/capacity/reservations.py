@@ -6,8 +6,6 @@ resources. The controller decides which process uses it, so a warm standby takes
 reservation of a dead worker at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

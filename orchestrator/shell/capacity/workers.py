@@ -6,8 +6,6 @@ a crash and about 1.5 s after the loss of a machine. Another call per attempt re
 left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

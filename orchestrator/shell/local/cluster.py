@@ -6,8 +6,6 @@ with the command that started it, however that command ends, unless the cluster 
 ends when the run's directory is deleted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """This user's local clusters: each has a folder with an entry, in the user's own folder."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

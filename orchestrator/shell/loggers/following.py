@@ -5,8 +5,6 @@ records how far each file was read and written, and each service's own id of the
 controllers and resumed runs continue the same curve.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -1,7 +1,5 @@
 """The services. Their packages are optional and imported only when they are used."""
 
-from __future__ import annotations
-
 import secrets
 import sys
 import tempfile

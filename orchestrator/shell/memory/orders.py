@@ -1,7 +1,5 @@
 """Order keepers, at the start of each attempt, how to protect it; they then work alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from orchestrator.core import OrderKeepers

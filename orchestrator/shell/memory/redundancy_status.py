@@ -1,7 +1,5 @@
 """How well snapshots protect the run, for the status page and for plans."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

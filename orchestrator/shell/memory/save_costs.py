@@ -1,7 +1,5 @@
 """Ask rank 0 for the costs of saves, report them, and send it the intervals to use."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -4,8 +4,6 @@ It asks all keepers at once which versions they hold. When a run ends, keepers s
 version if storage lacks it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -4,8 +4,6 @@ Ray's own discovery file has no place for other targets, and Prometheus accepts 
 the names of files in one folder. So all controllers of a machine use one folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The live page's data: the run's document, its curves, and the last phases of each worker."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

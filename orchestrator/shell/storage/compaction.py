@@ -4,8 +4,6 @@ With it, a restarted controller reads only the end of the journal. It only saves
 be used, the whole journal is folded.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from hashlib import sha256

@@ -8,8 +8,6 @@ Each incarnation claims the run directory before it reads the journal. It does n
 a later claim.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass

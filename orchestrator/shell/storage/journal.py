@@ -1,7 +1,5 @@
 """The journal on storage: a segment per incarnation of the controller, a JSON object per line."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -1,7 +1,5 @@
 """The files of a run beside its journal: contact, incidents, report, summary."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -6,8 +6,6 @@ controller finds the spool and sends the rest. If the machine is lost, so are th
 run resumes from what storage holds.
 """
 
-from __future__ import annotations
-
 import logging
 import posixpath
 import threading

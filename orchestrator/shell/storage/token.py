@@ -1,7 +1,5 @@
 """The token of a run: only users who can read its directory may change the run."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from pathlib import Path

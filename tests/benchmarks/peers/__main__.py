@@ -12,8 +12,6 @@ lines and is not run again, so the command can be given again after an interrupt
 ``--runs``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -15,8 +15,6 @@ of it has come, ``helped`` if the job did not go on by itself, and ``over``.
 Needs Python's own library only.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Hurts a job from outside: by the pids and nodes of its lines, without a word to the peer."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

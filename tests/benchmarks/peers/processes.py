@@ -4,8 +4,6 @@ A node is the processes that carry its mark in their environment, their descenda
 sessions of its commands. Losing it is SIGKILL for all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

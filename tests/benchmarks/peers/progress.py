@@ -1,7 +1,5 @@
 """Steps as a whole, made of the lines of single processes. Pure."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass

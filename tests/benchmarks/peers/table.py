@@ -1,7 +1,5 @@
 """Makes the table of raw lines. Pure: the same lines give the same table."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import tokenize

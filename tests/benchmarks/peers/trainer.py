@@ -3,8 +3,6 @@
 It needs torch and nothing else, since each arm runs in an environment of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The invariants of every run state, whatever happened."""
 
-from __future__ import annotations
-
 from math import inf, isinf
 from operator import attrgetter, is_
 

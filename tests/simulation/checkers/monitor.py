@@ -4,8 +4,6 @@ The monitor keeps its own books: which attempts began where, which steps and com
 never asks the machine what it thinks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from math import inf
 

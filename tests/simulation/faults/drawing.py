@@ -1,7 +1,5 @@
 """Faults of the virtual cluster. Their rates are drawn from the seed too (swarm testing)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import inf
 from random import Random

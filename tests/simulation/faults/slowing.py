@@ -5,8 +5,6 @@ true: stages differ, single micro-batches compile, and a machine may be loaded f
 who is slow for long may be convicted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import inf
 from random import Random

@@ -1,7 +1,5 @@
 """Keepers' reports on an attempt that stands still, judged by the production detector."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from orchestrator.core import events as ev

@@ -4,8 +4,6 @@ It performs the machine's actions as the shell would and reports what happens, l
 at all where the real thing may do so. It knows the truth; the machine hears only the reports.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from heapq import heapify

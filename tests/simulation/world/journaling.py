@@ -1,7 +1,5 @@
 """The simulated journal and its compaction, and how a controller restarts from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

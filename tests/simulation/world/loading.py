@@ -5,8 +5,6 @@ bytes are only noticed when they are read: by the rank that reads them, which sa
 leaves, or when it has formed because another holder had the same.
 """
 
-from __future__ import annotations
-
 from orchestrator.core import StartAttempt
 from orchestrator.policies import bad_sources, versions
 from tests.simulation.world.parts import Loading

@@ -5,8 +5,6 @@ arenas of their own, and so have shares that are saved for replicas, and a node'
 attempt. ``policies.versions`` says which versions can be read, as for the shell.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple

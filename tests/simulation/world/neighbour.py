@@ -1,7 +1,5 @@
 """Another run on the virtual cluster, which takes what room it finds and says what it lacks."""
 
-from __future__ import annotations
-
 from random import Random
 
 from orchestrator.core import OthersSeen

@@ -4,8 +4,6 @@ Each looks who owns the directory before it commits, and once more when it knows
 request that follows may still be under way when the directory is claimed again.
 """
 
-from __future__ import annotations
-
 from random import Random
 
 from tests.simulation.world.parts import STEP_S, SimAttempt

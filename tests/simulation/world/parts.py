@@ -1,7 +1,5 @@
 """Parts of the virtual cluster: nodes, worker processes, attempts as they really go."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf

@@ -5,8 +5,6 @@ storage at once (the last step, a durable yield) trainers write themselves. With
 write everything.
 """
 
-from __future__ import annotations
-
 from orchestrator.core import events as ev
 from orchestrator.policies import versions
 from tests.simulation.world.memory import Part, answers, serves

@@ -1,7 +1,5 @@
 """Simulated storage: commits land when the last record is written, reports of them travel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ucp_core.lineage import counts

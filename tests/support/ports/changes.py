@@ -1,8 +1,6 @@
 """Shows the changes in a script that becomes elastic: ``python -m tests.support.ports.changes
 NAME``."""
 
-from __future__ import annotations
-
 import difflib
 import sys
 from pathlib import Path

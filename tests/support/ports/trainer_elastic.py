@@ -1,7 +1,5 @@
 """Fine-tune a small causal language model with Hugging Face's Trainer."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -3,8 +3,6 @@
 Arguments: a directory for the trainer, one for the model, and seconds that a step takes at least.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The traces of the spot market, and the arithmetic beside the benchmark that replays them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.spot_traces import (

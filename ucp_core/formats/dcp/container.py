@@ -6,8 +6,6 @@ interpret the keys. Source: the classes of ``torch.distributed.checkpoint.metada
 ``.filesystem`` of torch 2.0 to 2.13.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

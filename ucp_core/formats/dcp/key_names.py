@@ -5,8 +5,6 @@ Lightning, the tutorial's ``app``). The names of parameters in the optimizer's k
 keys belong to the model.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence

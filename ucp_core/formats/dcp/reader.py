@@ -6,8 +6,6 @@ if sizes, shapes, dtypes or torch's checksums differ. It cannot notice a save of
 that ended between two files.
 """
 
-from __future__ import annotations
-
 from ucp_core.errors import CheckpointNotFoundError, UnsupportedVersionError
 from ucp_core.formats.dcp.directory import read_container
 from ucp_core.formats.dcp.recognition import NAME, metadata_names, parts_of

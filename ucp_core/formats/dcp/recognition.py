@@ -1,7 +1,5 @@
 """Recognises the checkpoints of torch DCP by the names of their files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ safetensors file with all its tensors. For every tensor the metadata give the of
 its header says where each tensor is. No other form repeats an offset.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

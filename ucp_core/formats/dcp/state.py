@@ -1,7 +1,5 @@
 """Makes training state of a DCP container: entries, groups, small values, notes on keys."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

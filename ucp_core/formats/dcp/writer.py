@@ -5,8 +5,6 @@ chunk of a tensor and for each small value. ``.metadata``, a pickle that says wh
 written last and commits. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias

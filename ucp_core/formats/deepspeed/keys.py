@@ -3,8 +3,6 @@
 Sources: ``engine._common_checkpoint_state`` and ``state_dict`` of ZeRO's stages, 0.14 to 0.19.
 """
 
-from __future__ import annotations
-
 import re
 
 from ucp_core.manifest import Item

@@ -4,8 +4,6 @@ ZeRO stages 0 to 3, tensor, pipeline, sequence and expert parallelism, with the 
 there are any. It reads only the pickles; tensors stay where they are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ucp_core.errors import UnsupportedVersionError

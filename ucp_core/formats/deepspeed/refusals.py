@@ -1,7 +1,5 @@
 """The errors about DeepSpeed's folders: each names the file, and what is wrong with it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -6,8 +6,6 @@ parameters and buffers are taken from the model files, because the converter upc
 tensor parallelism, drops parts of them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -12,8 +12,6 @@ differ from the second step on (measured with 0.19.8). The native form
 (``ucp_core.formats.deepspeed.writer``) has none of these limits.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -5,8 +5,6 @@ DeepSpeed's universal load loses: frozen parameters, buffers, and hyper-paramete
 ``ucp_core.formats.deepspeed.universal_writer`` writes the universal folder.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

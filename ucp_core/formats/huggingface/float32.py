@@ -1,7 +1,5 @@
 """Finds the tensors that stay float32 in a model of a narrower dtype."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping

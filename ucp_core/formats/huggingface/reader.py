@@ -5,8 +5,6 @@ The format has no checksums. As in transformers, the model is in the files of th
 files of its index.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

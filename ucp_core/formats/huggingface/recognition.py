@@ -1,7 +1,5 @@
 """Recognises Hugging Face folders and single files of weights by their names."""
 
-from __future__ import annotations
-
 from ucp_core.storage import Store
 
 NAME = "huggingface"

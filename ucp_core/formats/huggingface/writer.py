@@ -4,8 +4,6 @@ It does not write the optimizer's slots. It writes the index, or the only file, 
 the export.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ parameter holds, and its shape must agree. It gets its name in ``torch_dist``, w
 experts of all ranks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Reads model and optimizer from the files of Megatron's model-parallel ranks."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ optimizer writes ``distrib_optim.pt`` beside it. Only Megatron's code says how t
 so the rules of its family apply unless the user gives others.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Recognises Megatron-LM's checkpoints from before ``torch_dist`` by the names of their files."""
 
-from __future__ import annotations
-
 import re
 
 from ucp_core.storage import Store, join

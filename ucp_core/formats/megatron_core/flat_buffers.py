@@ -5,8 +5,6 @@ metadata list the model's keys in the order of its modules; ``shared.flat_buffer
 layout. The reader refuses a buffer that does not fit in length and values.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ In ``transformers`` 5 the experts of a layer are also one tensor, of the same sh
 ``SequentialMLP.sharded_state_dict`` of Megatron-core 0.16.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Interprets the keys of a Megatron-core checkpoint, and unstacks layers. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

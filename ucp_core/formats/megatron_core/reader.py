@@ -7,8 +7,6 @@ model-parallel rank without names (``dp_reshardable``); see ``flat_buffers``. So
 Megatron-core 0.16 and 0.19.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Recognises Megatron-core's ``torch_dist`` checkpoints by the names of their files."""
 
-from __future__ import annotations
-
 import re
 
 from ucp_core.errors import CheckpointCorruptError

@@ -7,8 +7,6 @@ master point to the same bytes, which Megatron casts to the dtype of its paramet
 Megatron-core 0.16, and the files that it saves.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Makes a checkpoint of everything that a reader has found in a folder, for all formats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

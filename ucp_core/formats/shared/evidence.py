@@ -3,8 +3,6 @@
 It reads a few elements at either end of each piece of the parameter.
 """
 
-from __future__ import annotations
-
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator

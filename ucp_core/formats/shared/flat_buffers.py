@@ -9,8 +9,6 @@ Sources: ``_ParamAndGradBuffer`` in ``param_and_grad_buffer.py`` of megatron-cor
 ``_compute_per_buffer_param_layout`` in ``distrib_optimizer.py`` since then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

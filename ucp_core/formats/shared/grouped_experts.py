@@ -8,8 +8,6 @@ Source: ``GroupedMLP.sharded_state_dict`` in ``megatron/core/transformer/moe/exp
 0.16.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate

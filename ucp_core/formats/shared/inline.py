@@ -4,8 +4,6 @@ A fragment must name bytes in a file. If a pickle holds a step count as a Python
 its bytes. So they are put into a file in memory, whose name begins with ``@``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast

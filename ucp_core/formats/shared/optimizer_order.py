@@ -4,8 +4,6 @@ Pure. A torch optimizer numbers its parameters group by group. Within a group th
 order, which their shapes must fit in one way only.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod

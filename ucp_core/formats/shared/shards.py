@@ -5,8 +5,6 @@ Readers add runs. ``Shards.entries`` looks up the pattern of each tensor and pro
 cover it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@
 gate and up in turn (GPT-OSS, Llama 4).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

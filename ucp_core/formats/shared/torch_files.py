@@ -1,7 +1,5 @@
 """Opens the torch files of one folder in parallel, because each needs its own requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field

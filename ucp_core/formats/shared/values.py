@@ -1,7 +1,5 @@
 """Converts values of foreign pickles to JSON and back, and numbers to tensors."""
 
-from __future__ import annotations
-
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Iterator

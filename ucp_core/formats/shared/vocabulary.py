@@ -8,8 +8,6 @@ if the user gave it, as ``vocab_size``; otherwise only the tokenizer knows it.
 Sources: ``build_tokenizer`` and ``NullTokenizer`` of Megatron-LM, core 0.5 to 0.19.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

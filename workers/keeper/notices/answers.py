@@ -3,8 +3,6 @@
 An answer that makes no sense may raise any ``Exception``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

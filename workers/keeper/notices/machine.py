@@ -1,7 +1,5 @@
 """Recognise the cloud of this machine by its firmware, without the network."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path

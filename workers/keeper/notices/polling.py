@@ -1,7 +1,5 @@
 """Poll the sources of a node, each in a separate thread, because they may block."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

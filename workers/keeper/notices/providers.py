@@ -7,8 +7,6 @@ AWS: docs.aws.amazon.com/AWSEC2/latest/UserGuide, "spot-instance-termination-not
 "virtual-machines/linux/scheduled-events".
 """
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """Read the memory of other nodes' keepers: the client of ``workers.keeper.peers.server``."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import socket

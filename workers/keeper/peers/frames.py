@@ -3,8 +3,6 @@
 Nothing is unpickled, and every received length is bounded.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hmac
 import json

@@ -9,8 +9,6 @@ and this node serves them.
 ``workers.keeper.peers.server`` lists and sends versions, and ``workers.memory.arena`` keeps them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Final, TypeAlias

@@ -12,8 +12,6 @@ other parts are sent.
 ``workers.parity.rebuild`` reads parts from the rest of a group.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ Switches of C4P allocate paths (arXiv 2406.04594). Clove measures round trips fo
 2017).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

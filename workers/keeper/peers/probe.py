@@ -6,8 +6,6 @@ of this, so the probe also reaches a keeper that is busy or stopped. The peer's 
 large packets in the other direction.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import select

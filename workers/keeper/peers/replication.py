@@ -1,7 +1,5 @@
 """A thread that replicates versions of peers' ranks, and retries peers that are not reached."""
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import ABC, abstractmethod

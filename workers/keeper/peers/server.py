@@ -32,8 +32,6 @@ copied the last one, except for arenas in ``without`` and arenas whose newest ve
 ``copied``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import os

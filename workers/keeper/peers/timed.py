@@ -4,8 +4,6 @@ The fastest period counts: a connection starts slowly, especially with a long ro
 traffic in the other direction says nothing about the way there.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket

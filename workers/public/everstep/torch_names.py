@@ -1,7 +1,5 @@
 """Names of torch that this package uses although they are private. Checked on 2.11, 2.13, 2.15."""
 
-from __future__ import annotations
-
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 

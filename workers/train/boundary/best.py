@@ -5,8 +5,6 @@ version that counts decides, whichever processes have died. A best step is commi
 continues: a lost node takes no best version with it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

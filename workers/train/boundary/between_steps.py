@@ -4,8 +4,6 @@ If the node's keeper has memory, the state after a step goes there, and the keep
 these snapshots. Without a keeper, and if the state must outlive the nodes, the workers store it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 All ranks decide from the same input: the step, the settings, and the signals of all ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

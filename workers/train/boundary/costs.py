@@ -1,7 +1,5 @@
 """Costs of steps and saves on one rank, measured during training to choose intervals. Pure."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from statistics import median

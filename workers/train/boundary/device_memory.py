@@ -1,7 +1,5 @@
 """The memory in use on this rank's device."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Final

@@ -5,8 +5,6 @@ only some do, the others learn of it in the next step, which is then the last on
 the run directory names the version with which the run ends: a resume then has nothing to do.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable

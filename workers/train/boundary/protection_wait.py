@@ -6,8 +6,6 @@ after the first step with a snapshot due, all ranks wait once until they took it
 it. The wait is short and bounded; training continues in any case.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Final
 

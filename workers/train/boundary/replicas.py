@@ -8,8 +8,6 @@ Machines that do not compute alike round differently in the optimizer, so their 
 the last bits without a fault. In that case all ranks get the weights of the first copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -8,8 +8,6 @@ On an object store a write is a request, so lines are held back and written toge
 lines go into each snapshot (``unwritten``); the attempt that resumes from it writes them.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

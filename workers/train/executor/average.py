@@ -1,7 +1,5 @@
 """An average of the weights over steps, sharded as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 

@@ -1,7 +1,5 @@
 """Values that all ranks of an attempt compare or share. Every rank makes each call, and waits."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Until FSDP2 reduces gradients, it adds up those of several passes whole on every
 every pass, a rank keeps its part of them alone, and sends as often as there are passes.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -4,8 +4,6 @@ Other instruction sets, libraries, types of GPUs and numbers of threads add in a
 machines whose checksums are equal may still differ in a kernel that is not tried here.
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable

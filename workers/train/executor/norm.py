@@ -1,7 +1,5 @@
 """The norm of a sharded gradient, and its scaling."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 

@@ -4,8 +4,6 @@ Every rank decides from the sums of the step's own reduction, so all decide alik
 not finite they ask each other where it comes from.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final

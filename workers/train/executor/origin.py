@@ -3,8 +3,6 @@
 Ranks find it together, and only in a step whose sums are not finite.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Refuses changes of gradients between backward and apply, which would be lost or wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 

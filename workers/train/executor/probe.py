@@ -5,8 +5,6 @@ gradients that it gives to a reduction, and at the outputs that it sends to the 
 is read back from a device before a step turns out not to be finite.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

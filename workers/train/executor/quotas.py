@@ -5,8 +5,6 @@ rank gets a contiguous block of them. Blocks may differ in length; one is empty 
 ranks than micro-batches.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

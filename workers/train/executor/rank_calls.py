@@ -4,8 +4,6 @@ A forward pass that uses the number of ranks, or what other ranks hold, gives ot
 their number changes. It would also wait for ranks that have fewer micro-batches.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import FrameType

@@ -9,8 +9,6 @@ A bit of a weight that flips in memory would reach all workers alike. So each wo
 its shards before an update with what the update before it has left.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -11,8 +11,6 @@ threads, deterministic kernels on a GPU, and random numbers keyed by micro-batch
 a step with 4 workers and 8 micro-batches, 14 % with 3 workers.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any

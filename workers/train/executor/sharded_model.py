@@ -1,7 +1,5 @@
 """The sharded model of an attempt, with and without its optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

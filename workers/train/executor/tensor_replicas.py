@@ -5,8 +5,6 @@ ranks' weights would then drift apart, and each saves only a share of them. Grad
 output layer of zeros are zero in the first step, so that step shows nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

@@ -1,7 +1,5 @@
 """torch's names that this room uses and torch does not promise. Checked on 2.11, 2.13 and 2.14."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch.distributed import distributed_c10d

@@ -1,7 +1,5 @@
 """Which parameters train: the same ones on all workers, and saved with each version."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final

@@ -5,8 +5,6 @@ the all-reduce of the step's sums, as float64. In deterministic mode each micro-
 elements there, as with losses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 

@@ -1,7 +1,5 @@
 """Fill a model with values that no version of the run holds: from a checkpoint, or new ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Each rank reads its own boxes; nothing is copied on disk. Weights may be narrowe
 run's: every value stays the same.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Fill the model and the optimizer of one attempt, in the order in which a script makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

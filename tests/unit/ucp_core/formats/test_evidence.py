@@ -1,7 +1,5 @@
 """Masters are found by rounding them as torch does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Two writers and one folder: whoever comes second is refused, and disturbs nothing."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable
 from contextlib import nullcontext

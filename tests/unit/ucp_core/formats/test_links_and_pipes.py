@@ -1,7 +1,5 @@
 """A folder from somebody else: only regular files inside it are opened, whatever links say."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

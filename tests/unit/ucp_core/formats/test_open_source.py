@@ -1,7 +1,5 @@
 """Any known format opens by itself, from any store, under other names if wished."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

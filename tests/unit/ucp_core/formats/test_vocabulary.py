@@ -1,7 +1,5 @@
 """Megatron's arguments tell how many rows of a vocabulary are tokens, or nothing is stripped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The paper's operators on descriptions: what they say of files, and what they refuse."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Patterns in numbers: what does not fit is told with tensor, rank and numbers."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The meaning of rules, and the limits of a text of rules."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Torch files are read by ranges, whatever torch puts into them; nothing in them runs."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import datetime as dt

@@ -1,7 +1,5 @@
 """Torch files written without torch: torch itself has to read them."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections import Counter, OrderedDict

@@ -6,8 +6,6 @@ be silently wrong. Source: ``checkpoint/ds_to_universal.py`` (``merge_tp_slices`
 0.19.8.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The file of the first model-parallel rank says how many ranks there were. A miss
 error. Files of further ranks are left from another run, so the reader skips and reports them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

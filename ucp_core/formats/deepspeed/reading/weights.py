@@ -6,8 +6,6 @@ file. Every other key has a policy: ``replicate`` keeps the value in ``extra``, 
 first rank's, as a run in another layout must make its own, and ``drop`` notes the reason.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

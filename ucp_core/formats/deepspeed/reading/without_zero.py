@@ -6,8 +6,6 @@ the shapes of each group must fit it in one way only. Float32 masters must then 
 weights.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain

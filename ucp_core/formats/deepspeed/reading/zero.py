@@ -6,8 +6,6 @@ cuts each shard into parts of ``ceil(size / ranks)`` elements and concatenates t
 ``runtime/zero/stage3.py`` of DeepSpeed 0.14 to 0.19.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

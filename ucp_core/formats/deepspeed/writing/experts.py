@@ -7,8 +7,6 @@ cut over the ranks that hold the same experts (DeepSpeed 0.19, ``moe/utils.py``,
 ``transformers`` 5 all experts of a layer are one tensor, which is split into their matrices.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

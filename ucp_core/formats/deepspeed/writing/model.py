@@ -3,8 +3,6 @@
 The writers of both forms use it before they write anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod

@@ -3,8 +3,6 @@
 It overwrites nothing, and a failure leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Pure arithmetic on numbers of elements, as in DeepSpeed 0.19 (``runtime/zero/sta
 ``stage3.py``) without ``parameter_alignment`` and ``round_robin_gradients``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Pure arithmetic on names: ``3.mlp.weight`` belongs to layer 3, ``tied_modules.em
 every layer of the tied module ``embed``. A layer file belongs to the whole run, not to a stage.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import defaultdict

@@ -3,8 +3,6 @@
 A stream needs two buffers of ``SLAB_BYTES_MAX``, independent of its ranges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod

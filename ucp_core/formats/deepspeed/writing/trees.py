@@ -4,8 +4,6 @@ Each model-parallel rank has one ``Trees``. Keys and shapes follow DeepSpeed 0.1
 (``engine._common_checkpoint_state``, ``stage_1_and_2.state_dict``, ``stage3._rigid_state_dict``).
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Without it DeepSpeed's own converter can silently combine shards wrongly.
 ``ucp_core.formats.deepspeed.reading.tensor_parallel`` reads it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """The outputs of a model in an evaluation, gathered for ``compute_metrics`` as in Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

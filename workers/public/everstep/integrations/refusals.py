@@ -1,7 +1,5 @@
 """Features of ``Trainer`` that ``ElasticTrainer`` refuses, by name."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import torch

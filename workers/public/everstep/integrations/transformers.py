@@ -16,8 +16,6 @@ Code after ``train`` runs once, when the run is complete, with the trained weigh
 Under everstep rank 0 runs the script again for this, from its top.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """Keys of torch DCP mean what the other keys say they mean; alike items are not mixed up."""
 
-from __future__ import annotations
-
 import io
 import struct
 from collections.abc import Callable

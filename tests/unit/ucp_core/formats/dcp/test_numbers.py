@@ -1,7 +1,5 @@
 """``optimizer.state_dict()`` as it is has no names; a wrong guess swaps moments silently."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of torch DCP open as they lie: every chunk a fragment, every key accounted for."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The defects are those of ``ds_to_universal`` of DeepSpeed 0.19.8; most of them are silent there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

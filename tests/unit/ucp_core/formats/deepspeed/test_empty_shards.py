@@ -1,7 +1,5 @@
 """Dims that are shorter than there are tensor parallel ranks leave some without a part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

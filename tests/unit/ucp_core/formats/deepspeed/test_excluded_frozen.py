@@ -1,7 +1,5 @@
 """Frozen parameters that were left out of a checkpoint, as a base model is beside its LoRA."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Layers of experts, which every expert parallel rank numbers from 0 on, get their own numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

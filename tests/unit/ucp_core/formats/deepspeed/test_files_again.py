@@ -1,7 +1,5 @@
 """Checkpoints that DeepSpeed made, read and written in their own layout: the same files again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Muon's momentum under ZeRO is of whole parameters, so a rank keeps more than its own part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

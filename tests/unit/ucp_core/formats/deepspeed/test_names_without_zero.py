@@ -1,7 +1,5 @@
 """Optimizers without ZeRO: what tells a trained parameter from a frozen one with its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Values that no DeepSpeed writes: an error of ours each time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

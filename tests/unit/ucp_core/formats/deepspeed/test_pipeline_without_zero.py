@@ -1,7 +1,5 @@
 """Pipelines without ZeRO: optimizers keep numbers, files of layers keep no stage."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints in DeepSpeed's form, of every layout, give back the tensors they were made of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

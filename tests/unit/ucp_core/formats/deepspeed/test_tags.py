@@ -1,7 +1,5 @@
 """Which of several checkpoints in a folder is opened."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

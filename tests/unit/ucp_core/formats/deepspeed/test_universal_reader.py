@@ -1,7 +1,5 @@
 """Folders that ``ds_to_universal`` makes, in their forms and with what can be wrong with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

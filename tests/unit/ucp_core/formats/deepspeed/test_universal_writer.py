@@ -1,7 +1,5 @@
 """The universal folder for DeepSpeed, read by torch; ``tests/interop`` has DeepSpeed load it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Optimizers without ZeRO keep numbers for names: what tells which state is whose."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 That DeepSpeed itself goes on training from it: ``tests/interop``.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from math import ceil, prod

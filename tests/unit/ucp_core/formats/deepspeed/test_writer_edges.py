@@ -1,7 +1,5 @@
 """States at the edges of what DeepSpeed can hold: empty, 0-d, without a state, without a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

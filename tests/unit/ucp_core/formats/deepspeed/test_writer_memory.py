@@ -1,7 +1,5 @@
 """Writing for DeepSpeed takes the memory that it was given, whatever the state is."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files for expert-parallel ranks of DeepSpeed are written, and read again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

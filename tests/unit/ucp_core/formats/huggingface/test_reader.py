@@ -1,7 +1,5 @@
 """A folder of safetensors is read as it lies; whatever is wrong is named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights in torch's own files are read as they lie, without torch."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

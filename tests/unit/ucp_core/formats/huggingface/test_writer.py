@@ -1,7 +1,5 @@
 """Weights come out as the Hugging Face tools want them, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable

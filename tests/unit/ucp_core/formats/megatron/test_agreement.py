@@ -1,7 +1,5 @@
 """Megatron's older checkpoints: files of several saves, and files that are missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

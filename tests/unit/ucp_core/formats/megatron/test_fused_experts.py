@@ -1,7 +1,5 @@
 """Megatron's older checkpoints whose ranks have all their experts in one parameter each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Megatron-LM's older checkpoints: a folder per rank, masters by number or in flat buffers."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Megatron-core's checkpoints open layer by layer; flat buffers are told apart by proof."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A checkpoint for Megatron-core reads back as it was; state that has no place is refused."""
 
-from __future__ import annotations
-
 import io
 import random
 import struct

@@ -1,7 +1,5 @@
 """Values that only pickles hold are read as if they lay in files."""
 
-from __future__ import annotations
-
 import pytest
 
 from ucp_core.errors import StorageError

@@ -1,7 +1,5 @@
 """Small values of pickles as JSON: bounded, whatever a pickle shares with itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from ucp_core.errors import MemoryBudgetError
