@@ -35,7 +35,7 @@ class CheckpointError(WorkerError):
 
 
 class MisfitError(StateError):
-    """A checkpoint is sound and of another model or optimizer than the one that is to resume it."""
+    """A sound checkpoint does not fit the model or optimizer that resumes from it."""
 
     @classmethod
     def of(cls, path: str, misfits: Sequence[str]) -> MisfitError:
@@ -66,7 +66,7 @@ class KernelsDifferError(TaskError):
 
 
 class ApartError(TaskError):
-    """A script does on some workers what all must do; it says which line each of them is in."""
+    """Only some workers of a script do what all must do; the message has the line of each."""
 
 
 class NotFiniteError(TaskError):
@@ -83,8 +83,8 @@ class DivergedError(TaskError):
 class CorruptError(DivergedError):
     """A worker computed something wrong; all ranks raise it, and ``facts["ranks"]`` has that one.
 
-    It has all of them if that is not known. ``facts["sound_step"]`` is the last step of which the
-    state is known to be right.
+    If that rank is unknown, it has all ranks. ``facts["sound_step"]`` is the last step whose state
+    is known to be right.
     """
 
 
@@ -101,7 +101,7 @@ class ParityError(WorkerError):
 
 
 def missing_extra(error: ModuleNotFoundError) -> str:
-    """Return what to install for training if that is what ``error`` is about; else ""."""
+    """Return what to install if ``error`` is about a package that training needs; else ""."""
     package = (error.name or "").partition(".")[0]
     if package not in _TRAINING_PACKAGES:
         return ""

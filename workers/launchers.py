@@ -1,10 +1,11 @@
-"""Handles what other launchers and schedulers do to a process: their signals and variables.
+"""Handles the signals and variables of launchers and schedulers.
 
-Slurm's ``--signal=USR1@120`` sends the signal to every process of a step: to the command, which
-stops the run, and to workers, keepers and Ray's own processes, which it would end in mid-step.
+Slurm's ``--signal=USR1@120`` sends the signal to every process of a job step: to the command, which
+stops the run, but also to workers, keepers and Ray's own processes, which would die in the middle
+of a training step.
 
-The variables tell a process its place among others. Ray's processes keep those of the shell or the
-job that started them, and libraries in a worker would wait for ranks that do not exist.
+The variables give a process its rank. Ray's processes inherit those of the shell or job that
+started Ray, so libraries in a worker would wait for ranks that do not exist.
 """
 
 import ctypes
@@ -26,8 +27,7 @@ _PLACES: Final = re.compile(
     r"|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NPROCS|TASK_PID|TASKS_PER_NODE|MPI_TYPE)"
     r"|SLURM_(NTASKS|STEP|PMI)\w*"
 )
-#: The facts with which a process meets the others that torchrun, or another launcher, started with
-#: it.
+#: The variables that a process needs to find the others that a launcher started with it.
 _NEEDED: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,16 +38,17 @@ class LaunchedPlace:
     rank: int
     num_ranks: int
     local_rank: int  #: Its number on its machine.
-    host: str  #: Where the store listens in which they meet.
+    host: str  #: Host of the store through which they find each other.
     port: int
     is_served: bool  #: Whether the launcher holds that store; else rank 0 does.
-    restart: str  #: Tells starts of the same launcher apart.
+    restart: str  #: Number of this start by the same launcher.
 
 
 def ignore_schedulers() -> None:
-    """Have this process, and those that it starts, ignore these signals unless they have a handler.
+    """Make this process and its children ignore these signals, except where they have a handler.
 
-    From any thread: Ray makes actors beside the main thread, where Python sets no handler.
+    Any thread may call this. Ray runs actors outside the main thread, where Python cannot set a
+    handler.
     """
     for number in SCHEDULERS:
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -55,15 +56,15 @@ def ignore_schedulers() -> None:
 
 
 def crash_by_sigterm() -> None:
-    """Have SIGTERM end this process at once, as SIGKILL does; from any thread, likewise.
+    """Make SIGTERM end this process at once, as SIGKILL does. Any thread may call this.
 
-    Ray's own handler ends an actor as if that were its wish, and Ray never starts it again.
+    With Ray's own handler the actor counts as having ended itself, and Ray never restarts it.
     """
     ctypes.pythonapi.PyOS_setsig(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_DFL)))
 
 
 def forget_place(environment: MutableMapping[str, str]) -> tuple[str, ...]:
-    """Remove what another launcher told a process of its place; return the names, sorted."""
+    """Remove the variables of ``environment`` that give a rank; return their names, sorted."""
     found = tuple(sorted(name for name in environment if _PLACES.fullmatch(name)))
     for name in found:
         del environment[name]
@@ -74,7 +75,7 @@ def forget_place(environment: MutableMapping[str, str]) -> tuple[str, ...]:
 def take_place() -> LaunchedPlace | None:
     """Return the place that a launcher gave this process, in its environment; None if none did.
 
-    Remove it there, so that no library forms groups of its own.
+    Remove the variables, so that no library forms groups of its own.
     """
     have = os.environ.copy()
     if not all(have.get(name) for name in _NEEDED) or int(have["WORLD_SIZE"]) == 1:

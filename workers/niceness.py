@@ -1,4 +1,4 @@
-"""Lets training have the processors before what works beside it."""
+"""Gives training priority over the threads that work beside it."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Pickling of values that are sent by the thousand."""
+"""Fast pickling for values that are sent by the thousand."""
 
 from dataclasses import fields, make_dataclass
 from operator import attrgetter
@@ -6,15 +6,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: By class: one with the same slots whose values can be set.
+#: For each class, a mutable one with the same slots.
 _MAKERS: dict[type, type[Any]] = {}
 
 
 def packed(cls: type[T]) -> type[T]:
     """Pickle a dataclass with slots by the values of its fields.
 
-    As Python does it, a frozen one lists its fields each time: that takes four times as long. It
-    also sets each value by a call of its own, which a class that is not frozen need not do.
+    Python's own way lists the fields of a frozen dataclass each time, which takes four times as
+    long, and sets each value by a separate call.
     """
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     values = attrgetter(*names)

@@ -32,7 +32,7 @@ def end_with_parent() -> None:
 
 
 def _end_after(process: int) -> None:
-    """Wait until the process descriptor becomes readable, which is its end."""
+    """Kill this process when the other one ends: its process descriptor becomes readable."""
     watch = select.poll()
     watch.register(process, select.POLLIN)
     watch.poll()

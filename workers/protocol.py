@@ -16,15 +16,15 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from ucp_core.layout import ParallelLayout
 from workers.packed import packed
 
-#: Workers without a controller stop computing after this: trainers leave at a step boundary, with
-#: that step in storage, and wait. A controller that died is back after 1 s. Ray ends the processes
-#: of a node that has lost the head so much later, unless it is told otherwise (``lease_s``).
+#: Time after which workers without a controller stop computing: trainers leave at a step boundary,
+#: with that step in storage, and wait. A controller that died is back after 1 s. By default Ray
+#: also ends the processes of a node after it has lost the head for this long (``lease_s``).
 LEASE_S: Final = 60.0
-#: They begin to leave after this share of it: a long step and a commit take their time.
+#: Share of ``LEASE_S`` after which they begin to leave, because a long step and a commit take time.
 LEAVE_SHARE: Final = 0.75
 
-# Files that workers write in the run directory and others read. : The committed versions in
-# storage.
+# Files that workers write in the run directory and others read.
+#: The folder of committed versions.
 CHECKPOINTS: Final = "checkpoints"
 #: A line of JSON for each committed step.
 METRICS: Final = "metrics/rank0.jsonl"
@@ -105,7 +105,7 @@ class PartRef:
 
     @property
     def source(self) -> Source:
-        """Return it as a source."""
+        """Return the buffer as a source."""
         held = self.held
         return (held.step, held.attempt, self.node, self.arena, held.buffer, held.sequence)
 
@@ -121,12 +121,12 @@ class Inventory:
 
     @property
     def held_bytes(self) -> int:
-        """Return the length of all that it lists, each with its record."""
+        """Return the length of all parts and parities, with their records."""
         held = (part.held for part in (*self.parts, *self.parities))
         return sum(each.data_bytes + each.record_bytes for each in held)
 
     def only(self, keep: Callable[[PartRef], bool]) -> Inventory:
-        """Return it with those parts and parities alone that are to be kept."""
+        """Return it with only the parts and parities to keep."""
         parts, parities = filter(keep, self.parts), filter(keep, self.parities)
         return replace(self, parts=tuple(parts), parities=tuple(parities))
 
@@ -138,7 +138,8 @@ class Peer:
     node: str
     host: str
     port: int
-    #: The secret that it asks for; the keeper makes it, and its ``hello`` returns it.
+    #: The secret that clients must prove to know; the keeper makes it, and its ``hello`` returns
+    #: it.
     secret: bytes = field(repr=False)
 
 
@@ -169,7 +170,7 @@ class ParityGroup:
 
     @property
     def num_rows(self) -> int:
-        """Return how many ranks the node with the most has."""
+        """Return the largest number of ranks on a node."""
         return max(len(place.ranks) for place in self.places)
 
 
@@ -187,8 +188,8 @@ def stored_source(step: int, attempt: int) -> Source:
 class KeeperOrder:
     """A keeper's orders for an attempt; sent to it at the start of every attempt."""
 
-    attempt: int  #: The attempt. The keeper's memory accepts nothing of older ones from now on.
-    #: ``(attempt, resume_step)`` of every attempt up to this one, oldest first: tells which
+    attempt: int  #: From now on the keeper's memory accepts nothing from older attempts.
+    #: ``(attempt, resume_step)`` of every attempt up to this one, oldest first: shows which
     #: versions no longer count.
     lineage: tuple[tuple[int, int], ...]
     copies_of: tuple[Peer, ...]  #: Keepers whose ranks' newest versions it copies into its memory.
@@ -234,7 +235,8 @@ class Assignment:
 class Completed:
     """The run reached its last step, and that step is committed to storage.
 
-    ``ended`` says why the script made this step the last one; "" if it is that of the settings.
+    ``ended`` says why the script ended the run at this step; "" if the settings name it as the last
+    one.
     """
 
     attempt: int
@@ -244,9 +246,9 @@ class Completed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yielded:
-    """The worker left at a step boundary because it was asked to; ``step`` is committed.
+    """The worker left at a step boundary, on request; ``step`` is committed.
 
-    ``why`` says what asked it, if not the controller: its process ends next.
+    ``why`` names what requested it, if not the controller; then the worker's process ends next.
     """
 
     attempt: int
@@ -273,7 +275,7 @@ class PeerLost:
     unreached: str = ""
 
 
-#: A rank ran out of it; see ``Raised``.
+#: Stands for an axis in ``Raised.refuses`` if a rank ran out of this memory.
 DEVICE_MEMORY: Final = "device memory"
 
 
@@ -288,11 +290,11 @@ class Raised:
     #: The axis whose degree the script or the model cannot have, ``DEVICE_MEMORY`` if the device
     #: has too little of it, else "".
     refuses: str = ""
-    #: The ranks that numbers come from which are not finite, or whose results or copies of the
-    #: weights differ from the others'; empty if that is not known.
+    #: The ranks whose numbers are not finite, or whose results or copies of the weights differ from
+    #: the others'; empty if unknown.
     ranks: tuple[int, ...] = ()
-    #: If a machine computed something wrong, the last step of which the state is known to be right;
-    #: else -1.
+    #: If a machine computed something wrong, the last step whose state is known to be right; else
+    #: -1.
     sound_step: int = -1
 
 
@@ -341,12 +343,12 @@ class Formed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """Something happened in an attempt that goes on, and is to be put on record."""
+    """An event to record; the attempt continues."""
 
     attempt: int
     step: int
     text: str  #: One line for people.
-    ranks: tuple[int, ...] = ()  #: The ranks that it comes from; empty if that is not known.
+    ranks: tuple[int, ...] = ()  #: The ranks that caused it; empty if unknown.
 
 
 #: Kinds of source beside storage, as ``Formed`` names them.
@@ -400,22 +402,21 @@ class GroupState:
     """The state of one process group of a rank, from the record ring."""
 
     group: str  #: Name of the group, equal on all members (mesh axis and coordinates, or "world").
-    #: Global ranks of the members, in group order; a range if they are one, which is told in
-    #: fewer bytes.
+    #: Global ranks of the members, in group order; as a range if possible, which takes fewer bytes.
     ranks: Sequence[int]
-    #: Number of collectives that this rank has called in the group; of those on a device, that
-    #: the device has reached.
+    #: Number of collectives that this rank has called in the group; on a device, that the device
+    #: has reached.
     entered_seq: int
-    finished_seq: int  #: Number of those that have finished for it.
+    finished_seq: int  #: Number of collectives that have finished on this rank.
     op: str  #: Name of the last one entered, "" if none.
     size_bytes: int  #: Its payload.
     #: Time since the call of collective ``finished_seq + 1``, if this rank waits for it; 0.0 if
     #: it waits for none, even if one started ahead is in flight.
     waiting_s: float
-    dtype: int = 0  #: Code of the type of the last one's first tensor.
+    dtype: int = 0  #: Code of the dtype of the last collective's first tensor.
     #: Hash of (op, bytes, dtype) of all calls up to ``entered_seq``; 0 if unknown.
     history: int = 0
-    #: Bytes that all its calls have sent to one other rank, as rings do it; 0 if unknown.
+    #: Bytes that all its calls have sent to one other rank in a ring algorithm; 0 if unknown.
     sent_bytes: int = 0
     #: Calls that the process has made and its device has not reached; at most 65535.
     num_ahead: int = 0
@@ -425,17 +426,17 @@ class StepCost(NamedTuple):
     """The cost of a step for a rank, without its waits for others."""
 
     step: int
-    #: Forward and backward of its fastest micro-batch; on a device the fastest of each of those
-    #: that hold no collective.
+    #: Forward and backward of its fastest micro-batch; on a device, the fastest forward and the
+    #: fastest backward without a collective.
     compute_s: float
-    data_s: float  #: Wait for the data of a micro-batch, the mean of the step.
-    #: Those of the micro-batch that ``compute_s`` is of, the larger number if it is of two; 0 if
+    data_s: float  #: Mean wait for the data of a micro-batch.
+    #: Tokens of the micro-batch behind ``compute_s``, or the larger number if there are two; 0 if
     #: unknown.
     tokens: int = 0
 
 
 class StepFacts(NamedTuple):
-    """A rank's last completed step, beside its loss. nan: not known, or there is none."""
+    """Figures of a rank's last completed step, besides its loss; nan for missing ones."""
 
     grad_norm: float = math.nan  #: Norm of the mean gradient, before clipping.
     lr: float = math.nan  #: Learning rate.
@@ -449,20 +450,19 @@ class StepFacts(NamedTuple):
 
 NO_FACTS: Final = StepFacts()
 
-#: A digest tells of so many steps at most: it is sent each second, by every rank.
+#: Maximum number of steps in a digest, because every rank sends one each second.
 NUM_COSTS_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """A rank's own work by its ring, since the digest before."""
+    """A rank's own work since the last digest, from its ring."""
 
-    #: The steps that were completed since, oldest first; of more than ``NUM_COSTS_MAX`` the
-    #: newest.
+    #: The steps completed since then, oldest first; at most the newest ``NUM_COSTS_MAX``.
     costs: tuple[StepCost, ...] = ()
     #: Its present work: data, forward, backward or optimizer; "" if unknown.
     span: str = ""
-    span_s: float = 0.0  #: For how long.
+    span_s: float = 0.0  #: Time since it began.
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle into half the bytes: costs keep seven digits."""
@@ -485,8 +485,8 @@ class WorkerReport:
 
     worker: str  #: Worker id, as ``w0007``.
     pid: int  #: Process id on the node.
-    #: The kernel's letter for the process: R, S, D run; T stopped; Z zombie; X gone. R and D
-    #: also if only its heartbeat thread is in that state, and late.
+    #: The kernel's letter for the process: R, S, D run; T stopped; Z zombie; X gone. It is also R
+    #: or D if only the thread that beats is in that state, and late.
     os_state: str
     attempt: int  #: Attempt that the worker is in, 0 if none.
     rank: int  #: Its rank in the attempt, -1 if none.
@@ -500,24 +500,24 @@ class WorkerReport:
     step_s: float  #: Duration of the last completed step; 0.0 before the first.
     loss: float  #: Loss of the last completed step, ``nan`` before the first.
     groups: tuple[GroupState, ...]  #: State of its process groups, from the record ring.
-    #: Line of the script at which it has waited for others for long; "" if it does not.
+    #: Line of the script at which it has waited for others for long; "" if it does not wait.
     place: str = ""
     trainer_s: float = 0.0  #: Processor time of the thread that trains, since its start.
-    #: Processor time of the process's living children and of theirs, when it was last measured:
-    #: while the node's workers stand still.
+    #: Processor time of the process's living descendants at the last measurement, which is made
+    #: only while the node's workers stand still.
     children_s: float = 0.0
-    digest: Digest | None = None  #: Its report on its own work; None if it keeps no record of it.
-    #: Groups that did not fit its ring: it may wait in one of them unseen.
+    digest: Digest | None = None  #: Its own work; None if it keeps no record of that.
+    #: Number of groups that did not fit into its ring; it may wait in one of them unnoticed.
     num_dropped: int = 0
-    #: How often its beating thread got a processor; 0 if that is not known. It grows while the
-    #: process waits for its interpreter lock, and not while it is frozen.
+    #: How often its beating thread got a processor; 0 if unknown. It grows while the process waits
+    #: for its interpreter lock, but not while the process is frozen.
     beater_runs: int = 0
-    facts: StepFacts = NO_FACTS  #: Other figures of the last completed step, beside its loss.
+    facts: StepFacts = NO_FACTS  #: Other figures of the last completed step.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """A notice of a node's end, as the node knows it."""
+    """A notice that a node will end, as the node received it."""
 
     what: str  #: The source and the event, for people.
     #: Time of the end in seconds since the epoch; infinity if the source gave none.
@@ -527,27 +527,27 @@ class Notice:
 
 
 class Flow(NamedTuple):
-    """A TCP connection of a trainer, as the kernel at this end of it sees it."""
+    """A TCP connection of a trainer, as seen by the kernel at this end."""
 
     worker: str  #: The trainer at this end.
     here: tuple[str, int]  #: Address and port of this end.
     there: tuple[str, int]  #: Those of the other end.
-    acked_bytes: int  #: Sent from here and acknowledged, since the connection was made.
-    received_bytes: int  #: Received here.
-    queued_bytes: int  #: Written here and not acknowledged yet, whether sent or not.
-    unread_bytes: int = 0  #: Received here and not read by the trainer yet.
-    in_flight: int = 0  #: Packets that were sent from here and not acknowledged.
-    #: How often the timer for repeating a packet, or for asking whether there is room at the
-    #: other end, was doubled since an answer came.
+    acked_bytes: int  #: Bytes sent from here and acknowledged since the connection was made.
+    received_bytes: int  #: Bytes received here.
+    queued_bytes: int  #: Bytes written here and not acknowledged yet, whether sent or not.
+    unread_bytes: int = 0  #: Bytes received here that the trainer has not read yet.
+    in_flight: int = 0  #: Packets sent from here and not acknowledged.
+    #: How often the kernel has doubled the timer of a retransmission or window probe since the last
+    #: answer.
     backoff: int = 0
-    repeated: int = 0  #: Packets that were sent again, since the connection was made.
+    repeated: int = 0  #: Packets retransmitted since the connection was made.
     sent_ms: int = 0  #: Time since the last packet with data was sent.
     heard_ms: int = 0  #: Time since the last acknowledgement came.
     rtt_us: int = 0  #: Smoothed round-trip time.
-    rate: int = 0  #: Bytes a second that arrived there, as last measured by the kernel.
+    rate: int = 0  #: Delivery rate in bytes per second, as last measured by the kernel.
     busy_us: int = 0  #: Time during which something was queued, since the connection was made.
-    by_receiver_us: int = 0  #: The part of it in which the other end had no room.
-    by_buffer_us: int = 0  #: The part of it in which the buffer for sending was too small.
+    by_receiver_us: int = 0  #: Part of ``busy_us`` in which the other end had no room.
+    by_buffer_us: int = 0  #: Part of ``busy_us`` in which the send buffer was too small.
 
 
 @packed
@@ -566,14 +566,14 @@ class NodeReport:
     #: that cannot be reached.
     problems: tuple[str, ...] = ()
     notice: Notice | None = None  #: Notice of the node's end; None if it stays.
-    #: The connections of its trainers that changed since they were last looked at, or that wait
-    #: for an answer; now and then all of them. None: they were not looked at.
+    #: The connections of its trainers that changed since the last look, or that wait for an answer;
+    #: now and then all of them. None if they were not read.
     flows: tuple[Flow, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How often an attempt saves from now on."""
+    """How often an attempt saves."""
 
     snapshot_steps: int = 0  #: Steps between two snapshots; 0 for no change.
     checkpoint_steps: int = 0  #: Steps between two versions in storage; 0 for no change.

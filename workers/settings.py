@@ -61,7 +61,7 @@ class RunSettings:
         arguments: The script's ``sys.argv[1:]``, each as one text: ``["--width", "512"]``.
         resume_from: The version from which a resume continues: "newest", or "finite" for the newest
             with finite weights; steps after it are trained again.
-        init_from: A checkpoint that a new run starts from, a path or URL, in any format that
+        init_from: Path or URL of a checkpoint from which a new run starts, in any format that
             ``ucp`` opens: Hugging Face, DeepSpeed, Megatron, torch DCP, everstep. A resumed run
             ignores it.
         init_state: "weights", or "all" to also load the optimizer state.
@@ -151,7 +151,7 @@ class NotFiniteSettings:
     Attributes:
         action: "skip" omits the update on all workers: weights, buffers and optimizer keep their
             values, and the step counts. "stop" ends the run before the update, "ignore" applies it.
-        most: With "skip", this many in a row end the run.
+        most: With "skip", the run ends after this many such updates in a row.
     """
 
     action: Literal["skip", "stop", "ignore"] = "skip"
@@ -178,16 +178,16 @@ class TrainSettings:
         seed: Seed of initial weights and dropout.
         deterministic: Sum gradients in one order for any number of workers, so that the weights
             are bit-identical.
-        reduce_gradients: When to reduce: "once" per step, for which each worker adds up whole
-            gradients of its micro-batches (4 bytes a parameter), or after "every_pass", for which
-            it keeps only its part but sends more often. "auto" measures in the first step whether
-            whole gradients fit. In deterministic mode sums have their own order.
+        reduce_gradients: When to reduce. "once" per step: each worker adds up whole gradients of
+            its micro-batches (4 bytes a parameter). After "every_pass": it keeps only its part, but
+            sends more often. "auto" measures in the first step whether whole gradients fit. In
+            deterministic mode sums have their own order.
         validation_every: Steps between two validations; 0 to validate at the end only.
         recheck: Steps between two checks for silent data corruption, 0 for none. In a check all
-            workers compute the same micro-batch once more and compare the bits of its gradients,
-            which costs as much as one micro-batch more of each worker. A machine that computes
-            something else is left, and the run goes back to its newest version up to the last check
-            before. Needs ``deterministic``.
+            workers compute the same micro-batch and compare the bits of its gradients, which costs
+            each worker one more micro-batch. The run leaves a machine that computes something else,
+            and goes back to its newest version up to the last check before. Needs
+            ``deterministic``.
         not_finite: Handling of updates that are NaN or infinite.
     """
 
@@ -240,13 +240,13 @@ VALIDATION_LOSS: Final = "validation_loss"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestSettings:
-    """Which checkpoints to keep beside the newest ones.
+    """Which checkpoints to keep besides the newest ones.
 
-    Training waits until such a checkpoint is committed.
+    Training waits until the checkpoint of a best step is committed.
 
     Attributes:
         value: The value to compare: "validation_loss", which ``session.evaluate`` returns, or a
-            name that the script passes to ``session.log`` in the body of a step. "" keeps none.
+            name that the script passes to ``session.log`` in the body of a step; "" for none.
         mode: Whether the lowest value is best, "min", or the highest, "max".
         keep: How many of the best to keep.
     """
@@ -292,17 +292,17 @@ class SnapshotSettings:
         every_steps: Steps between two snapshots; 0 for none, so that only storage holds state.
             "auto" starts with 1 and takes fewer if they would cost more than 2 % of step time.
         node_memory_mib: Limit for all snapshots on a node, including copies from other nodes; 0 for
-            half of the memory available when the node's keeper starts, less what other runs on the
-            node may still use.
+            half of the memory that is available when the node's keeper starts, minus what other
+            runs on the node may still use.
         send_mib_per_s: Limit for the rate at which a node's keeper sends to other nodes, for copies
             and recovery; 0 for no limit.
         tolerance: How many nodes of each group of at most 8 may be lost at once while the newest
-            snapshots stay complete in memory: 0, 1 or 2, if there are as many other nodes. A run on
-            fewer workers than it has room for uses at least one more node than that.
+            snapshots stay complete in memory: 0, 1 or 2, if there are as many other nodes. A run
+            with fewer workers than places spreads over at least one node more than this.
         mechanism: "copy" keeps each snapshot on ``tolerance`` other nodes; it sends nothing if
             data-parallel replicas there have the same state. "parity" keeps 1/(k-1) of a snapshot
-            on each of k nodes, or twice 1/(k-2) for a tolerance of 2; the former sends no data
-            between replicas. "auto" uses copies if memory allows, else parity.
+            on each of k nodes, or 2/(k-2) for a tolerance of 2; with a tolerance of 1 it sends no
+            data between replicas. "auto" uses copies if memory allows, else parity.
     """
 
     every_steps: _Count | Literal["auto"] = _SNAPSHOT_STEPS
@@ -319,11 +319,11 @@ class SnapshotSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSettings:
-    """How the model is sharded over the workers. ``dp_shard`` follows from their number.
+    """How the model is sharded over the workers. The number of workers decides ``dp_shard``.
 
-    The degrees are those of the full size. With fewer workers they stay while at most a quarter of
-    the workers would be idle; otherwise they are divided. A script that runs in one process ignores
-    them; under torchrun they must divide the number of ranks.
+    The degrees apply to the full number of workers. With fewer workers they stay while at most a
+    quarter of the workers would be idle; otherwise the run uses divisors of them. A script that
+    runs in one process ignores them; under torchrun they must divide the number of ranks.
 
     Attributes:
         dp_replicate: Full copies of the model.
@@ -343,8 +343,9 @@ class ParallelSettings:
         reshard_after_forward: Whether to drop a block's gathered parameters after its forward and
             backward pass: less memory, more gathers. Models of up to 64 MiB stay gathered.
         collective_timeout_s: Time after which a collective fails; ten times as long while ranks
-            load or commit a version. A backstop: faults are usually found much sooner. Raise it if
-            one rank works for longer while the others wait for it; otherwise it is judged to hang.
+            load or commit a version. It is a last resort, because faults are usually found much
+            sooner. Raise it if one rank may work for longer while the others wait for it; otherwise
+            that rank is judged to hang.
     """
 
     dp_replicate: _AtLeastOne = 1
@@ -365,7 +366,7 @@ class ParallelSettings:
     def timeout_s(self, step_s: float) -> float:
         """Return the timeout of collectives if a step takes ``step_s``.
 
-        It is longer than ``orchestrator.detection`` needs to find a hung rank: ten slow steps.
+        It is longer than ``orchestrator.detection`` takes to find a hung rank: ten slow steps.
         """
         return max(self.collective_timeout_s, _STEPS_WAITED * step_s)
 

@@ -21,7 +21,7 @@ from workers.collectives.places import Places
 from workers.collectives.waiting import Waiter, helpers
 from workers.records import RecordRing
 
-#: Period of polling works on a device; it is the resolution of their times.
+#: Period of polling the works on a device; their recorded times are only this precise.
 _SETTLE_S: Final = 0.05
 #: Period of checking whether the device has caught up: far shorter than the work enqueued for it.
 _AHEAD_LOOK_S: Final = 0.0002
@@ -59,10 +59,10 @@ class Attempt:
         aborted: Set once, by ``abort`` or ``fail``.
         places: The places of the ranks; None until this rank is connected to the store.
         device_spans: Times the rank's own work on its device; None if it computes on the host.
-        ahead_max: How many collectives may be called before the device has come to the first; 0 for
-            any number. If the device's queue is full, the next call blocks in the driver and holds
-            the interpreter; each queued collective also keeps its outputs. No measurement on a GPU
-            has shown yet what a bound costs.
+        ahead_max: Maximum number of collectives called that the device has not reached; 0 for no
+            maximum. If the device's queue is full, the next call blocks in the driver and holds the
+            interpreter; each queued collective also keeps its outputs. No measurement on a GPU has
+            shown yet what a bound costs.
     """
 
     def __init__(
@@ -185,14 +185,14 @@ class Attempt:
                 raise self.error(f"; {op} was not started", op)
 
     def start(self) -> nccl.Start:
-        """Return the position at which the device comes to the collective that is called next."""
+        """Return the position at which the device reaches the next collective."""
         start = nccl.Start()
         if self.ahead_max:
             self._ahead.append(start)
         return start
 
     def note_launched(self, group: int, work: _OnDevice) -> None:
-        """Note work of a group whose start and end on the device still have to be recorded."""
+        """Note a group's work whose start and end on the device are not recorded yet."""
         self._on_device.setdefault(group, deque()).append(work)
 
     def note_begun(self, group: int) -> None:
@@ -290,7 +290,7 @@ class Attempt:
 
 
 class Leftovers:
-    """The rest of a group (``of``, if any) that the transport may still use.
+    """The parts of a released group (``of``, if any) that the transport may still use.
 
     ``held`` has the last references to it, besides the group's own.
     """
@@ -306,7 +306,7 @@ class Leftovers:
         return self._group() is not None
 
     def drop(self) -> None:
-        """Drop the references, which may take until the timeout. torch releases the GIL for it."""
+        """Drop the references, without the GIL; this may take until the timeout."""
         self._held.clear()
         self._dropped.set()
 

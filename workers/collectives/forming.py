@@ -52,7 +52,7 @@ def form(
     ring_path: str | os.PathLike[str],
     timeout_s: float,
 ) -> None:
-    """Join ``attempt`` as ``rank``; return when every member has come.
+    """Join ``attempt`` as ``rank``; return when every member has joined.
 
     Afterwards ``torch.distributed`` works as usual: every new group is recorded and has the
     timeout, and ``abort`` wakes its waits. Call ``leave`` before the next ``form``, even if
@@ -142,12 +142,12 @@ def locate(place: tuple[int, int, int], node: str) -> None:
 def span(op: str, *, step: int = 0, micro_batch: int = 0, tokens: int = 0) -> None:
     """Record that the training thread begins its own work, which ends the last; "" only ends it.
 
-    Outside an attempt this does nothing.
+    Do nothing outside an attempt.
 
     Args:
         op: "data", "forward", "backward" or "optimizer".
-        micro_batch: Number among those of this rank in the step, from 0.
-        tokens: Number of tokens that the ending work has read.
+        micro_batch: Number among this rank's micro-batches of the step, from 0.
+        tokens: Number of tokens read by the work that now ends.
     """
     if _process.current is not None:
         _process.current.span(op, step=step, micro_batch=micro_batch, tokens=tokens)
@@ -174,7 +174,7 @@ def leave() -> None:
 
     First drop every reference to models, optimizers, meshes and exceptions of the attempt: they
     hold its groups, and with them sockets and threads. Call this in the thread that trained,
-    because DTensor has a cache per thread. Outside an attempt it does nothing.
+    because DTensor has a cache per thread. Do nothing outside an attempt.
     """
     with _process.lock:
         current, _process.current = _process.current, None

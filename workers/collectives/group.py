@@ -56,7 +56,7 @@ _COLLECTIVES: Final = {
 _SPLIT: Final = frozenset({"alltoall_base", "all_to_all_single"})
 #: Stands for any member as the sender.
 _ANY: Final = -1
-#: Collectives that name their outputs first; their payload is the second argument.
+#: Collectives whose first argument is the output; the second one is their payload.
 _OUTPUT_FIRST: Final = frozenset({"all_gather", "all_to_all", "gather", "reduce_scatter"})
 _DTYPES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPES) if name}
 
@@ -236,7 +236,7 @@ class RecordedGroup(dist.ProcessGroup):
         on_device: bool = False,
         pair: int | None = None,
     ) -> Call | None:
-        """Record a call; return None while a CUDA graph is captured, which runs later.
+        """Record a call; return None while a CUDA graph is captured, because the call runs later.
 
         An event in a graph cannot be queried: the error would look like a failed device.
         """
@@ -275,7 +275,7 @@ class RecordedGroup(dist.ProcessGroup):
             )
         assert call is not None, "graphs are recorded on devices"
         # gloo does this too (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced): an
-        # all-reduce of a copy. But this one can be waited for in slices.
+        # all-reduce of a copy. But a caller can wait for this one in slices.
         buffers = [value.clone(memory_format=torch.contiguous_format) for value in values]
         reduce_opts = dist.AllreduceOptions()
         reduce_opts.reduceOp = opts.reduceOp
@@ -343,7 +343,7 @@ class RecordedGroup(dist.ProcessGroup):
         if not on_device:
             return RecordedWork(call, [begin()], keep=keep, sliced=sliced)
         if self._coalesced is not None:
-            # The call is launched, and can be waited for, when the coalescing ends.
+            # The call starts when the coalescing ends, and only then has a work to wait for.
             self._coalesced.append(call)
             return cast("dist.Work", begin())
         return self._launched([call], begin, waits_at_once=waits_at_once)
@@ -446,7 +446,7 @@ def _on_device(value: Any) -> bool:
 def build_group(
     attempt: Attempt, store: dist.Store, rank: int, ranks: tuple[int, ...]
 ) -> RecordedGroup:
-    """Return a recorded group of ``ranks``, once all of them have come."""
+    """Return a recorded group of ``ranks``, once all of them have joined."""
     kinds = dist.ProcessGroup.BackendType
     backends: dict[str, Any] = {}
     if attempt.backend == "nccl":

@@ -30,10 +30,10 @@ ENVIRONMENT: Final = {
     # A monitor ends a process whose watchdog makes no progress, which happens while an abort waits
     # for the driver.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # After a failure the watchdog sleeps four times this (60 s by default), and holds a lock for
-    # which releasing the group waits.
+    # After a failure the watchdog sleeps four times this (60 s by default). Meanwhile it holds a
+    # lock that releasing the group needs.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # A failed device ends the process (``workers.process.device``), which can report the reason.
+    # ``workers.process`` ends a process whose device failed, and can report the reason.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # ``connect`` creates communicators at once; torch then warns each time that unbatched sends and
     # receives of a group are serialised.
@@ -80,7 +80,8 @@ def share_device(worker: str, share: float) -> None:
 def options(timeout: timedelta, ranks: Iterable[int]) -> Any:
     """Return the options of a group of ``ranks`` whose communicator does not block while created.
 
-    A blocking one waits for its members in NCCL, without a bound or a way to end it.
+    Creating a blocking communicator waits inside NCCL for the members, with no time limit and no
+    way to stop it.
     """
     found = dist.ProcessGroupNCCL.Options()
     found._timeout = timeout  # noqa: SLF001 - as torch's own init does
@@ -90,7 +91,7 @@ def options(timeout: timedelta, ranks: Iterable[int]) -> Any:
 
 
 def connect(backend: Any, device: torch.device) -> None:
-    """Create the communicator of a group; return when all members have come.
+    """Create the communicator of a group; return when all members have joined.
 
     This blocks up to the bound that ``prepare`` set, even if the communicator is aborted, because
     torch holds its lock for that time. So call it where no other thread must wait for it.

@@ -24,11 +24,11 @@ from workers.records import RecordRing, Waited
 #: Time after which a wait for a collective is published, and the period of checking it, in seconds.
 _LONG_S: Final = 1.0
 _LOOK_S: Final = 0.25
-#: Period of checking a meeting; the others usually come within milliseconds. Then the period of
-#: checking whether they still can.
+#: Period of checking whether the others have come, which usually takes milliseconds; later, the
+#: period of checking whether they still can.
 _MEET_S: Final = 0.005
 _APART_S: Final = 0.25
-#: Stands for a line if the training thread is outside of the script.
+#: Stands in for a line if the training thread is outside the script.
 _BEHIND: Final = "the end of the script"
 #: The folders of this package, and of the libraries: code that is not the script's.
 _OURS: Final = str(Path(__file__).parents[1])

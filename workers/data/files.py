@@ -118,7 +118,7 @@ def find_files(what: str, paths: str | Path | Sequence[str | Path]) -> tuple[Dat
 
 
 def glob_files(pattern: str) -> list[str]:
-    """Return the files that a glob matches; of a URL only its last part may have wildcards."""
+    """Return the files that a glob matches; only the last part of a URL may have wildcards."""
     if "://" not in pattern:
         root = Path(pattern).anchor
         paths = Path(root or ".").glob(pattern.removeprefix(root))
@@ -143,11 +143,11 @@ def cached_arrays(
     """Return arrays that ``make`` computes once for all processes of a machine.
 
     Several processes may make them at the same time. ``depends`` has everything on which the arrays
-    depend, as JSON values. ``cache`` is a local directory; without one it is this user's among
-    temporary files. ``setting`` is its name in messages.
+    depend, as JSON values. ``cache`` is a local directory; the default is one for this user among
+    the temporary files. Messages call it ``setting``.
     """
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
-    # Users in containers can be without a name.
+    # In a container a user may have no name.
     root = cache or f"{tempfile.gettempdir()}/everstep-data-{os.getuid()}"
     directory = Path(root) / key
     done = directory / "names.json"

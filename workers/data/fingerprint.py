@@ -28,7 +28,8 @@ _PLAIN: Final = (bool, int, float, complex, type(None))
 _TEXT, _LISTS = (str, bytes), (list, tuple)
 #: Number of tensors of a sample whose numbers are compared.
 _FLOATS_MAX: Final = 4
-#: Machines of other kinds round differently. Norms and projections of other samples differ by more.
+#: Different kinds of machines round differently. Norms and projections of different samples differ
+#: by more.
 _TOLERANCE: Final = 1e-3
 
 #: A CRC-32 of all values without fractions, then a projection and the norm of each tensor with
@@ -39,8 +40,9 @@ Content: TypeAlias = Sequence[float]
 def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
     """Return a CRC-32 over the content of a sample, the same in every process.
 
-    It has tensors, arrays, numbers, text, lists, mappings, or objects with attributes, down to some
-    ``depth``, and continues that of the values ``before``.
+    A sample holds tensors, arrays, numbers, text, lists, mappings, or objects with attributes.
+    ``before`` is the CRC-32 to continue. ``depth`` is that of ``value`` in the sample; deep values
+    are left out.
     """
     if isinstance(value, Tensor):
         return _of_tensor(value, before)
@@ -94,7 +96,7 @@ def _of_array(array: NDArray[Any], before: int) -> int:
     size, each = array.size, _PIECE_BYTES // array.itemsize or 1
     if size <= 3 * each:
         return zlib.crc32(array.tobytes(), before)
-    # ``flat`` takes any strides, and half a microsecond more.
+    # ``flat`` takes any strides, but half a microsecond longer.
     flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
     for begin in (0, (size - each) // 2, size - each):
         before = zlib.crc32(flat[begin : begin + each].tobytes(), before)

@@ -130,10 +130,10 @@ def micro_batches_of(
 class DataLoader:
     """Batches of a dataset for ``session.steps``.
 
-    Make it outside of the training function, and its processes live from attempt to attempt.
+    If you make it outside the training function, its processes live from attempt to attempt.
 
     A dataset without length and index is a stream: it must give the same samples on every worker,
-    each of which reads all of it and keeps its part. One process at most reads it ahead. When a run
+    each of which reads all of it and keeps its part. At most one process reads it ahead. When a run
     resumes, a stream with ``state_dict`` and ``load_state_dict`` continues where it was, and any
     other stream is read again from the beginning of the epoch.
 
@@ -149,8 +149,8 @@ class DataLoader:
         digest: Identifies the data; by default ``dataset.digest`` if there is one. It must be equal
             on all workers, and in a run and its checkpoint.
         sampler: The indices of an epoch for all workers together: a sampler of torch, or a function
-            of the epoch's number. Random numbers are seeded by the epoch while it runs. By default
-            each epoch has every sample once, in its own order.
+            of the epoch's number. While it runs, the random numbers are seeded by the epoch. By
+            default each epoch has every sample once, in its own order.
 
     Attributes:
         epoch: See ``DataOrder``; positions without a sample have index -1.
@@ -250,7 +250,7 @@ class DataLoader:
     def read_one(
         self, order: DataOrder, *, seed: int, micro_batch: int, step: int, number: int
     ) -> Any:
-        """Return one batch as ``batches`` yields it, read when it is needed; not of a stream."""
+        """Return one batch as ``batches`` yields it, without reading ahead; not for a stream."""
         _, _, samples = next(
             micro_batches_of(order, micro_batch=micro_batch, numbers=[number], first_step=step)
         )
@@ -258,7 +258,7 @@ class DataLoader:
         return self._call(_read_keyed, key, samples.tolist())
 
     def read(self, indices: list[int]) -> Any:
-        """Return the batch of these samples, read here and now."""
+        """Return the batch of these samples, read in this process."""
         return _Reader(self.dataset, self._collate).read(indices)
 
     def contents(self, indices: Sequence[int], *, seed: int) -> list[Content]:
@@ -268,7 +268,7 @@ class DataLoader:
         return found
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of a reader: in a process, if there is one, which has files open."""
+        """Return the result of a reader, in a process if there is one: it has the files open."""
         if self._num_workers:
             readers = self._readers or self._begin_readers()
             return readers.result(readers.submit(function, *arguments))

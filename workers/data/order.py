@@ -28,9 +28,8 @@ class DataOrder:
     seed: int  #: Selects the order.
     num_samples: int  #: Number of samples, at least 1; a sample is an index below this.
     global_batch: int  #: Samples per step, at least 1; may exceed ``num_samples``.
-    #: Number of samples that an epoch takes, and of its positions. Positions beyond the samples
-    #: have none (-1), so that an epoch ends with a step. None takes all samples, in as many
-    #: positions.
+    #: Number of samples in an epoch, and number of its positions. Positions beyond the samples hold
+    #: none (-1), so that an epoch ends with a step. None: all samples, and as many positions.
     epoch: tuple[int, int] | None = None
     #: Returns the samples of an epoch, instead of a permutation of all; requires ``epoch``.
     given: Callable[[int], NDArray[np.int64]] | None = None

@@ -52,7 +52,7 @@ class Stream:
 
     Random numbers are keyed by step and by epoch, so a dataset that shuffles or augments does the
     same on every worker and after a resume. ``set_epoch(number)`` is called if the dataset has it.
-    ``DataError`` says that it cannot be read again, or gave other samples when it was.
+    Raise ``DataError`` if it cannot be read again, or then gives other samples.
     """
 
     def __init__(self, dataset: Iterable[Any], *, seed: int, global_batch: int) -> None:
@@ -79,8 +79,8 @@ class Stream:
         """Continue after ``step``, which is 0 for the beginning.
 
         A dataset with ``state_dict`` and ``load_state_dict`` continues there by itself. Any other
-        dataset is read again from the beginning of the epoch, which takes as long as the first
-        time; of the whole stream if the ``state`` after the step is None.
+        dataset is read again from the beginning of the epoch, or of the stream if the ``state``
+        after the step is None. This takes as long as the first time.
         """
         if not step:
             self._first = self._first_samples()

@@ -103,7 +103,7 @@ def write_stacks(file: int) -> None:
 def take_stacks(subjects: Iterable[Subject], within_s: float) -> dict[str, str]:
     """Return the stacks of workers by name, or the kernel's report on workers that write none.
 
-    Wait until all have written, but at most ``within_s``.
+    Wait at most ``within_s`` until all have written.
     """
     subjects = tuple(subjects)
     with contextlib.ExitStack() as opened:

@@ -187,7 +187,7 @@ class Keeper:
     async def store_evidence(self, attempt: int, folder: str) -> bool:
         """Store the evidence of ``attempt`` below ``folder``; return whether it is stored.
 
-        It is not if none was taken, or if storage refuses.
+        It is not stored if none was taken, or if storage refuses.
         """
         if self._evidence is None or self._evidence[0] != attempt or not self._run_url:
             return False

@@ -118,9 +118,9 @@ class ArenaTable:
         """Return the arena of that name, or a new one whose memory is claimed at once.
 
         A new worker inherits the arena of a dead one with its content: the writer spares versions
-        that may be needed, no memory must be faulted in, and the budget need not hold both arenas.
-        Raise ``ArenaError`` if the arena exceeds the budget or the memory, or an existing one has
-        smaller buffers.
+        that may be needed, no memory has to be faulted in, and the budget need not hold both
+        arenas. Raise ``ArenaError`` if the arena exceeds the budget or the memory, or an existing
+        one has smaller buffers.
         """
         node, _, generation = split_name(name)
         is_own = not node or is_guard(name)
@@ -258,7 +258,7 @@ class ArenaTable:
             self.tell()
 
     def note_listed(self, node: str, names: Collection[str]) -> None:
-        """Note the arenas of another node to copy; () once this node does not follow it."""
+        """Note the arenas of another node to copy; () once this node no longer follows it."""
         with self._lock:
             self._listed[node[:12]] = frozenset(names)
 

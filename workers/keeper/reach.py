@@ -37,7 +37,7 @@ _GREETING_BYTES: Final = 1 << 10
 async def hung_up(address: tuple[str, int]) -> bool:
     """Wait until the connection to a listener ends, or is not made.
 
-    Return whether its machine answered until the end, by closing or refusing the connection.
+    Return whether its machine answered to the end: it closed or refused the connection.
     """
     try:
         # Unlike wait_for, a timeout does not swallow a cancellation as the connection is made.

@@ -143,7 +143,7 @@ def _mapped(fd: int, size_bytes: int) -> mmap.mmap:
 
 
 if __name__ == "__main__":
-    # The trainer decides when this process ends.
+    # Only the trainer ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ConnectionError):
         serve(socket.socket(fileno=int(sys.argv[1])))

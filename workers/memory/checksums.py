@@ -155,7 +155,7 @@ class Checksums:
         return self._connection
 
     def _prepare(self, question: Question) -> None:
-        """Build the request; it is empty if it does not pay or the process lacks the memory."""
+        """Build the request; leave it empty if it does not pay or the process lacks the memory."""
         views = question.views
         places = [place for view in views if (place := self._place(view)) is not None]
         question.request = b""

@@ -111,7 +111,7 @@ def register(arena: Arena) -> None:
         body = torch.frombuffer(arena.body(buffer), dtype=torch.uint8)
         error = torch.cuda.cudart().cudaHostRegister(body.data_ptr(), body.numel(), 0)
         if int(error) != 0:
-            # The buffers that were pinned would make the next try fail.
+            # If these buffers stayed pinned, the next try would fail.
             unregister(arena, num_buffers=buffer)
             raise ArenaError(
                 f"CUDA does not pin {body.numel()} bytes of snapshot memory: error "

@@ -17,7 +17,7 @@ from workers.protocol import Held
 _NODE_CHARS = 12
 #: Stands for a node in the names of arenas that hold parities.
 _PARITY = "parity"
-#: Prefix that stands for a node in the names of arenas that hold shares of other ranks.
+#: Begins the names of arenas that hold shares of other ranks, in place of a node.
 _GUARD = "replica"
 #: Stands for a node in the names of arenas with a parity of such shares.
 _REPLICA_PARITY = f"{_GUARD}-{_PARITY}"

@@ -63,8 +63,8 @@ class SnapshotMemory:
     def ensure(self, body_bytes: int, *, attempt: int, for_cuda: bool) -> Arena:
         """Return an arena whose buffers hold ``body_bytes``, with its present versions.
 
-        If it must grow, it is a new arena; the keeper holds the old one as long as its versions may
-        be needed. Raise ``ArenaError`` if the keeper refuses, or is not running.
+        To grow, reserve a new arena; the keeper holds the old one as long as its versions may be
+        needed. Raise ``ArenaError`` if the keeper refuses, or is not running.
         """
         if self._arena is None or self._arena.body_bytes < body_bytes:
             self.leave()

@@ -125,7 +125,7 @@ def hub_attention(
     is_causal: bool | None = None,  # noqa: FBT001  as transformers calls it
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Return what attention of ``transformers`` returns, ``(B, T, H, E)``; see its interface."""
+    """Return the attention, ``(B, T, H, E)``, by the interface of ``transformers``."""
     size = _ProcessContext.context.group.size() if _ProcessContext.context is not None else 1
     window = more.get("sliding_window")
     length = size * query.shape[_POSITIONS]

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 #: Bytes 0 to 255 and an end-of-document token, rounded up to a multiple of 8.
 BYTE_VOCAB_SIZE = 264
-#: The most logits that a loss holds at a time, in float32; it holds them three times.
+#: Maximum number of float32 logits that a loss holds at a time; it holds each three times.
 LOGITS_MAX: Final = 1 << 25
 
 

@@ -18,8 +18,8 @@ def is_cut(module: nn.Module, style: ParallelStyle) -> bool:
 def draw_by_part(module: Any, mesh: DeviceMesh) -> None:
     """Make a dropout draw another mask on each rank of ``mesh``.
 
-    Its seed is a number that all ranks draw alike. So a repeated pass draws the same mask, and
-    later draws for uncut tensors stay equal on all ranks.
+    All ranks draw the same seed for it. So a repeated pass draws the same mask, and later draws for
+    uncut tensors stay equal on all ranks.
     """
     module.forward = partial(_drop, module, module.forward, mesh.get_local_rank())
 

@@ -25,7 +25,8 @@ _WHOLE: Final = {
     "colwise_gather_output", "colwise_rep", "embedding_colwise", "embedding_rowwise", "replicate",
     "rowwise_rep", "rowwise_split_input",
 }  # fmt: skip
-#: By style of the base: the matrix of an adapter that is cut like it. The other matrix is whole.
+#: For each style of a base, the matrix of its adapter that is cut in the same way. The other matrix
+#: is whole.
 _CUT_ADAPTERS: Final = {
     "colwise": "lora_B", "packed_colwise": "lora_B", "rowwise": "lora_A", "packed_rowwise": "lora_A"
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Find the elements of a tensor that a rank has, and the ranks with the same, from placements.
+"""Find from placements which elements of a tensor a rank has, and which ranks have the same.
 
 torch's ``__create_chunk_list__`` returns one chunk per rank, which is wrong for fused weights under
 tensor parallelism: a rank has a slice of each fused part (torch 2.13). This module follows the

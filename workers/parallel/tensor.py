@@ -36,8 +36,8 @@ class ModelPlan:
     #: ``tensor``. Called on every layout with the model on the meta device and the meshes by name:
     #: ``tp`` if ``parallel.tp`` is above 1, ``ep`` if ``parallel.ep`` is; and ``dp``, for experts
     #: ``efsdp``, which it needs only for ``fully_shard``. The rest is wrapped afterwards. It leaves
-    #: each parameter a DTensor on these meshes, or plain; plain ones must be equal on all ranks of
-    #: ``tp`` with equal gradients, and shared ones stay shared. It makes no process groups and no
+    #: each parameter a DTensor on these meshes, or plain. Plain ones must be equal on all ranks of
+    #: ``tp``, with equal gradients. Shared ones stay shared. It makes no process groups and no
     #: ``DDP``.
     parallelize: Callable[[Any, Mapping[str, DeviceMesh]], object] | None = None
     #: Entries of a batch with positions along dim 1; ``session.part`` cuts them if ``parallel.cp``

@@ -65,11 +65,12 @@ class _Use:
     """This rank's use of a unit in one pass."""
 
     calls: int = 0  #: Its forward passes with gradients; none if the rank only joins it.
-    ends: int = 0  #: How many of these autograd has finished in the backward pass.
+    ends: int = 0  #: Number of these that autograd has finished in the backward pass.
     is_late: bool = False  #: No input needs a gradient, so autograd does not report its end.
     has_begun: bool = False
     has_ended: bool = False
-    num_open: int | None = None  #: Units inside of it that the backward pass has yet to reach.
+    #: Number of units inside it that the backward pass has yet to reach.
+    num_open: int | None = None
 
 
 class Units:

@@ -37,7 +37,7 @@ class ParityRecord(Covered):
 
     @property
     def is_draft(self) -> bool:
-        """Return whether records of members are missing."""
+        """Return whether the members' records are missing."""
         return self.with_records and any(
             member is not None and not member.record_bytes for member in self.members
         )

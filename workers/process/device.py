@@ -29,5 +29,5 @@ def has_failed() -> bool:
 
 
 def is_of_script(outcome: Outcome) -> bool:
-    """Return whether the script made the device fail, which it would do on any device."""
+    """Return whether the script made the device fail: it would do so on any device."""
     return isinstance(outcome, Raised) and _ASSERTION in outcome.error

@@ -18,8 +18,8 @@ VARIABLE: Final = "GLIBC_TUNABLES"
 _NAME: Final = "glibc.cpu.x86_non_temporal_threshold"
 #: Half a block of a snapshot (``workers.snapshot.buffer_layout.BLOCK_BYTES``), because the last
 #: block of a tensor is shorter. With such blocks a quarter of 50 MB is copied this way, and
-#: training waits a tenth less than with a whole block. 64 and 32 KiB are no better; steps of the
-#: small preset take as long.
+#: training waits a tenth less than with a whole block. 64 and 32 KiB are no better. Steps of the
+#: small preset take as long as before.
 TUNABLE: Final = f"{_NAME}=0x20000"
 
 

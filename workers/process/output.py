@@ -60,7 +60,7 @@ class OutputLog:
         self._has_more, self._is_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._write_all, name="output", daemon=True)
         self._thread.start()
-        # The process may end by an exception during an attempt.
+        # An exception may end the process during an attempt.
         atexit.register(self.close)
 
     def add(self, text: str) -> None:

@@ -52,7 +52,7 @@ class Notes:
         self._lock = threading.Lock()
         self._attempt = 0
         self._notes: tuple[Noted, ...] = ()
-        #: It is done with the next note.
+        #: Completed by the next note.
         self._news: Future[None] = Future()
 
     def add(self, note: Noted) -> None:

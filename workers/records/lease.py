@@ -17,7 +17,8 @@ from typing import Final
 from workers.protocol import LEASE_S, LEAVE_SHARE
 from workers.records.ring import map_draft
 
-#: Ray's variable: how long after the loss of the head it ends a node's processes, in seconds.
+#: Ray's variable for the time, in seconds, after which it ends the processes of a node that has
+#: lost the head.
 VARIABLE: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 _NAME: Final = "lease"

@@ -108,11 +108,11 @@ class Leaving:
 
 @dataclass(slots=True)
 class Counts:
-    """The work that copies have done so far."""
+    """Figures of the copies so far."""
 
     num_bytes: int = 0  #: Bytes of the states.
     num_pieces: int = 0  #: Copies that were enqueued.
-    num_pauses: int = 0  #: Waits for the device to come to a pass.
+    num_pauses: int = 0  #: Waits for the device to reach a pass.
     copying_s: float = 0.0  #: Waits for copies that were under way.
     #: Processor time of ``run``: the longest that it can have kept the interpreter from training.
     held_s: float = 0.0

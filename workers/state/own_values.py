@@ -1,9 +1,9 @@
 """Save an optimizer's values outside the state of parameters, such as ScheduleFree's step count.
 
-Such values are in its groups. A kind that is not torch's own also has them in attributes, and in
-``state`` under keys that are not parameters. Each version saves numbers, strings, 0-d tensors and
-collections of these if they have changed since the optimizer was made. Values that a script passes
-to an optimizer's constructor remain the script's choice.
+Such values are in its groups. An optimizer that is not torch's own may also keep them in
+attributes, and in ``state`` under keys that are not parameters. Each version saves numbers,
+strings, 0-d tensors and collections of these if they have changed since the optimizer was made.
+Values that a script passes to an optimizer's constructor remain the script's choice.
 """
 
 from collections import deque

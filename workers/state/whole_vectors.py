@@ -72,7 +72,7 @@ def of_shard(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def _whole(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return ``shape`` with rows added up to whole vectors; the shape of a number gets one dim."""
+    """Return ``shape`` with enough rows for whole vectors; the shape of a number gets one dim."""
     num_rows, *row = shape or (1,)
     step = _ELEMENTS // gcd(_ELEMENTS, prod(row))
     return (-(-num_rows // step) * step, *row)

@@ -20,7 +20,7 @@ from workers.train.executor import (
 
 log = logging.getLogger(__name__)
 
-#: Characters of a node's name, and nodes to name.
+#: Number of characters of a node's name, and of nodes to name.
 _NODE_CHARS: Final = 8
 _NUM_NODES: Final = 4
 

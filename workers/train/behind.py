@@ -39,7 +39,8 @@ def run_behind(
         return completed
     pause_s = _LOOK_S
     while True:
-        # It does not exist yet, or storage is unavailable; then rank 0 waits for storage, too.
+        # The file does not exist yet, or storage is unavailable; then rank 0 waits for storage,
+        # too.
         with suppress(StorageError):
             if context.store.read(path) == mark:
                 return completed
@@ -52,7 +53,7 @@ def run_behind(
 
 @contextmanager
 def _progressing(progress: ProgressRecord) -> Iterator[None]:
-    """Show that the worker is at work: the duration of such code is not visible from outside."""
+    """Report that the worker still makes progress: such code may take any time."""
     ends = threading.Event()
 
     def show() -> None:

@@ -129,7 +129,7 @@ def _relations(model: nn.Module) -> dict[str, Any]:
 
 
 def _reduction(model: nn.Module, train: TrainSettings, device: torch.device) -> Reduction:
-    """Have the units of a sharded model reduce in the way of this run."""
+    """Make the units of a sharded model reduce as the settings require."""
     reduction = Reduction()
     if train.deterministic:
         use_tree(model, reduction)
@@ -192,7 +192,7 @@ def assemble(
     assignment: Assignment,
     train: TrainSettings,
 ) -> ShardedModel:
-    """Return the model with its optimizers, ``every``, none of which need be there."""
+    """Return the model with its optimizers, ``every``, which may be empty."""
     optimizers = Optimizers(every, parameters)
     return ShardedModel(
         **{field.name: getattr(built, field.name) for field in fields(built)},

@@ -1,4 +1,4 @@
-"""The worker that runs an attempt: all that ``run_attempt`` needs besides its assignment."""
+"""The worker context: all that ``run_attempt`` needs besides its assignment."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from workers.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """The worker that attempts run in; one per process."""
+    """The worker in which attempts run; one per process."""
 
     worker: str  #: Worker id, as ``w0007``.
     settings: Settings  #: The settings of the training.
@@ -25,7 +25,7 @@ class WorkerContext:
     fenced: Callable[[int], bool]  #: Returns whether an attempt was fenced. Any thread may call it.
     #: Returns whether the state must be in storage when the worker leaves.
     yield_durable: Callable[[int], bool] = lambda _attempt: True
-    node: str = ""  #: Ray node id, hex; tells which memory is near.
+    node: str = ""  #: Ray node id, hex; shows which memory is near.
     #: Directory of the keeper's descriptor server; None if there is no keeper.
     keeper_directory: Path | None = None
     #: Called once per attempt, by the training thread, when the groups are formed, the model is

@@ -31,13 +31,13 @@ def mean_over_samples(
 ) -> tuple[float, str]:
     """Return the mean loss per token over samples ``0 .. num_samples - 1``, on every worker.
 
-    Beside it the samples whose loss is not finite, for people; "" if there are none. ``of_means``
-    means the mean over samples of the means of their micro-batches.
+    Also return, for people, the samples whose loss is not finite; "" if there are none.
+    ``of_means`` means the mean over samples of the means of their micro-batches.
 
     Each micro-batch has its own element in the all-reduce, so the sum has one order for any number
-    of workers. Its random numbers are keyed by its number, and the script's continue as if it drew
-    none. ``done`` is called before each pass with the number of passes that this rank has begun.
-    ``outputs`` gets, by micro-batch, the values that ``loss_of`` returns after the tokens.
+    of workers. Its random numbers are keyed by its number; those of the script continue as if none
+    had been drawn. ``done`` is called before each pass with the number of passes that this rank has
+    begun. ``outputs`` gets, by micro-batch, the values that ``loss_of`` returns after the tokens.
     """
     starts = range(0, num_samples, micro_batch)
     batches = [np.arange(start, min(start + micro_batch, num_samples)) for start in starts]

@@ -22,17 +22,16 @@ from workers.settings import ParallelSettings
 
 
 class Ranks:
-    """The ranks, as one of them sees them. Every rank makes the same calls.
+    """The ranks as seen by one of them. Every rank makes the same calls.
 
     ``place`` is None if this process trains alone. ``timeout_s`` bounds waits for another rank.
     """
 
     def __init__(self, place: LaunchedPlace | None, *, timeout_s: float) -> None:
-        #: ``rank``: This rank.
-        #: ``num_ranks``: How many there are.
+        #: This rank, and the number of ranks.
         self.rank, self.num_ranks = (place.rank, place.num_ranks) if place else (0, 1)
-        self.node = socket.gethostname() if place else ""  #: The machine, by name.
-        self.host = place.host if place else "127.0.0.1"  #: Where their store listens.
+        self.node = socket.gethostname() if place else ""  #: Name of this machine.
+        self.host = place.host if place else "127.0.0.1"  #: Host of their store.
         serves = place is None or (self.rank == 0 and not place.is_served)
         try:
             store = dist.TCPStore(
@@ -48,7 +47,7 @@ class Ranks:
                 f"{self.host} ({error}); RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set: "
                 "start the script with torchrun, or unset them to train in this process alone"
             ) from error
-        self.port: int = store.port  #: Its port.
+        self.port: int = store.port  #: Port of their store.
         self._store = store
         self._said = dist.PrefixStore(f"everstep/{place.restart if place else 0}", store)
         self._num_said = self._num_told = 0
@@ -73,8 +72,8 @@ class Ranks:
         return found
 
     def next_attempt(self, last: int) -> int:
-        """Return the number of an attempt above ``last`` that the store has not seen; on rank 0."""
-        # The launcher's store may outlive a start that has written nothing.
+        """Return an attempt number above ``last`` that the store has not given yet; for rank 0."""
+        # The launcher's store may outlive an earlier start that wrote nothing to storage.
         seen = self._store.add("everstep/attempt", 0)
         return self._store.add("everstep/attempt", max(last - seen, 0) + 1)
 

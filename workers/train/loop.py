@@ -82,8 +82,8 @@ def run_attempt(
 ) -> Outcome:
     """Train in ``assignment`` until this worker leaves it; return how it left.
 
-    Blocks. Always call it in the same thread: DTensor keeps a cache per thread, which must be
-    cleared afterwards. Without a ``task`` it trains that of the settings' script, or the built-in
+    Blocks. Always call this in the same thread, because DTensor keeps a cache per thread, which
+    must be cleared afterwards. By default the task is that of the settings' script, or the built-in
     one.
     """
     context.progress.enter(WorkerPhase.FORMING)
@@ -238,8 +238,8 @@ class _RunningAttempt:
             _Process.buffer = HostBuffer()
             if _Process.memory is not None:
                 _Process.memory = _Process.memory.successor()
-        # Next the controller asks keepers for their versions. A restarted keeper must learn of this
-        # memory, and a restarting one is worth the wait.
+        # Next the controller requests the keepers' versions. A restarted keeper must have this
+        # memory by then, and a restarting one is worth the wait.
         if _Process.memory is not None and not _Process.memory.tell():
             _Process.hand_over = HandOver(_Process.memory)
 

@@ -31,7 +31,7 @@ from workers.train.executor import all_agree, exchanged
 
 log = logging.getLogger(__name__)
 
-#: Numbers of samples that are spread over the whole dataset, and of samples of the step, at least.
+#: Minimum number of samples spread over the whole dataset, and of samples of the step.
 _SPREAD, _OF_STEP = 4, 4
 _NUM_SHOWN: Final = 4
 _CAUSES: Final = (
@@ -117,8 +117,8 @@ class SameSamples:
             self._kept = {**dict(zip(keys, found, strict=False)), **self._kept}
 
     def _is_due(self, number: int) -> bool:
-        # From some step on, a loss function may read differently, which is not other data. This
-        # should be known before a fault, and costs less than reading samples.
+        # A loss function may read differently from some step on, although the data is the same.
+        # Finding this out before a fault costs less than reading samples.
         if self._size:
             return number & (number - 1) == 0
         return str(number).rstrip("0") == "1"

@@ -14,9 +14,10 @@ from workers import collectives
 from workers.train.boundary import few_values
 from workers.train.executor import ShardedModel
 
-#: The steps of a run after which it looks: a tensor that changes between all of them is reported.
+#: Number of looks, one after each of a run's first steps. Whatever changes between all of them is
+#: reported.
 _LOOKS: Final = 3
-#: Tensors of a collection, such as one for each parameter.
+#: Maximum number of tensors in a variable; a collection may have one for each parameter.
 _TENSORS_MAX: Final = 10_000
 #: Packages whose objects keep nothing of the script's own.
 _NOT_OWN: Final = ("builtins", "torch", "workers", "everstep")
@@ -34,11 +35,12 @@ class ScriptLocals:
         self._seen: dict[str, tuple[Any, list[_Mark]]] = {}
 
     def look(self, sharded: ShardedModel) -> list[str]:
-        """Return, at the third look, the names of variables that change between all looks.
+        """Return the names of variables that change between all looks, at the last one.
 
-        Tensors change in place, in collections, modules and objects of the script's classes, and
-        numbers by `count += 1`. A variable that is set again in each step is computed from other
-        values. Tensors that share memory with the training state, or are registered, are saved.
+        Find tensors that change in place, in collections, modules and objects of the script's
+        classes, and numbers that change by `count += 1`. Ignore variables that are set again in
+        each step, because they follow from other values. Ignore tensors that are registered or
+        share memory with the training state, because versions save them.
         """
         self._num_looks += 1
         frame = collectives.script_frame(sys._getframe(1))  # noqa: SLF001
@@ -66,7 +68,7 @@ class ScriptLocals:
 
 
 def _holders(held: Mapping[str, Any], depth: int = 2) -> Iterator[tuple[str, Any]]:
-    """Yield names and values that may hold tensors, of the script's objects each attribute."""
+    """Yield names and values that may hold tensors, and such attributes of the script's objects."""
     for name, value in held.items():
         if isinstance(value, Tensor | nn.Module | dict | list | tuple | Mapping):
             yield name, value
@@ -76,9 +78,9 @@ def _holders(held: Mapping[str, Any], depth: int = 2) -> Iterator[tuple[str, Any
 
 
 def _tensors(value: Any, depth: int = 1, trained: Collection[nn.Module] = ()) -> Iterator[Tensor]:
-    """Yield the tensors that a value is, or holds, and that no graph has made.
+    """Yield the tensors in ``value``, except those that a graph has made.
 
-    The modules in ``trained`` are left out.
+    Skip the modules in ``trained``.
     """
     if isinstance(value, Tensor):
         if value.grad_fn is None:
@@ -95,7 +97,7 @@ def _tensors(value: Any, depth: int = 1, trained: Collection[nn.Module] = ()) ->
 
 
 def _counts(frame: FrameType) -> list[str]:
-    """Return the numbers that the body of the frame's loop counts, as by `count += 1`."""
+    """Return the names of numbers that the body of the loop counts, as by `count += 1`."""
     every = list(dis.get_instructions(frame.f_code))
     at = max((n for n, one in enumerate(every) if one.offset <= frame.f_lasti), default=0)
     if every[at].opname != "FOR_ITER":

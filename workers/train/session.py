@@ -123,7 +123,7 @@ class Session:
             initialise: Returns the whole initial value of a parameter from its name and shape,
                 the same on every worker. Without it ``build`` is called again on the CPU, with a
                 seed, and its values are used; then the whole model must fit into memory briefly.
-            plan: How tensor, pipeline and context parallelism cut it; not needed without.
+            plan: How tensor, pipeline and context parallelism cut it; not needed without these.
             average_buffers: Names, with ``*``, of persistent buffers that depend on the samples,
                 such as BatchNorm's ``*.running_mean`` and ``*.running_var``: after a step they are
                 the mean over the results of its micro-batches. Others must not depend on samples.
@@ -339,10 +339,10 @@ class Session:
         ``step.backward`` and ``step.apply``, does the same.
 
         Args:
-            loss_of: Returns the mean loss of a micro-batch, a scalar with its graph; or that and
-                the number of tokens in the mean, its weight in the global batch, if micro-batches
-                have different ones.
-            optimizers: The optimizers that update in this step, out of several; other gradients are
+            loss_of: Returns the mean loss of a micro-batch, a scalar with its graph. If
+                micro-batches have different numbers of tokens, returns ``(loss, tokens)``; the
+                tokens in the mean are its weight in the global batch.
+            optimizers: The optimizers that update in this step; gradients of the others are
                 dropped. By default all whose parameters get gradients.
 
         Raises:
@@ -395,8 +395,8 @@ class Session:
         Every worker calls it. The result does not depend on their number.
 
         Args:
-            loss_of: Returns the mean loss over a micro-batch; or that and its number of tokens, if
-                micro-batches have different ones.
+            loss_of: Returns the mean loss over a micro-batch, or ``(loss, tokens)`` if
+                micro-batches have different numbers of tokens.
             data: The number of held-out samples, whose indices are below it; or a ``DataLoader``
                 with their batches, or a dataset for one. Each sample is read once, in order; with a
                 sampler, the samples of its first epoch. The last micro-batch may be smaller.
@@ -445,9 +445,9 @@ class Session:
     def save(self, name: str) -> str:
         """Write the whole weights to ``RUN_DIR/saved/NAME/model.safetensors``; return its path.
 
-        Every worker calls it, at any time between two steps. Blocks until the whole file is there;
-        it replaces an older one of the name. It holds the ``state_dict()`` of the whole model after
-        the last completed step, whose number is in its metadata.
+        Every worker calls it, at any time between two steps. This blocks until the whole file is
+        written, in place of an older one of that name. It holds the ``state_dict()`` of the whole
+        model after the last completed step, whose number is in its metadata.
 
         Args:
             name: A file name, such as ``best``.
@@ -485,9 +485,9 @@ class Session:
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Write the script's own numbers to the run's metrics, and so to its loggers.
 
-        They belong to the step whose body is running, or otherwise to the last one. Rank 0's values
-        count: reduce values that differ between workers. A tensor makes the device wait for the
-        host.
+        They belong to the step whose body is running, or otherwise to the last one. Only rank 0's
+        values count, so reduce values that differ between workers. Logging a tensor waits for the
+        device.
 
         Args:
             values: Single numbers by name, such as ``{"accuracy": 0.9}``. A later value of the same
@@ -540,7 +540,7 @@ class Session:
         self._built = self._unfilled = self._sharded = self._steps = None
         is_closed, is_written = self._boundary.close(), self._storage.close()
         if is_closed and not is_written:
-            # The write still reads the memory of snapshots, which is freed after it.
+            # The write still reads the memory of snapshots; it is freed afterwards.
             self._boundary.leave_memory()
         return is_closed and is_written
 

@@ -116,7 +116,7 @@ def run(
             outcome = _train(train, settings, store, path, ranks)
     _raise_unless_completed(outcome, directory)
     if ranks.rank:
-        # The code after the call is for one process.
+        # Only one process runs the code after the call.
         raise SystemExit(0)
 
 
@@ -134,7 +134,7 @@ def _raise_unless_completed(outcome: Outcome, directory: str) -> None:
 def _given(
     settings: Settings, directory: str | None, init_from: str, train_settings: dict[str, Any]
 ) -> Settings:
-    """Return settings under the other arguments of ``run``."""
+    """Return the settings, overridden by the other arguments of ``run``."""
     run = settings.run
     try:
         return replace(
@@ -151,7 +151,7 @@ def _given(
 
 
 def _agree_on_settings(settings: Settings, ranks: Ranks) -> None:
-    """Return once every rank has come; raise ``SettingsError`` if one has other settings."""
+    """Wait for every rank; raise ``SettingsError`` if one has other settings."""
     every = ranks.gather({key: repr(value) for key, value in asdict(settings).items()})
     for rank, theirs in enumerate(every):
         other = ", ".join(key for key, value in theirs.items() if value != every[0][key])
@@ -165,7 +165,7 @@ def _follow(train: Task, settings: Settings, store: Store, path: str, ranks: Ran
     while True:
         outcome = _attempt(ranks.tell(), settings, store, path, train, ranks)
         if isinstance(outcome, Completed | Unloadable | Raised):
-            # Rank 0 waits for each rank in the end, also for one whose script has failed there.
+            # At the end rank 0 waits for each rank, even if the rank's script has failed.
             ranks.gather(asdict(outcome))
         if not isinstance(outcome, Unloadable):
             return outcome
@@ -189,18 +189,19 @@ def _train(train: Task, settings: Settings, store: Store, path: str, ranks: Rank
     while True:
         found = find_committed(store, checkpoints, lineage=(), exclude=frozenset(skipped))
         _skip_damaged(store, checkpoints, found, skipped, settings.checkpoint.first_every)
-        # Above every attempt that has files: a later commit rewrites the skipped checkpoints.
+        # It must be above every attempt that has files, because a later commit rewrites the skipped
+        # checkpoints.
         names = [name for name, _ in found.skipped] if found else store.list(checkpoints)
         known = found.attempt if found else 0
         attempt = ranks.next_attempt(max(known, last_attempt(store, checkpoints, names)))
         resume = (found.step, found.attempt) if found is not None else (0, 0)
         if found is not None:
-            # As a warning: a script that runs alone has set up no logging.
+            # This is a warning because a script that runs alone has set up no logging.
             log.warning("resumes at step %s from %s", found.step, path)
         plan = ranks.tell({"attempt": attempt, "claim": claimed, "resume": resume})
         outcome = _attempt(plan, settings, store, path, train, ranks)
         if isinstance(outcome, Completed):
-            # The store may end with this process: each rank has come out of the attempt first.
+            # The store may end with this process, so every rank must have left the attempt.
             ranks.gather(asdict(outcome))
         if not isinstance(outcome, Unloadable):
             return outcome
@@ -213,10 +214,7 @@ def _train(train: Task, settings: Settings, store: Store, path: str, ranks: Rank
 
 
 def _claimed(store: Store, path: str) -> int:
-    """Claim the directory, so that workers of an older claim commit nothing more.
-
-    Return the number.
-    """
+    """Claim the directory and return the number, so that older claims commit nothing more."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = {"token": secrets.token_hex(8), "host": socket.gethostname(), "since": now}
     number = next_claim(store, path)
@@ -235,7 +233,7 @@ def _skip_damaged(
     lost = unloadable(store, checkpoints, lineage=(), with_data=True) if found is None else ()
     rows = [(checkpoint_name(step), reason) for step, reason in lost]
     for name, reason in found.skipped if found is not None else rows:
-        # An interrupted save after a complete one never counted: nothing is lost with it.
+        # An interrupted save after a complete one never counted, so nothing is lost with it.
         is_known = found is None or store.exists(join(checkpoints, name, MANIFEST_NAME))
         if is_known and name not in skipped:
             _warn(name, reason, skipped)

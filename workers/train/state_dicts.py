@@ -1,7 +1,7 @@
-"""Objects that a script takes for whole weights but that are this worker's part of them.
+"""Raise errors where a script takes this worker's part of the weights for the whole.
 
-FSDP gives each worker its part. ``state_dict`` called on some workers only, as by ``if rank == 0``,
-also drops gathered weights there, and the next pass of the others waits for ever.
+FSDP gives each worker a part. If only some workers call ``state_dict``, as under ``if rank == 0``,
+it also drops gathered weights there, and the next pass of the other workers waits forever.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ _ADVICE: Final = (
     'session.save("best") on all workers writes the whole weights to one file (`everstep export` '
     "the newest step); every step is saved by itself"
 )
-#: Wrappers that a script for a fixed number of processes puts around its model, and their makers.
+#: Wrappers that a script for a fixed number of processes puts around its model, and their
+#: constructors.
 _WRAPPERS: Final[Mapping[Any, Any]] = {
     one: one.__init__ for one in (DistributedDataParallel, FullyShardedDataParallel)
 }
-#: How a script makes a number of a tensor.
+#: Methods that convert a tensor to a number.
 _NUMBERS: Final = ("item", "tolist", "__float__", "__int__", "__bool__")
 #: Models of sessions.
 _guarded: WeakSet[nn.Module] = WeakSet()
 
 
 def guard_parts(model: nn.Module) -> None:
-    """Have parts of weights raise where a script takes them for the whole.
+    """Make parts of weights raise an error where a script takes them for the whole.
 
-    ``state_dict`` of the model and of its modules raises where not every worker calls it. A part
-    raises where it is pickled, and a sum that lacks the other parts where it becomes a number.
-    Classes of torch that reduce gradients themselves raise where they are put around the model.
+    ``state_dict`` of the model and of its modules raises if only some workers call it. Pickling a
+    part raises, and so does converting a partial sum to a number. torch's wrappers that reduce
+    gradients themselves raise when they wrap the model.
     """
     _guarded.add(model)
     vars(model)["__deepcopy__"] = _refuse_copy
@@ -49,8 +50,8 @@ def guard_parts(model: nn.Module) -> None:
         return
     for module in model.modules():
         module.register_state_dict_pre_hook(_require_all)
-    # Parameters, what `detach` or `cpu` make of them and what any `state_dict` has are all of
-    # this class, and no hook sees all of these.
+    # Parameters, their copies by `detach` or `cpu`, and the values of any `state_dict` all have
+    # this class, and no hook sees all of them.
     setattr(DTensor, "__reduce_ex__", _refuse_pickling)  # noqa: B010  mypy takes no assignment
     for name in _NUMBERS:
         setattr(DTensor, name, _whole_number(getattr(Tensor, name)))
@@ -65,7 +66,7 @@ def _refuse_copy(_memo: Any) -> NoReturn:
 
 
 def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let parts of an optimizer's state raise the same way; its tensors are plain ones."""
+    """Make parts of an optimizer's state raise in the same way; they are plain tensors."""
     if collectives.places().are_several:
         optimizer.register_state_dict_pre_hook(lambda _: _meet("optimizer.state_dict()"))
         optimizer.register_state_dict_post_hook(_refuse_state)
@@ -85,7 +86,7 @@ def _refusing(made: Callable[..., None]) -> Callable[..., None]:
 
 
 def _require_all(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:  # noqa: FBT001
-    # With a prefix it is part of a larger one.
+    # With a prefix, an enclosing module's ``state_dict`` makes this call.
     if not prefix:
         _meet("model.state_dict()")
 
@@ -137,7 +138,7 @@ def _refuse_state(_optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 class _Refusal:
-    """Stands in for how a tensor of an optimizer's state is pickled."""
+    """Refuses to pickle a tensor of an optimizer's state."""
 
     def __call__(self, _protocol: int) -> NoReturn:
         raise _pickled("part of an optimizer's state")

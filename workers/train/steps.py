@@ -53,7 +53,7 @@ class Steps:
         #: ``loss``: Its loss; nan if it is not known.
         self.step, self.loss = step, math.nan if loss is None else loss
         self.current: Step | None = None  #: The step that was yielded last; None before the first.
-        self.has_begun = False  #: Whether the script has asked for the first step.
+        self.has_begun = False  #: Whether the script has requested the first step.
         self.sharded = sharded
         self._restored = restored
         self._settings, self._node = settings, node
@@ -68,13 +68,13 @@ class Steps:
         self._open: Step | None = None
         self._is_left = False
         self._locals = ScriptLocals()
-        #: None for data that is not compared.
+        #: Compares samples; None if they are not compared.
         self._same: SameSamples | None = None
-        #: None if nothing is computed twice.
+        #: Compares results; None without ``train.recheck``.
         self._recheck: Recheck | None = None
 
     def compare(self, step: Step, loss_of: Callable[[Any], Any]) -> None:
-        """Check at times that a script reads the same samples on every worker, and as before."""
+        """Check in some steps that a script reads the same samples on every worker as before."""
         if self._same is not None and self._batches is None:
             seed, model = self._settings.train.seed, self.sharded.called
             self._same.compare(step.number, partial(inputs, loss_of, model, seed=seed))
@@ -190,7 +190,7 @@ class Steps:
         return self._batches, sums
 
     def _recheck_of(self, order: DataOrder, loader: DataLoader | None) -> Recheck | None:
-        """Return what compares the results of workers, if the configuration asks for it."""
+        """Return the comparison of workers' results, if the configuration requests it."""
         train, mesh = self._settings.train, self.sharded.mesh
         if not train.recheck:
             return None
@@ -256,7 +256,7 @@ class Steps:
         step, self._open = self._open, None
         if step is None:
             return
-        # JSON has no nan: such a step is saved all the same.
+        # JSON has no nan, and such a step is saved, too.
         loss = step.loss if math.isfinite(step.loss) else None
         extra = {
             **self._cursor,
@@ -286,7 +286,7 @@ class Steps:
         if not step.is_applied:
             raise TaskError(f"step {step.number} was left without step.apply(); call it once")
         if self._open is not None:
-            # The script's work after ``apply`` belongs to the step: a scheduler's step, say.
+            # The script's work after ``apply``, such as a scheduler's step, belongs to the step.
             self._complete_open()
             self._progress.enter(WorkerPhase.SCRIPT)
         elif self.sharded.trained.has_changed():

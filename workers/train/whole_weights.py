@@ -29,7 +29,7 @@ _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 def digest_of_weights(sharded: ShardedModel) -> str:
     """Return a SHA-256 over all weights, as float32, in the order of their names, hexadecimal.
 
-    The same for every layout.
+    It is the same for every layout.
     """
     digest = hashlib.sha256()
     for fqn, shape in sorted(sharded.shapes.items()):
@@ -40,7 +40,7 @@ def digest_of_weights(sharded: ShardedModel) -> str:
 
 
 def path_to_save(name: str) -> str:
-    """Return where in the run directory the weights go that a script calls ``name``."""
+    """Return the path in the run directory of the weights that a script saves as ``name``."""
     if not _PLAIN_NAME.fullmatch(name):
         raise TaskError(f"session.save: {name!r} must be of letters, digits, '.', '-' and '_'")
     apart = collectives.places().meet(f"session.save({name!r})")
@@ -55,10 +55,10 @@ def path_to_save(name: str) -> str:
 def write_weights(
     sharded: ShardedModel, write: Callable[[Iterable[Buffer]], None], **metadata: str
 ) -> None:
-    """Write parameters and persistent buffers to a safetensors file, by rank 0.
+    """Write parameters and persistent buffers to a safetensors file, on rank 0.
 
-    Names and values are those of ``state_dict()`` of the whole model, shared parameters under each
-    of their names. ``write`` writes chunks to the file.
+    Names and values are those of ``state_dict()`` of the whole model. Shared parameters occur under
+    each of their names. ``write`` writes chunks to the file.
     """
     # A gathered parameter is another object than its shard.
     drop_gathered(sharded.model)
@@ -73,7 +73,7 @@ def write_weights(
             write(itertools.chain([header], map(_bytes, wholes)))
         except UcpError as failure:
             error = failure
-    # The others have no file, and after a failure they are still to be answered.
+    # The other ranks write no file, and after a failure they still wait in collectives for these.
     for _ in wholes:
         pass
     if not all_agree(error is None, sharded.device):
@@ -86,7 +86,7 @@ class _Tensor(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    source: str  #: The parameter that it is, or "" for a buffer.
+    source: str  #: Name of the parameter; "" for a buffer.
     holder: int  #: The rank that has a buffer.
 
 

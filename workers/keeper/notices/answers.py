@@ -38,7 +38,7 @@ def aws(action: str | None, rebalance: str | None) -> Notice | None:
 
 
 def gcp(preempted: str, maintenance: str, *, has_gpus: bool) -> tuple[str, float] | None:
-    """Return Compute Engine's notice, and how long before the machine stops it appears.
+    """Return Compute Engine's notice, with the time between its appearance and the stop.
 
     ``preempted`` and ``maintenance`` are the answers of ``instance/preempted`` and of
     ``instance/maintenance-event``. A machine that is migrated continues to run.
@@ -69,7 +69,7 @@ def azure(events: str, *, machine: str) -> Notice | None:
 
 
 def own(text: str, *, told_s: float) -> Notice | None:
-    """Return the notice in a file, or in a command's output, of the user.
+    """Return the notice in the user's file, or in the output of the user's command.
 
     The text is a time in ISO 8601 or as ``date`` prints it, or the seconds left from ``told_s``,
     then anything for people. An empty text is no notice, because a file is empty for a moment while

@@ -152,7 +152,7 @@ class _Aws(_Service):
         self._token = ""
 
     def look(self) -> Notice | None:
-        """Return the interruption of a spot instance, otherwise that one is likely."""
+        """Return the interruption of a spot instance, or else the warning that one is likely."""
         return answers.aws(
             self._maybe("spot/instance-action"), self._maybe("events/recommendations/rebalance")
         )

@@ -86,8 +86,8 @@ class ParityMirror(Replication):
         while not self._stopping.is_set():
             newest = max(steps.values())
             for place, after in list(news.items()):
-                # This also asks a node with the newest version, because that shows the node that it
-                # is followed.
+                # This also sends a request to a node with the newest version, to show that this
+                # node follows it.
                 waits = newest <= made or steps[place] < newest
                 timeout_s = POLL_S / len(news) if waits else 0.0
                 news[place], listed[place] = self._list(place, after, timeout_s)

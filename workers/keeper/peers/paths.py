@@ -129,8 +129,8 @@ class Paths:
     def is_idle(self, now_s: float, round_trips_s: Sequence[float]) -> bool:
         """Return whether there is a path for another stream; if not, plan the next search.
 
-        An idle path shows beside a filled one, such as that of a stream: if no handshake meets a
-        queue, the network limits nothing; if all do, all paths may be filled.
+        There is an idle path only if some handshakes meet a queue and others do not. If none does,
+        the network limits nothing; if all do, all paths may be filled.
 
         ``round_trips_s`` are those of handshakes from several ports at the same time, sorted;
         infinity for unfinished ones.

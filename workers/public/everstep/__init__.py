@@ -51,8 +51,8 @@ The contract:
   optimizer class of your own must say so: ``session.optimizer(make, elementwise=True)``.
 - ``session.model`` takes an ``nn.ModuleDict`` as several models, and the function that makes the
   optimizer may return a list. ``session.train_step(loss_of, optimizers=[...])`` updates some.
-- A ``forward`` that asks ``torch.distributed`` about ranks is refused by name, unless its class
-  sets ``depends_on_ranks = False``.
+- A ``forward`` that calls ``torch.distributed`` for ranks or their number is refused by name,
+  unless its class sets ``depends_on_ranks = False``.
 - Within a micro-batch, random numbers of torch, NumPy and Python are the same for any number of
   workers. NumPy's and Python's are your own between the steps.
 - Checkpoints hold parameters, persistent buffers, optimizer state and registered objects. A buffer

@@ -24,7 +24,7 @@ and ``run.init_from``.
   with ``state_dict`` and ``load_state_dict``. If ranks have different values under one name, also
   within a dictionary, the lowest rank's value counts. So use different names for values that differ
   between ranks.
-- A later job that saves to the same folder takes it over. An earlier one that still runs can no
+- A later job that saves to the same folder takes it over: an earlier one that still runs can no
   longer commit. If the later job loaded a step with its optimizer, checkpoints after that step no
   longer count.
 """
@@ -174,8 +174,8 @@ def async_save(
 ) -> None:
     """Copy the state to memory, and write it while training continues; otherwise as ``save``.
 
-    It waits until the last save is written. If a write fails, the next call of this module raises
-    the error. The process ends only when its last save is written.
+    It first waits until the previous save is written. If a write fails, the next call of this
+    module raises the error. The process ends only when its last save is written.
     """
     wait()
     with _said(f"cannot save step {step} to {os.fspath(path)}"):

@@ -1,8 +1,8 @@
-"""Which versions to keep because a value was best after their steps.
+"""Decide which versions to keep because a value was best after their steps.
 
 Each version names the best steps up to its own (``ucp_core.native.best_steps``). So the newest
 version that counts decides, whichever processes have died. A best step is committed before training
-continues: a lost node takes no best version with it.
+continues, so the loss of a node loses no best version.
 """
 
 import math

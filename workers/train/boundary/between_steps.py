@@ -100,7 +100,7 @@ class Boundary:
         train = settings.train
         #: Decides about updates that are not finite.
         self.finiteness = Finiteness(train.not_finite, train.num_micro_batches, tell=self.tell)
-        #: Ends the run before its last step, if the script asks for it.
+        #: Ends the run before its last step, if the script requests that.
         self.ending = Ending(assignment, context, storage.write)
         #: Decides which versions to keep because a value was best.
         self.best = Best(settings.checkpoint.best, device)
@@ -172,7 +172,7 @@ class Boundary:
             return replace(signals, no_memory=True)
         behind = writer.is_behind()
         if behind and self._device.type == "cuda":
-            # This thread runs ahead of the device: the copy has time until the device gets here.
+            # This thread runs ahead of the device, so the copy has time until the device gets here.
             torch.cuda.current_stream(self._device).synchronize()
             behind = writer.is_behind()
         storage_busy = writer.is_pinned()
@@ -183,7 +183,7 @@ class Boundary:
         return replace(signals, behind=behind, storage_busy=storage_busy)
 
     def before_update(self) -> None:
-        """Allow the weights to change, unless anything but loading and the last update has done so.
+        """Let the weights change; refuse changes since the last update or loading.
 
         Every step calls it before they change.
         """

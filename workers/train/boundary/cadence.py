@@ -9,9 +9,9 @@ from typing import Final
 from workers.train.executor import Signals
 
 NO_STEP: Final = -1
-#: How many snapshots in a row are skipped because a rank is behind: at first, and at most. Each
-#: snapshot taken despite a slow peer doubles the number: a peer that needs longer must be able to
-#: finish a copy before the next one.
+#: How many snapshots in a row may be skipped because a rank is behind: at first, and at most. Each
+#: snapshot taken despite a slow peer doubles the number, so that the peer can finish a copy before
+#: the next one.
 _SKIPPED_FIRST: Final = 8
 SKIPPED_MAX: Final = 256
 
@@ -45,7 +45,8 @@ class Cadence:
     def waits(self, step: int, agreed: Signals) -> bool:
         """Return whether all ranks wait for memory and copies after ``step``.
 
-        They do after the first step with a snapshot due, unless the state is stored anyway.
+        They do so once: after the first step with a snapshot due, unless the state is stored
+        anyway.
         """
         waits = self._is_first and not agreed.leaves and step != self._last_step
         waits = waits and step % self._snapshot_every == 0

@@ -6,12 +6,12 @@ from typing import Final
 
 import torch
 
-#: Least time between two queries of the driver.
+#: Shortest time between two queries of the driver.
 _LOOK_S: Final = 1.0
 
 
 class DeviceMemory:
-    """A device's memory as its driver reports it, including that of other processes."""
+    """A device's memory as its driver reports it, for all processes together."""
 
     def __init__(self, device: torch.device, *, num_ranks: int = 1) -> None:
         self._device = device
@@ -20,7 +20,7 @@ class DeviceMemory:
         self._found = math.nan, math.nan
 
     def bytes(self) -> tuple[float, float]:
-        """Return how much is in use and how much there is; nan without a device of its own."""
+        """Return the bytes in use and the device's total; nan without a device of its own."""
         now_s = time.monotonic()
         if self._device.type == "cuda" and now_s >= self._look_at_s:
             self._look_at_s = now_s + _LOOK_S
@@ -29,7 +29,7 @@ class DeviceMemory:
         return self._found
 
     def of_ranks(self, rank: int) -> tuple[float, ...]:
-        """Return how much is in use, at the place of ``rank`` among all; empty without a device."""
+        """Return the bytes in use at the place of ``rank``, else 0.0; empty without a device."""
         if self._device.type != "cuda":
             return ()
         in_use, _ = self.bytes()

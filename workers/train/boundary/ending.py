@@ -1,8 +1,9 @@
-"""How a script ends its run before the last step: by ``session.stop``, or by leaving its loop.
+"""End a run before its last step, because the script calls ``session.stop`` or leaves its loop.
 
-A single worker can ask for it. All that ask in the body of one step end the run after that step. If
-only some do, the others learn of it in the next step, which is then the last one. ``STOPPED`` in
-the run directory names the version with which the run ends: a resume then has nothing to do.
+The request of one worker is enough. If all workers make it in the body of one step, that step is
+the last one. If only some do, the others learn of it in the next step, which is then the last one.
+``STOPPED`` in the run directory names the version with which the run ends, so that a resume has
+nothing to do.
 """
 
 import json
@@ -19,12 +20,12 @@ from workers.train.context import WorkerContext
 
 log = logging.getLogger(__name__)
 
-#: The name under which a reason is sent.
+#: The key under which workers send a reason.
 _STOP = "stop"
 
 
 class Ending:
-    """The end of a run, as one worker of one attempt knows it."""
+    """One worker's view of the end of a run, in one attempt."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class Ending:
     ) -> None:
         self._assignment, self._context, self._write = assignment, context, write
         self._wish = ""
-        self.is_asked = False  #: Whether this worker's script has asked for the end.
+        self.is_asked = False  #: Whether this worker's script has requested the end.
         self.reason = ""  #: Why the run has ended before its last step; "" if it has not.
 
     def ask(self, reason: str) -> None:
@@ -44,11 +45,11 @@ class Ending:
             collectives.places().say(_STOP, self._wish)
 
     def is_due(self, *, agreed: bool) -> bool:
-        """Return whether the run ends after a step whose body has ended; equal on all workers.
+        """Return whether the run ends after the step whose body has ended; equal on all workers.
 
-        ``agreed`` says whether a worker had asked before the step's reduction.
+        ``agreed`` says whether a worker had requested it before the step's reduction.
         """
-        # Workers that did not ask would wait for this one in the next step.
+        # Workers that made no request would wait for this one in the next step.
         return agreed or (self.is_asked and collectives.places().meet("session.stop") is None)
 
     def leave_loop(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The state of the live model: as it is after a step, until the next update."""
+"""The state of the live model between a step and the next update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUM_VALUES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state after a step, for as long as no update has begun."""
+    """The state after a step; valid until the next update begins."""
 
     step: Step
     step_s: float
@@ -38,10 +38,11 @@ class LiveState:
         return cls(step, step_s, sharded, extra, _versions(sharded.shards))
 
     def check(self) -> None:
-        """Raise ``TaskError`` if a weight has changed since the update: a snapshot may hold a part.
+        """Raise ``TaskError`` if a weight has changed since the update.
 
-        Compares version counters, which takes under a microsecond for ten parameters and waits for
-        no device. They do not count writes through ``.data``.
+        A snapshot may hold a part of the change. Comparing version counters takes under a
+        microsecond for ten parameters, and waits for no device. They do not count writes through
+        ``.data``.
         """
         now = _versions(self.sharded.shards)
         if now == self.versions:
@@ -106,7 +107,7 @@ class Marks:
     def written(self, *, frozen_too: bool) -> str | None:
         """Return the name of a parameter that was written to since; None if there is none.
 
-        ``frozen_too`` counts frozen ones that were set to their old values.
+        With ``frozen_too``, a write of the old values to a frozen parameter counts as well.
         """
         now = _versions(self._shards)
         marks = zip(self._shards, self._versions, now, self._values, strict=True)
@@ -118,9 +119,9 @@ class Marks:
 
 
 def few_values(local: Tensor) -> Tensor:
-    """Return a copy of some elements, as bytes: a NaN equals itself."""
+    """Return a copy of some elements, as bytes, so that a NaN equals itself."""
     flat = local.reshape(-1)
-    # Odd: otherwise all would be in one column.
+    # The stride is odd; otherwise all elements could be in one column.
     few = flat[:: flat.numel() // _NUM_VALUES | 1]
     return few.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""The wait at the start of an attempt until its state is protected against the loss of a node.
+"""Wait at the start of an attempt until its state is protected against the loss of a node.
 
 A new attempt has other ranks and sizes, so its snapshot memory is prepared in the background. Until
 a peer has copied the first snapshot, the loss of a node would lose all steps since the start. So

@@ -23,7 +23,7 @@ _NUM_NAMED = 3
 
 
 def refuse_diverged(step: int, sharded: ShardedModel) -> None:
-    """Return if all copies of the weights after ``step`` are equal; otherwise all ranks raise.
+    """Raise on all ranks if copies of the weights after ``step`` differ.
 
     Every rank calls it. On machines that do not compute alike it makes them equal. Without copies
     (``dp_replicate`` of 1) there is nothing to compare.

@@ -51,7 +51,7 @@ _FULL_PAUSE_S: Final = 2.0
 #: If a write is a request, lines are held back until there are this many, or they are this old.
 _HELD_LINES: Final = 10
 _HELD_S: Final = 10.0
-#: Limits of ``unwritten``: the room in a snapshot, and the lines on their way to storage.
+#: Limit of ``unwritten``: the room in a snapshot, and the lines on their way to storage.
 _UNWRITTEN_BYTES_MAX: Final = 32 << 10
 _UNWRITTEN_LINES_MAX: Final = 4 * _HELD_LINES
 
@@ -82,7 +82,8 @@ class StorageWriter:
         self._store = _FencedStore(store, fenced, assignment.attempt, moved)
         self._line_store = _FencedStore(store, self._is_closed_to_lines, assignment.attempt, moved)
         self._late_until_s = float("-inf")
-        #: A path and a line, without its end; on ranks that write none, only the last ones.
+        #: Pairs of a path and a line without its end; a rank that writes none keeps only the last
+        #: ones.
         self._lines: deque[tuple[str, str]] = deque()
         self._held_since_s = float("inf")
         self.holds_lines = not store.appends
@@ -129,7 +130,7 @@ class StorageWriter:
     def write(self, path: str, chunks: Iterable[Buffer]) -> None:
         """Write a file of the run directory now; it appears when the last chunk is written.
 
-        From the training thread.
+        Call it in the training thread.
         """
         try:
             self._owner.require(within_s=RECENT_S)
@@ -299,7 +300,7 @@ class StorageWriter:
         while self._lines and self._writes_lines and not self._is_closed_to_lines():
             name = self._lines[0][0]
             path = join(self._directory, name)
-            # A full disk may take half of it: if it is one line, that line is written again.
+            # A full disk may take half of the text. If it is one line, that line is written again.
             ahead = self._lines.copy() if self.holds_lines else [self._lines[0]]
             lines = _of_one_file(ahead)
             if path not in self._ends_line and not self.holds_lines:
@@ -324,7 +325,7 @@ class StorageWriter:
             else:
                 self._full.passed()
                 return
-            # It waits for a reason: no rank must be mistaken for hung.
+            # The wait has a reason, so the watch must not judge this rank to hang.
             self._moved(1)
             if self._ended.wait(_FULL_PAUSE_S) or self._fenced():
                 raise _WriteRefused("the attempt ended before there was room")

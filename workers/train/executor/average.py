@@ -1,4 +1,4 @@
-"""An average of the weights over steps, sharded as they are."""
+"""Keep an average of the weights over steps, sharded like them."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -41,7 +41,7 @@ class Average:
         ]
 
     def entries(self) -> list[StateEntry]:
-        """Return the averages, to save and to load, each under a name of its own."""
+        """Return the averages as entries to save and load, each under a separate name."""
         return [
             StateEntry(
                 fqn=f"{AVERAGE}{shard.fqn}",
@@ -57,13 +57,13 @@ class Average:
         ]
 
     def update(self, step: int) -> None:
-        """Take in the weights after the update of ``step``, if it is due."""
+        """Add the weights after ``step`` to the averages, if due."""
         if not self._held or step % self._every:
             return
         weights = [shard.local for shard, _ in self._held]
         averages = [average for _, average in self._held]
-        # Each operation rounds once, so that bits are the same however weights are cut; a lerp
-        # rounds once or twice, depending on the place in a vector.
+        # Each operation rounds once, so the bits do not depend on how weights are cut. A lerp
+        # rounds once or twice, depending on an element's place in a vector.
         with torch.no_grad():
             torch._foreach_sub_(averages, weights)
             torch._foreach_mul_(averages, self._decay)
@@ -85,7 +85,7 @@ class AverageOfWeights:
         self._lend = lend
 
     def swapped(self) -> AbstractContextManager[None]:
-        """Have the model hold the average in a block: to evaluate it, or for ``session.save``.
+        """Put the average into the model for a block: to evaluate it, or for ``session.save``.
 
         Every worker enters it, between two steps. In the block no step trains.
         """

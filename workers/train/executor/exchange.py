@@ -1,4 +1,4 @@
-"""Values that all ranks of an attempt compare or share. Every rank makes each call, and waits."""
+"""Exchange values between all ranks of an attempt. Every rank makes each call, and waits."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ def are_everywhere(texts: Sequence[str], device: torch.device) -> list[bool]:
 
 
 def by_rank(mine: Tensor) -> list[Any]:
-    """Return the numbers of all ranks, a list for each, or a number if ``mine`` has no dim."""
+    """Return the numbers of all ranks, by rank: a list each, or a number if ``mine`` has no dim."""
     table = mine.new_zeros(dist.get_world_size(), *mine.shape)
     table[dist.get_rank()] = mine
     dist.all_reduce(table)
@@ -51,6 +51,6 @@ def exchanged(value: Any, device: torch.device) -> list[Any]:
 
 def summed(whole: Tensor) -> Tensor:
     """Return one rank's part of each element; the other ranks have zeros."""
-    # As bytes: a sum of one rank's bits and zeros changes none, whatever they stand for.
+    # The sum is over bytes: zeros from the other ranks change none, whatever the dtype.
     dist.all_reduce(whole.reshape(-1).view(torch.uint8))
     return settled(whole)

@@ -1,7 +1,7 @@
-"""How often a step reduces its gradients: once, or after every pass where memory is short.
+"""Decide how often a step reduces its gradients: once, or after every pass if memory is short.
 
-Until FSDP2 reduces gradients, it adds up those of several passes whole on every rank. Reduced after
-every pass, a rank keeps its part of them alone, and sends as often as there are passes.
+Until FSDP2 reduces gradients, every rank adds up whole gradients over its passes. If it reduces
+after every pass, a rank keeps only its part, but sends once per pass.
 """
 
 import logging
@@ -21,9 +21,9 @@ from workers.train.executor.quotas import Quota, quota
 
 log = logging.getLogger(__name__)
 
-#: Whole gradients of less are added up, whatever memory there is.
+#: Smaller whole gradients are always added up.
 _LARGE_BYTES: Final = 256 << 20
-#: Gradients are added up in float32.
+#: Bytes of a gradient element: gradients are added up in float32.
 _GRADIENT_BYTES: Final = 4
 
 
@@ -75,9 +75,9 @@ class GradientSums:
         self.quota: Quota = self._each if is_each else self._once  #: The passes of the next step.
 
     def lacks_room(self) -> bool:
-        """Return whether this rank has no memory for whole gradients; asked in each step.
+        """Return whether this rank lacks memory for whole gradients; call it in each step.
 
-        Nothing is measured but in the first one.
+        It measures only in the first step.
         """
         if not self._is_open:
             return False
@@ -96,8 +96,8 @@ class GradientSums:
 def room_of(device: torch.device, *, share: float, num_workers: int) -> tuple[float, float]:
     """Return how much memory this rank has for tensors, and the most that it has used, in bytes.
 
-    It may use a part, ``share``, of its GPU. On a host that is the peak of the process, and the
-    workers may all be on it.
+    A rank may use the part ``share`` of its GPU. Without one, the most is the peak of the process,
+    and all workers may be on this machine.
     """
     if device.type == "cuda":
         there_is = torch.cuda.get_device_properties(device).total_memory * share

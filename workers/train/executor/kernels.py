@@ -1,7 +1,7 @@
-"""Whether machines compute alike: checksums of the results of a few kernels on the same numbers.
+"""Check whether machines compute alike, by checksums of the results of a few kernels.
 
-Other instruction sets, libraries, types of GPUs and numbers of threads add in another order. Two
-machines whose checksums are equal may still differ in a kernel that is not tried here.
+The order of additions depends on the instruction set, the libraries, the type of GPU and the number
+of threads. Two machines with equal checksums may still differ in a kernel that is not tried here.
 """
 
 import functools
@@ -20,10 +20,10 @@ _ROWS, _COLUMNS, _HEADS = 96, 320, 4
 def checksums(device: torch.device, dtype: torch.dtype) -> dict[str, int]:
     """Return a checksum of the result of each kernel, by its name in messages.
 
-    Computed once in a process; other random numbers stay as they are.
+    It is computed once per process, and changes no other random numbers.
     """
     numbers = torch.Generator().manual_seed(0)
-    # Whole numbers over a power of two: the same bits on every machine.
+    # Integers divided by a power of two have the same bits on every machine.
     drawn = torch.randint(-(2**23), 2**23, (2, _ROWS, _COLUMNS), generator=numbers, device="cpu")
     one, other = (drawn / 2.0**22).to(device, dtype)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The norm of a sharded gradient, and its scaling."""
+"""Compute the norm of a sharded gradient, and scale the gradient."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -15,7 +15,7 @@ _NORM_EPS: Final = 1e-6
 def sum_of_squares(shards: Sequence[LocalShard], rank: int, device: torch.device) -> Tensor:
     """Return the sum of squares of this rank's gradients, a float64 scalar.
 
-    Only the first of several replicas counts. Gradients of ``WholeGradients`` do not count.
+    If there are replicas, only the first counts. Gradients of ``WholeGradients`` do not count.
     """
     counted = gradients(
         [one for one in shards if one.replicas[0] == rank and not is_whole(one.shape)]
@@ -81,15 +81,15 @@ def scale_gradients(
 ) -> None:
     """Make this rank's summed gradients means over tokens, clipped, in place.
 
-    Waits for no device: the factor is computed where the gradients are. ``square`` is that of the
-    norm of the summed gradient of all ranks, and ``tokens`` are those of the global batch, both
-    float64 scalars. A ``clip_norm`` of 0 allows any norm.
+    This waits for no device: the factor is computed where the gradients are. ``square`` is the
+    square of the norm of the gradient summed over all ranks, ``tokens`` the number of tokens in the
+    global batch, both float64 scalars. A ``clip_norm`` of 0 allows any norm.
     """
     factor = tokens.clamp(min=1.0).reciprocal()
     if clip_norm:
         # A number divided by a tensor would be multiplied by a reciprocal, which has other bits.
         ratio = torch.full_like(square, clip_norm) / (square.sqrt() * factor + _NORM_EPS)
-        # Not a clamp: a norm that is not a number must not spread to all gradients.
+        # This is no clamp, because a NaN norm must not spread to all gradients.
         factor = factor * torch.where(ratio < 1.0, ratio, 1.0)
     torch._foreach_mul_(gradients(shards), factor.float())
 

@@ -1,7 +1,7 @@
-"""Updates whose loss or gradient norm is not finite: skipped, counted and reported.
+"""Skip, count and report updates whose loss or gradient norm is not finite.
 
-Every rank decides from the sums of the step's own reduction, so all decide alike. Only when one is
-not finite they ask each other where it comes from.
+Every rank decides from the sums of the step's own reduction, so all decide alike. Only if a sum is
+not finite do they exchange where it comes from.
 """
 
 import math
@@ -15,8 +15,8 @@ from workers.train.executor.exchange import all_agree
 from workers.train.executor.origin import Origin, Reduced, StepParts, find_origin
 from workers.train.executor.sharded_model import ShardedModel
 
-#: How many such updates an attempt reports one by one; after that, each whose number is a power of
-#: two.
+#: Number of series of such updates that an attempt reports one by one; later it reports those whose
+#: number is a power of two.
 _ROWS_TOLD: Final = 8
 #: With a larger scale a gradient may overflow because of the scale.
 _SMALLEST_SCALE: Final = 1.0
@@ -25,8 +25,8 @@ _SMALLEST_SCALE: Final = 1.0
 class Finiteness:
     """Decides about updates that are not finite, in one attempt.
 
-    ``tell`` is called with the step, a line for people, and the ranks that it is about, equal on
-    all ranks.
+    ``tell`` is called with the step, a line for people, and the ranks concerned, equal on all
+    ranks.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Finiteness:
         self._settings = settings
         self._num_micro_batches = num_micro_batches
         self._tell_all, self._num_rows = tell, 0
-        self.in_a_row = 0  #: How many updates so far, the last one included, are not finite.
-        #: The newest step after which the weights are finite, if they are not now.
+        self.in_a_row = 0  #: Number of updates in a row, up to the last one, that are not finite.
+        #: The newest step with finite weights, if they are not finite now.
         self._sound_step: int | None = None
         self._is_watched = False
 
@@ -77,7 +77,7 @@ class Finiteness:
         return self._settings.action != IGNORE or (scaler is not None and not has_norm)
 
     def _judge(self, step: Reduced, parts: StepParts, sharded: ShardedModel) -> None:
-        """Tell of an update that is not finite, or raise if the run ends before it."""
+        """Report an update that is not finite, or raise if the run ends before it."""
         action, most = self._settings.action, self._settings.most
         self._num_rows += self.in_a_row == 1
         last = step.number - self.in_a_row
@@ -114,19 +114,19 @@ class Finiteness:
         )
 
     def _tell(self, step: int, origin: Origin, text: str) -> None:
-        """Tell, but of data that is often not finite ever more seldom."""
+        """Report the first series of updates, and then fewer and fewer."""
         num = self._num_rows
         if num <= _ROWS_TOLD or num & (num - 1) == 0:
             more = "" if num < _ROWS_TOLD else f" (number {num} so far)"
             self._tell_all(step, f"{text}{more}", origin.ranks)
 
     def updated(self, number: int, sharded: ShardedModel) -> None:
-        """Look at the weights if an update was made that is not finite; every rank calls it."""
+        """Check the weights if an update that is not finite was applied; every rank calls it."""
         if self._is_watched:
             self._look(sharded, number - 1)
 
     def _look(self, sharded: ShardedModel, sound_step: int) -> None:
-        """Note whether the weights are finite, and since when they are not."""
+        """Record whether the weights are finite, and since when they are not."""
         mine = all(
             bool(shard.local.isfinite().all())
             for shard in sharded.shards

@@ -1,6 +1,6 @@
-"""Where a number that is not finite comes from: micro-batch, ranks, and positions of the data.
+"""Find where a number that is not finite comes from: micro-batch, ranks, positions in the data.
 
-Ranks find it together, and only in a step whose sums are not finite.
+The ranks do this together, and only in a step whose sums are not finite.
 """
 
 import math
@@ -17,12 +17,12 @@ from workers.collectives import on_host
 from workers.train.executor.quotas import Pass
 from workers.train.executor.sharded_model import ShardedModel
 
-#: So many micro-batches, or ranks, are named.
+#: Maximum number of micro-batches, or ranks, to name.
 _TOLD: Final = 8
 
 
 class StepParts(NamedTuple):
-    """This rank's part of a step: its passes, and by micro-batch the sum of losses, and tokens."""
+    """This rank's passes of a step, and the sum of losses and the tokens of each micro-batch."""
 
     passes: Sequence[Pass]
     sums: Mapping[int, tuple[Tensor, int]]
@@ -43,15 +43,14 @@ class Origin:
     """The origin of a number that is not finite."""
 
     text: str  #: For people.
-    #: The ranks that computed it first, in order; empty if that is not known, or if it is no
-    #: part of the ranks but all of them.
+    #: The ranks that computed it first, in order; empty if unknown, or if all ranks did.
     ranks: tuple[int, ...]
 
 
 def find_origin(
     step: Reduced, parts: StepParts, sharded: ShardedModel, num_micro_batches: int
 ) -> Origin:
-    """Return where it comes from. Every rank calls it and gets the same."""
+    """Return the origin. Every rank calls it and gets the same."""
     names = sorted(sharded.shapes)
     sizes = (
         num_micro_batches,
@@ -85,7 +84,7 @@ def find_origin(
 
 
 def _since_reductions(passes: Sequence[Pass], numbers: Iterable[int]) -> set[int]:
-    """Return the micro-batches whose gradients were given to the reductions after these passes."""
+    """Return the micro-batches whose gradients went into the reductions after these passes."""
     found: set[int] = set()
     open_ones: set[int] = set()
     for number, one in enumerate(passes):
@@ -124,10 +123,10 @@ def _described(
 def _ranks(
     layout: ParallelLayout, found: Iterable[int], sent: Iterable[int], *, first_stage: bool
 ) -> tuple[int, ...]:
-    """Return the ranks that had it first: the others of a pipeline got it from another stage.
+    """Return the ranks that had it first: other ranks of a pipeline got it from another stage.
 
-    ``found`` are ranks with losses or gradients that are not finite, ``sent`` those with such
-    outputs, which go to later stages in a forward pass and else to earlier ones.
+    ``found`` are ranks with losses or gradients that are not finite, ``sent`` are ranks with such
+    outputs. Outputs go to later stages in a forward pass, and to earlier ones in a backward pass.
     """
     data_ranks = {layout.data_rank(rank) for rank in found}
     by_data: dict[int, list[int]] = {}

@@ -32,13 +32,14 @@ class Changes:
     def __init__(self, shards: Sequence[LocalShard]) -> None:
         refuse_hooks({shard.fqn: shard.parameter for shard in shards})
         self._marks = [(shard, *_mark(shard)) for shard in shards]
-        # torch 2.13 counts no writes of clip_grad_norm_, to all: compare the smallest gradient.
+        # torch 2.13 does not count the writes of clip_grad_norm_. They change all gradients, so
+        # compare the smallest one.
         held = [(shard, one) for shard, one, _ in self._marks if one is not None and one.numel()]
         smallest = min(held, key=lambda pair: pair[1].numel(), default=None)
         self._probe = (smallest[0], smallest[1].clone()) if smallest is not None else None
 
     def refuse(self, step: int) -> None:
-        """Raise ``TaskError`` if a gradient was written to; forget them. Waits for no device."""
+        """Raise ``TaskError`` if a gradient was written to; forget all. Waits for no device."""
         marks, self._marks = self._marks, []
         for shard, before, version in marks:
             now, written = _mark(shard)

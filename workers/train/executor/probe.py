@@ -1,8 +1,8 @@
-"""Whether a rank's own results are finite, before they are summed with those of others.
+"""Check whether a rank's own results are finite, before they are summed over ranks.
 
-A sum over ranks does not say whose part was not finite. So each rank looks at its own: at the
-gradients that it gives to a reduction, and at the outputs that it sends to the next stage. Nothing
-is read back from a device before a step turns out not to be finite.
+A sum over ranks does not show which part was not finite. So each rank checks the gradients that it
+gives to a reduction, and the outputs that it sends to the next stage. It reads nothing back from a
+device unless a step turns out not to be finite.
 """
 
 from typing import Final
@@ -10,13 +10,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Elements of a tensor that are looked at, evenly spread. A number that is not finite spreads over
-#: whole rows and columns in the next matrix product.
+#: About this many elements of a tensor are checked, evenly spread. A number that is not finite
+#: spreads over whole rows and columns in the next matrix product.
 _LOOKED_AT: Final = 1 << 16
 
 
 class Probe:
-    """Looks at the passes of one step after the other."""
+    """Checks the passes of each step."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -24,7 +24,7 @@ class Probe:
         self._outputs: dict[int, Tensor] = {}
 
     def begin(self, number: int) -> None:
-        """Note which pass ends with a reduction of gradients now."""
+        """Set the pass that ends with the next reductions of gradients."""
         self._number = number
 
     def see_gradient(self, gradient: Tensor) -> None:
@@ -40,7 +40,7 @@ class Probe:
     def gradients(self) -> list[int]:
         """Return the passes whose reductions got a number that is not finite; waits for a device.
 
-        A reduction has the gradients of all passes since the one before.
+        A reduction covers the gradients of all passes since the previous reduction.
         """
         return [number for number, flag in self._gradients.items() if not flag.isfinite()]
 

@@ -1,4 +1,4 @@
-"""Which rank computes which micro-batches of a step, and in which order gradients are added.
+"""Decide which rank computes which micro-batches, and in which order gradients are added.
 
 Pure arithmetic. A step has ``num_micro_batches`` for any number of workers. Each data-parallel
 rank gets a contiguous block of them. Blocks may differ in length; one is empty if there are more

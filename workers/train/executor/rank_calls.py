@@ -1,4 +1,4 @@
-"""Record a model's questions about ranks in the first step of an attempt.
+"""Record a model's calls about ranks in the first step of an attempt.
 
 A forward pass that uses the number of ranks, or what other ranks hold, gives other results when
 their number changes. It would also wait for ranks that have fewer micro-batches.
@@ -16,8 +16,8 @@ from workers.train.executor.torch_names import ABOUT_RANKS, distributed_c10d
 
 _REAL: Final = getattr(distributed_c10d, ABOUT_RANKS, None)
 _WITHIN: Final = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
-#: FSDP, DTensor and tensor parallelism of ``transformers`` may ask. Dynamo asks when it compiles a
-#: forward pass that does.
+#: FSDP, DTensor and tensor parallelism of ``transformers`` may call these functions. Dynamo calls
+#: them when it compiles a forward pass that does.
 _OWN: Final = ("torch.", "workers.", "transformers.distributed.")
 _DYNAMO: Final = "torch._dynamo.variables."
 #: A module declares this if its result is the same for any number of ranks.

@@ -1,12 +1,12 @@
-"""Silent data corruption: every so many steps all workers compute one micro-batch, and compare it.
+"""Detect silent data corruption: from time to time all workers compute and compare one micro-batch.
 
-In deterministic mode equal weights and samples give the same bits on every worker. So a worker
-whose sum of the bits of its gradients, before any reduction, differs from that of the others has
-computed it wrong. After a difference all workers compute the same micro-batch again, which tells a
-machine that errs from kernels whose results vary, and, of two workers, which one erred.
+In deterministic mode equal weights and samples give the same bits on every worker. So all workers
+sum the bits of their gradients before any reduction, and a worker with another sum has computed
+something wrong. After a difference all workers compute the micro-batch again. This distinguishes a
+faulty machine from kernels whose results vary, and shows which of two workers erred.
 
-A bit of a weight that flips in memory would reach all workers alike. So each worker also compares
-its shards before an update with what the update before it has left.
+A bit of a weight that flips in memory would reach all workers alike. So each worker also checks
+before an update that its shards are as the previous update left them.
 """
 
 import logging
@@ -25,9 +25,9 @@ from workers.train.executor.exchange import by_rank
 
 log = logging.getLogger(__name__)
 
-#: How often the micro-batch is computed again after a difference.
+#: How many times to compute the micro-batch again after a difference.
 _NUM_AGAIN: Final = 3
-#: Integers of the size of an element.
+#: The integer dtype for each element size.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -59,11 +59,11 @@ class Recheck:
             log.warning("train.recheck compares nothing: there is one worker")
 
     def values(self) -> dict[str, Any]:
-        """Return what a version keeps of this."""
+        """Return the values that a version keeps."""
         return {} if self._is_off else {RECHECKED: self._sound_step}
 
     def passes(self, step: int, shards: Sequence[LocalShard]) -> Iterator[tuple[int, Any]]:
-        """Yield number and samples of a micro-batch for each time that it is to be computed.
+        """Yield number and samples of a micro-batch, once for each time to compute it.
 
         The caller passes its gradients to ``see`` before it takes the next one. Raise
         ``CorruptError`` if a worker has computed something wrong, or has wrong weights.
@@ -77,12 +77,12 @@ class Recheck:
             yield number, self._read(step, number)
             sums, flips = self._of_all()
             flipped = tuple(rank for rank, num in enumerate(flips) if num)
-            # The script writes changes that several ranks show.
+            # A change on several ranks was made by the script.
             if len(flipped) == 1:
                 told = f"weights of {_named(flipped)} changed in memory between two updates"
                 raise self._error(step, told, flipped)
             if not results and len(set(sums)) == 1:
-                # An error may begin right behind the check, in this step.
+                # An error may begin after the check, in this same step.
                 self._sound_step = step - 1
                 return
             results.append(sums)
@@ -107,21 +107,21 @@ class Recheck:
         raise self._error(step, told, odd)
 
     def see(self, values: Tensor) -> None:
-        """Take in a part of the result of this rank."""
+        """Add a part of this rank's result."""
         self._sum = self._sum + sum_of_words(values)
 
     def before_update(self, shards: Sequence[LocalShard]) -> None:
-        """Note whether weights are as the last update has left them."""
+        """Record whether the weights are as the last update left them."""
         if self._left is not None and not self._is_off:
             self._num_flips = self._num_flips + (self._left != _sum_of(shards))
 
     def after_update(self, shards: Sequence[LocalShard]) -> None:
-        """Note the weights."""
+        """Record a checksum of the weights."""
         if not self._is_off:
             self._left = _sum_of(shards)
 
     def _of_all(self) -> tuple[list[int], list[int]]:
-        """Return by rank the sum of what it has seen, and how often its weights have changed."""
+        """Return, by rank, the sum of its results and how often its weights have changed."""
         found = by_rank(torch.stack([self._sum, self._num_flips]))
         self._sum = self._num_flips = torch.zeros_like(self._sum)
         return [row[0] for row in found], [row[1] for row in found]
@@ -138,17 +138,17 @@ class Recheck:
 
 
 def odd_results(results: Sequence[Sequence[float]]) -> tuple[int, ...] | None:
-    """Return the ranks that compute something else than the others, by their results. Pure.
+    """Return the ranks whose ``results`` differ from those of the others. Pure.
 
-    All ranks if that cannot be told, and None if the results of more than one of them vary: kernels
-    do that, and machines that err are few.
+    Return all ranks if it is unknown which ones err, and None if the results of more than one rank
+    vary: then the kernels vary, because faulty machines are rare.
     """
     varying = [rank for rank, own in enumerate(results) if len(set(own)) > 1]
     if len(varying) > 1:
         return None
     steady = Counter(own[0] for own in results if len(set(own)) == 1)
     ((usual, count), *others) = steady.most_common()
-    # One of two that once has the result of the other erred the other times.
+    # If one of two ranks once has the result of the other, it erred the other times.
     agrees = not others and any(usual in results[rank] for rank in varying)
     if not agrees and 2 * count <= len(results):
         return tuple(range(len(results)))
@@ -161,7 +161,7 @@ def sum_of_words(values: Tensor) -> Tensor:
     per_word = 8 // flat.element_size()
     if flat.storage_offset() % per_word or flat.numel() % per_word:
         return flat.view(_WORDS[flat.element_size()]).sum(dtype=torch.int64)
-    # 14 ms for 100 MB on a CPU, instead of 108 ms. It wraps around.
+    # This takes 14 ms for 100 MB on a CPU, instead of 108 ms. The sum wraps around.
     return flat.view(torch.int64).sum()
 
 

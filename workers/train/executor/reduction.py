@@ -32,10 +32,10 @@ def use_deterministic_kernels() -> None:
 
     It raises for an operation without one. Call it before the process uses cuBLAS.
     """
-    # Otherwise cuBLAS takes memory, and with it an order of additions, as streams come.
+    # Otherwise the workspace of cuBLAS, and with it the order of additions, depends on the streams.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True)
-    # Here uninitialised memory is always written first.
+    # Here uninitialised memory is always written before it is read.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -65,7 +65,7 @@ class SumTree:
         total = nodes[0][1]
         for _, value in nodes[1:]:
             total = total.add_(value)
-        # A single leaf may hold -0.0; a sum of zeros and a leaf does not.
+        # A single leaf may hold -0.0, but the sum of zeros and a leaf never does.
         return total.add_(0.0)
 
 
@@ -74,7 +74,7 @@ class Reduction:
 
     def __init__(self) -> None:
         self.probe = Probe()  #: Inspects this rank's contributions.
-        #: Takes contributions that are compared and not reduced; None if they are reduced.
+        #: Gets contributions that are compared instead of reduced; None to reduce them.
         self.see: Callable[[Tensor], None] | None = None
         self.nodes: Sequence[Node | None] = ()
         self.is_last = False
@@ -168,7 +168,7 @@ class _TreeReduceScatter(_OwnReduceScatter):
         self._put(output)
 
     def reduce_alone(self, output: Tensor) -> None:
-        """Do the same in place for a group of one rank; do nothing in a larger one."""
+        """Sum in place for a group of one rank; do nothing in a larger one."""
         if len(self._reduction.nodes) > 1 or self._reduction.see is not None:
             return
         (node,) = self._reduction.nodes

@@ -59,7 +59,7 @@ class ShardedModel(BuiltModel):
     state: TrainingState  #: The tensors of the training state.
     registered: Registered  #: Registered state of the script.
     whole: WholeGradients  #: Gradients of the parameters that are not sharded.
-    rank_calls: RankCalls  #: Records the model's questions about ranks.
+    rank_calls: RankCalls  #: Records the model's calls about ranks.
     tensor_replicas: TensorReplicas  #: Compares gradients that must be equal.
     trained: Trained  #: Knows which parameters train.
     average: Average  #: Average of the weights, if the script has one.

@@ -20,8 +20,8 @@ class Signals:
     buffers: bool = False  #: A pass changed a persistent buffer.
     freezes: bool = False  #: Its script froze or unfroze a parameter.
     lacks_room: bool = False  #: It lacks memory for whole gradients.
-    stops: bool = False  #: Its script asked to end the run.
-    leaves: bool = False  #: It was asked to leave.
+    stops: bool = False  #: Its script requested the end of the run.
+    leaves: bool = False  #: It received a request to leave.
     leaves_durably: bool = False  #: The state with which it leaves must be in storage.
     no_memory: bool = False  #: It lacks memory for a snapshot.
     behind: bool = False  #: Its last snapshot is not complete, or a peer has not copied it yet.
@@ -31,8 +31,8 @@ class Signals:
     storage_steps: int = 0  #: New number of steps between two stored versions, or 0.
     read: int = 0  #: Digest of its samples of a stream, below 2 ** 20; the sum over ranks.
     read_squared: int = 0  #: The square of ``read``; the sum over ranks.
-    #: Memory in use on the device of each rank; empty without devices. A rank knows its own, and
-    #: 0.0 for the others.
+    #: Memory in use on the device of each rank; empty without devices. A rank sets its own, and 0.0
+    #: for the others.
     device_bytes: tuple[float, ...] = ()
 
     def numbers(self) -> list[float]:

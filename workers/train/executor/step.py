@@ -74,7 +74,7 @@ class Step:
         grad_norm: Norm of the mean gradient before clipping; set by ``apply``.
         lr: Learning rate of the step; that of the first optimizer if they differ.
         tokens: Tokens in the global batch; set by ``apply``. Without any, the samples count.
-        data_s: How long this rank has waited for data.
+        data_s: Time for which this rank has waited for data.
         is_applied: Whether ``apply`` was called.
         is_skipped: Whether the update was skipped because it was not finite, or overflowed under a
             ``GradScaler``; set by ``apply``.
@@ -123,7 +123,7 @@ class Step:
 
     @property
     def leaves(self) -> bool:
-        """Return whether any worker was asked to leave; equal on all workers after ``apply``."""
+        """Return whether any worker must leave; equal on all workers after ``apply``."""
         return self.agreed.leaves
 
     @property
@@ -218,7 +218,7 @@ class Step:
     def _read(self, number: int) -> Any:
         """Return the samples of a pass.
 
-        They may already be read, with random numbers of their own.
+        They may have been read ahead, with separate random numbers.
         """
         self._span("data", number)
         begun_s = time.perf_counter()
@@ -327,7 +327,7 @@ class Step:
             tokens: Number of tokens (or samples) in the mean: its weight in the global batch.
 
         Raises:
-            TaskError: Called outside a micro-batch, or twice in one.
+            TaskError: This was called outside a micro-batch, or twice in one.
         """
         if self._pass is None:
             raise TaskError(
@@ -397,12 +397,13 @@ class Step:
         """Reduce over workers, clip, and update the weights. Every worker calls it once.
 
         Args:
-            optimizers: The ones that update, out of several; other gradients are dropped. By
-                default all whose parameters have gradients.
+            optimizers: The optimizers that update; gradients of the others are dropped. By default
+                all whose parameters have gradients.
 
         Raises:
-            TaskError: Called twice, a micro-batch was not computed, there is no gradient, the model
-                depends on the number of workers, or the script changed gradients or rates.
+            TaskError: This was called twice, a micro-batch was not computed, there is no gradient,
+                the model depends on the number of workers, or the script changed gradients or
+                rates.
             NotFiniteError: The update is not finite, and the run ends for it.
         """
         if self.is_applied:

@@ -13,7 +13,8 @@ from workers.errors import TaskError
 from workers.parallel import LocalShard, Used
 from workers.train.executor.exchange import all_agree
 
-#: A version stores here the parameters that a script froze at its start, if others are frozen now.
+#: The key of a version for the parameters that a script froze at its start, if others are frozen
+#: now.
 FROZEN_AT_FIRST: Final = "frozen_at_first"
 
 
@@ -32,7 +33,7 @@ class Trained:
         self._shards, self._parameters = shards, parameters
         self._names, self._used, self._device = sorted(names), used, device
         self._updated = {name for name, one in parameters.items() if is_updated(one)}
-        #: Names of the frozen ones of the whole model, as last agreed by all workers.
+        #: Names of the frozen parameters of the whole model, as all workers last agreed.
         self.frozen: tuple[str, ...] = ()
         self.updated: tuple[str, ...] = ()  #: Names of the parameters that an optimizer has.
         self.may_grow = False  #: Whether an optimizer has a frozen one, which may train later.
@@ -81,9 +82,9 @@ class Trained:
         return [shard.parameter.requires_grad for shard in self._shards] != self._noted
 
     def begin_step(self, number: int) -> None:
-        """Agree before a gradient of a so far frozen parameter may be reduced.
+        """Agree before gradients of parameters that were frozen so far are reduced.
 
-        Every worker calls it. If none may be, the step's own all-reduce reports changes.
+        Every worker calls it. If there can be none, the step's own all-reduce reports changes.
         """
         if not self.may_grow:
             return

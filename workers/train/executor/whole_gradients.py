@@ -16,10 +16,11 @@ from workers.train.executor.norm import ordered_sum
 
 
 class WholeGradients:
-    """The gradients of one step after the other.
+    """The gradients of these parameters, step by step.
 
-    ``num_parts`` micro-batches have their own elements; it is 1 if only their sum has some. The
-    gradients of this rank count or not: tensor-parallel ranks have the same.
+    ``num_parts`` is the number of micro-batches with their own elements, or 1 if only their sum has
+    elements. ``counts`` says whether the gradients of this rank count: tensor-parallel ranks have
+    the same ones.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class WholeGradients:
     ) -> None:
         held = {shard.fqn: shard for shard in shards}
         names = sorted(name for name, shape in shapes.items() if is_whole(shape))
-        #: None for parameters of other pipeline stages.
+        #: In the order of names; None for a parameter of another pipeline stage.
         self._shards = [held.get(name) for name in names]
         self._sizes = [prod(shapes[name]) for name in names]
         self._num_parts, self._counts, self._device = num_parts, counts, device
@@ -47,7 +48,8 @@ class WholeGradients:
             return
         if part is not None:
             row = self._row()
-            # A pass of another stage of this rank has other gradients, and zeros for these.
+            # Each stage of this rank has passes of its own, with zeros for parameters of other
+            # stages.
             self._rows[part] = self._rows[part] + row if part in self._rows else row
         for number, shard in enumerate(self._shards):
             if shard is not None and shard.parameter.grad is not None:
@@ -63,7 +65,7 @@ class WholeGradients:
         return row
 
     def end_passes(self) -> None:
-        """Make each parameter require a gradient again, which is inspected and dropped."""
+        """Give each parameter the sum of its gradients again, for the checks before ``put``."""
         if self._seen:
             zero = torch.zeros(sum(self._sizes), device=self._device)
             self._put(torch.stack([zero, *self._rows.values()]).sum(dim=0))
@@ -91,7 +93,7 @@ class WholeGradients:
         """Use the sums over ranks as gradients; return their sum of squares, a float64 scalar."""
         if not self._shards:
             return sums.sum()
-        # A sum of zeros and -0.0 is 0.0, which a single part is not.
+        # A single part may be -0.0, but the sum of zeros and -0.0 is 0.0.
         whole = ordered_sum(sums.view(self._num_parts, -1).t().contiguous()) + 0.0
         self._put(whole)
         return torch.cat((whole.square(), whole.new_zeros(1))).sum()

@@ -31,7 +31,7 @@ from workers.train.loading.restore import WEIGHT, without_optimizer_state
 INITIAL: Final = "initial checkpoint"
 #: Fill tensors from a checkpoint, also with narrower dtypes; return the number of bytes.
 Load = Callable[[Checkpoint, Sequence[StateEntry]], int]
-#: An error names this many tensors of a kind, and counts the others.
+#: Number of tensors of a kind that an error names; it counts the others.
 _TOLD: Final = 5
 #: Numbers of dims of tensors whose first dim counts rows; with three dims it counts experts.
 _WITH_ROWS: Final = (1, 2)
@@ -50,7 +50,8 @@ class Start:
     init_rows: Sequence[str] = ()
     said: str = "run.init_from: "  #: Begins each message.
     key: str = "run.init_"  #: Begins the name of each option.
-    weights_alone: str = "set run.init_state: weights"  #: How to load no optimizer state.
+    #: Advice that avoids loading optimizer state.
+    weights_alone: str = "set run.init_state: weights"
     only_finite: bool = True  #: Whether to refuse values that are not finite.
     opened: Checkpoint | None = None  #: The checkpoint, if the caller has opened it.
 
@@ -61,7 +62,8 @@ class Needed:
 
     dtype: torch.dtype  #: Its dtype in the run.
     shape: tuple[int, ...]
-    is_optional: bool = False  #: Whether it starts as built if the checkpoint lacks it: a buffer.
+    #: Whether it keeps its built value if the checkpoint lacks it; so for a buffer.
+    is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,8 @@ class Initial:
     size_bytes: int  #: Bytes that this rank loaded.
     #: Parameters that the checkpoint lacks, as ``run.init_missing`` allows.
     missing: frozenset[str]
-    #: Its number of rows for parameters of which it has fewer, as ``run.init_rows`` allows.
+    #: The checkpoint's number of rows of parameters with fewer rows there, as ``run.init_rows``
+    #: allows.
     rows: Mapping[str, int] = field(default_factory=dict)
     without_state: frozenset[str] = frozenset()  #: Parameters without optimizer state in it.
     #: The optimizer's scalars by name; see ``TrainingState.scalars``.
@@ -215,7 +218,7 @@ def _are_equal(
 ) -> bool:
     """Return whether the tensors ``doubles`` equal the ones that this rank has loaded.
 
-    ``doubles`` has another name of a parameter in the checkpoint, and the one that was loaded.
+    ``doubles`` maps each other name of a parameter in the checkpoint to the name that was loaded.
     """
     pairs = [
         (entry, replace(entry, fqn=alias, tensor=torch.empty_like(entry.tensor)))

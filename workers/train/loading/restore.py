@@ -198,7 +198,7 @@ def _opened(store: Store, checkpoints: str, assignment: Assignment) -> Checkpoin
 
 
 def _found(assignment: Assignment, error: UcpError) -> FoundBad:
-    """Return the meaning of an error for the version in storage. Missing data counts as damaged."""
+    """Return what an error says about the version in storage. Missing data counts as damaged."""
     source = (stored_source(assignment.resume_step, assignment.resume_attempt),)
     reasons = (f"{checkpoint_name(assignment.resume_step)}: {_said(error)}",)
     if "peer" in error.facts:
