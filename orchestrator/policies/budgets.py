@@ -175,7 +175,8 @@ def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError
 
     One rank's exception may come from its machine and is forgiven once, unless it proves a bug. The
     same type on two ranks in one attempt, or again at the same step in a later attempt, comes from
-    the code.
+    the code. If the layout has changed, the text must be the same, too: a layout that the script
+    does not support raises errors of its own.
 
     ``now`` are the errors of the attempt that has just ended, in order of arrival; ``before`` are
     those of earlier attempts.
@@ -188,6 +189,7 @@ def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError
             if other.rank != error.rank and other.error_type == error.error_type:
                 return now[0]
         for earlier in before:
-            if earlier.step == error.step and earlier.error_type == error.error_type:
+            is_again = earlier.step == error.step and earlier.error_type == error.error_type
+            if is_again and (earlier.layout == error.layout or earlier.is_same(error)):
                 return error
     return None

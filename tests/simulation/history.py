@@ -529,6 +529,10 @@ class History:
         multiple = self.rules.layout.multiple_min
         needed = -(-self.rules.min_workers // multiple) * multiple
         needed = max(needed, cluster.model.shards_min * _copies(self.rules))
+        if self.expected == "failed" and self.state.fits:
+            # An error in the first step of a layout may be the layout's. So one that has trained
+            # must be able to raise it again.
+            needed = max(needed, self.rules.max_workers)
         if room < needed:
             drawing.return_node(cluster, needed - room)
         elif self.network_ails:

@@ -20,7 +20,7 @@ from orchestrator.core.consequences import (
 )
 from orchestrator.core.events import CommittedRead, WorkerFormed, WorkerLeft
 from orchestrator.core.handlers import fleet
-from orchestrator.core.handlers.formation import wait
+from orchestrator.core.handlers.formation import capacity, wait
 from orchestrator.core.network import reach, search
 from orchestrator.core.state import (
     Cause,
@@ -42,6 +42,7 @@ from orchestrator.policies import (
     UserError,
     bad_sources,
     budgets,
+    num_workers,
     versions,
 )
 from workers.protocol import Source
@@ -488,7 +489,8 @@ def decide(transition: Transition) -> None:
     if run.committed[0] < run.stored or (run.lost and not run.committed[0]):
         transition.finish(RunOutcome.FAILED, _lost(run.lost) if run.lost else _gone(run))
         return
-    if is_first_time:
+    if is_first_time and run.attempt.refused is None:
+        # Another layout need not wait: time does not change why this one was refused.
         run.hold_until_s = transition.now_s + budgets.pause_s(run.num_stuck)
     wait(transition)
 
@@ -517,7 +519,8 @@ def _refuse_layout(transition: Transition) -> None:
     """Treat an exception in the first step of a layout that never trained as its refusal.
 
     Other layouts have trained in this run, so the script works. If one of those raised the same at
-    the same step, the script is at fault.
+    the same step, the script is at fault. So it is if all workers are there and cannot train in
+    another layout: the run would wait for nothing.
     """
     run = transition.run
     layout, cause = run.attempt.layout, run.cause
@@ -528,8 +531,12 @@ def _refuse_layout(transition: Transition) -> None:
     if any(Refused(one, WHOLE, "").rules_out(each) for one in raised_by for each in run.fits):
         return
     refused = Refused(layout, WHOLE, f"its first step raised {bug.error}")
+    before, run.refused = run.refused, (*run.refused, refused)
+    num_there = num_workers(reach.offered(transition, leaving=True))
+    if num_there >= transition.rules.max_workers and not capacity(transition):
+        run.refused = before
+        return
     run.attempt.refused, run.attempt.raised = refused, ()
-    run.refused = (*run.refused, refused)
     found = Cause(FaultKind.LAYOUT, (), f"{layout}: {refused.why}", cause.at_s)
     if cause.kind is FaultKind.EXCEPTION:
         run.cause = found

@@ -354,6 +354,9 @@ def _waits_for(state: RunState) -> str:
     if state.phase is Phase.WAITING and state.fleet.num_failed_starts:
         died = f"{state.fleet.num_failed_starts} in a row did not start"
         return f"a worker process that starts: {died}, the last: {state.fleet.failed_start}"
+    refused = state.attempt.refused
+    if state.phase is Phase.WAITING and refused is not None:
+        return f"workers for another layout: {refused.layout} was refused: {refused.why}"
     is_held = state.phase is Phase.WAITING and state.deadline_s == state.hold_until_s
     if is_held and state.num_unexplained:
         what = f"{state.num_unexplained} attempts in a row lost a peer, and no worker is to blame"

@@ -7,9 +7,13 @@ from ucp_core.layout import ParallelLayout
 
 RULES = BudgetRules(window_s=100.0, infrastructure_max=2, preemption_max=5, user_max=1)
 
+_ONE, _TWO = ParallelLayout(), ParallelLayout(cp=2)
 
-def _error(rank: int, step: int, error: str = "ValueError: bad") -> UserError:
-    return UserError(rank, step, error, f"Traceback of rank {rank}", ParallelLayout())
+
+def _error(
+    rank: int, step: int, error: str = "ValueError: bad", layout: ParallelLayout = _ONE
+) -> UserError:
+    return UserError(rank, step, error, f"Traceback of rank {rank}", layout)
 
 
 def _faults(fault_class: FaultClass, *times_s: float) -> tuple[Fault, ...]:
@@ -85,6 +89,17 @@ def test_the_same_type_at_the_same_step_again_is_a_bug() -> None:
 
     assert user_bug([again], [_error(0, 7)]) is again
     assert user_bug([_error(0, 8)], [_error(0, 7)]) is None
+
+
+def test_the_same_type_in_another_layout_is_a_bug_only_if_the_text_is_the_same() -> None:
+    """Seen: a layout that the model lacks raised, then a machine did: both were `ValueError`s."""
+    lacks = _error(0, 1, "ValueError: 6 heads on 4 ranks", _TWO)
+    assert user_bug([_error(0, 1)], [lacks]) is None
+
+    in_both = _error(0, 1, layout=_TWO)
+    assert user_bug([in_both], [_error(0, 1)]) is in_both
+    again = _error(1, 1, "ValueError: rank 1")
+    assert user_bug([again], [lacks, _error(0, 1, "ValueError: rank 0")]) is again
 
 
 def test_other_data_is_proof_when_one_rank_says_so() -> None:

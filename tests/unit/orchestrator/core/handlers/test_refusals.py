@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core import Bounds, RunRules, resume_event
+from orchestrator.core import Bounds, RunRules, describe, resume_event
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import LayoutRules
@@ -81,6 +81,9 @@ def test_a_run_that_has_trained_takes_another_layout_or_waits(
         )
     else:
         assert cluster.state.phase == "waiting"
+        assert describe(cluster.state)["waits_for"] == (
+            "workers for another layout: pp=2 was refused: CUDA out of memory"
+        )
         cluster.add(5, 6)
         assert cluster.layouts == ["pp=4", "pp=2", "pp=2", *["dp_shard=3"] * 2, "pp=4"]
 
@@ -94,6 +97,22 @@ def test_a_layout_that_was_refused_is_never_offered_again() -> None:
 
     refused = [start.layout for start in cluster.started if cluster.refuses(start.layout)]
     assert len(refused) == 2 * len(set(refused)) <= 4
+    assert cluster.finished is None
+
+
+def test_another_layout_is_tried_at_once_however_often_attempts_failed_before() -> None:
+    """Seen: a network that had failed for a minute left each layout a pause of 15 s."""
+    cluster = Cluster(replace(RULES, layout=LayoutRules(pp=4)))
+    cluster.start(4)
+    cluster.refuses = lambda _: ("StorageError: step 1 cannot be read", "")
+    cluster.lose("n1")
+    for _ in range(6):
+        cluster.tick(15.0)
+    num_before = len(cluster.started)
+    cluster.refuses = degree("pp", 2)
+    cluster.tick(15.0)
+
+    assert cluster.layouts[num_before:] == ["pp=2", "dp_shard=2"]
     assert cluster.finished is None
 
 
@@ -241,6 +260,24 @@ def test_an_error_that_a_layout_which_trained_raised_too_is_the_scripts() -> Non
     assert cluster.finished is not None
     assert cluster.finished.outcome == "failed"
     assert f"raised at step 2: {error}" in cluster.finished.reason
+
+
+def test_a_run_does_not_refuse_the_only_layout_of_all_its_workers() -> None:
+    """Seen: `tp` had trained on one node, two took its place, and the run waited for more."""
+    cluster = Cluster(replace(RULES, min_workers=2, max_workers=2, layout=LayoutRules(tp=2)))
+    cluster.start(2)
+    cluster.refuses = lambda _: ("ValueError: a bad sample", "")
+    cluster.lose("n0")
+    for number, node in ((3, "n1"), (4, "n2")):
+        worker, at_s = f"w{number:04d}", cluster.at_s
+        cluster.send(
+            ev.ReservationGranted(at_s=at_s, reservation=number, node=node),
+            ev.WorkerReady(at_s=at_s, worker=worker, node=node, pid=number),
+        )
+
+    assert cluster.layouts == ["tp=2", "dp_shard=2"]
+    assert cluster.finished is not None
+    assert "a bad sample" in cluster.finished.reason
 
 
 @pytest.mark.parametrize("kind", ["DataDiffersError", "MisfitError"])
