@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -186,3 +188,19 @@ def test_a_detached_run_is_ended_by_force_with_its_cluster(command: Command) -> 
 
     assert forced.returncode == 0, forced.stderr
     assert command.clusters() == []
+
+
+@pytest.mark.chaos
+def test_a_process_leaves_a_cluster_that_ends_as_it_connects(command: Command) -> None:
+    """Ray's own listener held it up for a minute, and then ended it with code 1."""
+    command.start("--detach").communicate(timeout=ACT_S_MAX)
+    (cluster,) = command.clusters()
+    program = (
+        "import ray; from orchestrator.shell import connect_ray, kill_local_cluster;"
+        f"connect_ray({cluster.address!r}); kill_local_cluster({command.directory!r});"
+        "ray.shutdown()"
+    )
+
+    left = subprocess.run([sys.executable, "-c", program], timeout=50, check=False)
+
+    assert left.returncode == 0
