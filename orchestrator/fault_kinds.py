@@ -37,7 +37,7 @@ class FaultKind(StrEnum):
     #: The budget to which an attempt that ended in this way is charged; None for no budget.
     budget: FaultClass | None
     loss: Loss  #: The loss that it causes for the run.
-    is_planned: bool  #: Whether it is an intended change; such a change is no failure.
+    is_planned: bool  #: Whether it is an intended change; such a change is not a failure.
     names: bool  #: Whether a worker can be proven to have caused it.
 
     def __new__(

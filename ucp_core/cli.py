@@ -31,7 +31,7 @@ def options(
         typer.Option("--version", help="Show the version.", is_eager=True, callback=_version),
     ] = False,
 ) -> None:
-    """Take the options that stand before the command."""
+    """Take the options before the command."""
 
 
 def main() -> None:

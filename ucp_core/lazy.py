@@ -1,4 +1,4 @@
-"""Doors of rooms that load a module only when a name of it is used (PEP 562)."""
+"""Packages that load a module only when one of its names is used (PEP 562)."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ class ExitCode(IntEnum):
 
 
 _MEANINGS = {
-    ExitCode.OK: "success; also a run that `everstep stop` stopped",
+    ExitCode.OK: "success, or `everstep stop` stopped the run",
     ExitCode.FAILED: "the run failed, or the answer is no (doctor, demo, diff, replay)",
     ExitCode.BAD_INPUT: "wrong usage, configuration or token, or no run in the directory",
-    ExitCode.NO_CAPACITY: "no cluster, a lost cluster, or too few workers for too long",
+    ExitCode.NO_CAPACITY: "no cluster, a lost cluster, or too few workers for too long a time",
     ExitCode.DAMAGED: ("another cluster took the run over, or a journal or checkpoint is damaged"),
     ExitCode.NO_STORAGE: "the storage does not answer, or refuses",
 }

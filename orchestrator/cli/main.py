@@ -30,7 +30,7 @@ from workers.errors import missing_extra
 
 #: ``everstep run`` reads this file if no configuration is named.
 DEFAULT_CONFIG = "everstep.yaml"
-#: The part of ``everstep --help`` for commands that few runs need.
+#: Heading in ``everstep --help`` for commands that few runs need.
 _TOOLS = "Tools"
 #: Other names for a command that people type.
 _MEANT = {
@@ -90,7 +90,7 @@ Overrides = Annotated[
 _WATCH_S = 1.0
 #: Period of ``list --serve``, in seconds; it connects to every cluster.
 _INDEX_S = 5.0
-#: ``everstep`` as a process that ends with its starter, however that one ends.
+#: Program of an ``everstep`` process that ends when the process that started it ends.
 _TRY = """
 from workers.parent_death import end_with_parent
 end_with_parent()
@@ -204,14 +204,14 @@ def run(
 ) -> None:
     """Train; or attach to the run in the directory that CONFIG names, or resume it.
 
-    A run that was stopped, that failed or that lost its cluster resumes after its last committed
-    step; settings that affect no step may change.
+    A run that was stopped, has failed or lost its cluster resumes after its last committed step.
+    Settings that affect no step may change.
 
-    With --address or RAY_ADDRESS the run belongs to that cluster: it continues whatever happens to
-    this command, and Ctrl-C only stops following it. Otherwise, it starts simulated nodes on this
-    machine. They end with this command: Ctrl-C, SIGTERM, SIGUSR1 or 2, or a closed terminal stops
-    the run at the next step boundary, a second Ctrl-C at once. With --detach they live until the
-    run is over.
+    With --address or RAY_ADDRESS, the run belongs to that cluster. It continues after this command
+    ends, and Ctrl-C only stops following it. Otherwise, this command starts simulated nodes on this
+    machine, and they end with it. Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 or a closed terminal stops the
+    run at the next step boundary; a second Ctrl-C stops it at once. With --detach they live until
+    the run is over.
     """
     from orchestrator.config import load, run_preflight
 
@@ -268,18 +268,19 @@ def watch(
     overrides: Overrides = None,
     *,
     address: Annotated[
-        list[str] | None, typer.Option(help=("Ray cluster; if given several times, tried in turn."))
+        list[str] | None,
+        typer.Option(help=("Ray cluster to train on; repeat it to try several in turn.")),
     ] = None,
     local_nodes: Annotated[int | None, typer.Option(help="Simulated nodes to start here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Train unattended: as `everstep run`, again and again until the run ends for good.
+    """Train unattended: repeat `everstep run` until the run ends for good.
 
-    If the head or the whole cluster is lost, it waits for a cluster, at the same address or at the
-    next --address, and resumes after the last committed step. The pauses between tries grow to a
-    minute. It also waits for storage that is unavailable after the first try. It ends when the run
-    is over, has failed or was stopped, or when no cluster advanced it for recovery.capacity_wait_s.
-    Signals have the same effect as on `everstep run`.
+    If the head or the whole cluster is lost, this command waits for a cluster at the same address,
+    or at the next --address. It then resumes after the last committed step. The pauses between
+    tries grow to a minute. After the first try it also waits for unavailable storage. It ends when
+    the run is over, has failed or was stopped, or when no cluster has advanced it for
+    recovery.capacity_wait_s. Signals have the same effect as on `everstep run`.
     """
     from orchestrator.config import load
     from orchestrator.driver import watch_run
@@ -310,7 +311,8 @@ def demo(
     *,
     directory: Annotated[str, typer.Option(help="Where the two run directories go.")] = "runs/demo",
     layout: Annotated[
-        str | None, typer.Option(metavar="tp2,pp2", help="Degrees of tensor parallelism, stages.")
+        str | None,
+        typer.Option(metavar="tp2,pp2", help="Degrees of tensor and pipeline parallelism."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -335,7 +337,7 @@ def list_(
         str | None, typer.Option(envvar="RAY_ADDRESS", help="Only this Ray cluster.")
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Show them in a browser, with their pages.")
+        bool, typer.Option("--serve", help="Show the list in a browser, with links to their pages.")
     ] = False,
     port: Annotated[int, typer.Option(min=0, help="Port of that page; 0 for a free one.")] = 0,
     as_json: Json = False,
@@ -357,7 +359,7 @@ def open_(
     run_dir: RunDirectory,
     *,
     only_print: Annotated[
-        bool, typer.Option("--print", help="Open no browser, only print the address.")
+        bool, typer.Option("--print", help="Only print the address, without opening a browser.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -381,7 +383,7 @@ def status(
     verbose: Verbose = False,
     as_json: JsonLines = False,
 ) -> None:
-    """Show the state of a run: phase, step, loss, workers, nodes, what is safe."""
+    """Show the state of a run: phase, step, loss, workers, nodes, and which step is safe."""
     from rich.live import Live
 
     from orchestrator.driver import open_console, print_status, read_status, status_view
@@ -416,7 +418,7 @@ def logs(
     ] = False,
     as_json: JsonLines = False,
 ) -> None:
-    """Print what the training script printed, rank 0 unless asked otherwise."""
+    """Print the output of the training script; by default, that of rank 0."""
     from orchestrator.driver import read_logs
 
     one_rank = rank if rank >= 0 else None
@@ -487,8 +489,9 @@ def diff(
 ) -> None:
     """Compare two runs step by step; exit code 1 if they differ.
 
-    Says which step differs first, in which of its numbers and by how many bits, which incident was
-    before it in each run, which settings differ, and whether the versions that both have are equal.
+    Says which step differs first, in which numbers and by how many bits. Also names the incident
+    before that step in each run, the settings that differ, and whether the versions that both runs
+    have are equal.
     """
     from orchestrator.driver import diff_runs
 
@@ -537,8 +540,8 @@ def diagnose(
     rank; nothing in it is executed), and JSON lines with one operation each: step, rank, dp, pp,
     tp, op, seq, comm, comm_ranks, t_enter, t_exit (null while in flight), bytes. For a rank's own
     work, op is data, forward, backward or optimizer, and comm is null. A call inside such a span
-    counts as waiting for others, and not as the rank's own work. It reports only faults that the
-    records show: undecided says what is missing, and which file is truncated.
+    counts as a wait for others, not as the rank's own work. Reports only faults that the records
+    show. If the verdict is undecided, it says what is missing and which file is truncated.
 
     --trace writes a file for Perfetto (ui.perfetto.dev): each rank's own work, its calls by
     communicator, and the verdicts. --flight-recorder writes dumps for torch's own analyzer, python
@@ -634,7 +637,7 @@ def plan(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="RUN_DIR|CONFIG", help="A run that is under way, or settings with --gpus."
+            metavar="RUN_DIR|CONFIG", help="Directory of a live run; with --gpus, a configuration."
         ),
     ],
     overrides: Overrides = None,
@@ -644,23 +647,24 @@ def plan(
         typer.Option(metavar="NODE", help="Node id or its beginning; worker:w0003."),
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(metavar="NODESxGPUS", help="Compare layouts for these, as 8x8.")
+        str | None,
+        typer.Option(metavar="NODESxGPUS", help="Compare layouts for these, such as 8x8."),
     ] = None,
     gpu: Annotated[str, typer.Option(help="Kind of these GPUs.")] = "h100",
     model: Annotated[
-        str | None, typer.Option(help="Model in place of the settings' one, as llama-70b.")
+        str | None, typer.Option(help="Model to use instead of CONFIG's, such as llama-70b.")
     ] = None,
     recompute: Annotated[
         bool | None,
-        typer.Option(help="Recompute layers in the backward pass, or not; default: both."),
+        typer.Option(help="Whether to recompute layers in the backward pass; default: the better."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what would happen if machines were lost now: version, lost steps, sources, workers.
 
     Without --lose, shows it for the loss of each single node. With --gpus, shows the layouts in
-    which such GPUs could train CONFIG: step time, memory, bubbles, state to move, and why. Parallel
-    degrees that CONFIG names are kept.
+    which such GPUs could train CONFIG, with step time, memory, bubbles, state to move, and why each
+    is chosen or not. Keeps the parallel degrees that CONFIG sets.
     """
     from orchestrator.driver import plan_each_node, plan_losses, print_node_plans, print_plan
 
@@ -700,7 +704,7 @@ def doctor(
     """Check a cluster before a run: versions, storage, network, memory, room for workers.
 
     Checks this machine, or every node of the cluster that --address, CONFIG or RAY_ADDRESS names.
-    Exit code 1 if a run would not work.
+    Exits with code 1 if a run would not work.
     """
     from orchestrator.config import load
     from orchestrator.driver import advice_lines, examine, report

@@ -1,4 +1,4 @@
-"""Check keys that are each well formed against one another.
+"""Check that the values of well-formed keys fit together.
 
 ``orchestrator.config.preflight`` checks data, storage and memory.
 """
@@ -21,7 +21,7 @@ from workers.settings import AUTO, between_keys, model_shape
 
 
 def cross_problems(config: RunConfig, num_experts: int = 0) -> list[Problem]:
-    """Return what is wrong with values and between keys.
+    """Return the problems of single values, and of keys that contradict one another.
 
     ``num_experts`` is the number of experts in a layer of the built-in model.
     """
@@ -34,7 +34,7 @@ def cross_problems(config: RunConfig, num_experts: int = 0) -> list[Problem]:
     found += _notice_problems(config.notices)
     found += _topology_problems(config.topology)
     if config.run.arguments and not config.run.script:
-        found.append(Problem("run.arguments", "are for a run.script, and there is none; name one"))
+        found.append(Problem("run.arguments", "go to run.script, which is not set; set it"))
     return found
 
 
@@ -44,15 +44,15 @@ def _worker_problems(config: RunConfig) -> Iterator[Problem]:
     if copies > 1 and config.train.deterministic:
         yield Problem(
             "parallel.dp_replicate",
-            f"train.deterministic sums over shards in a fixed order, but not over {copies} "
+            f"train.deterministic fixes the order of sums over shards, but not over {copies} "
             "copies: write parallel.dp_replicate: 1, or train.deterministic: false",
         )
     if config.parallel.ep > 1 and config.train.deterministic:
         yield Problem(
             "parallel.ep",
-            "train.deterministic sums in a fixed order, but experts get the tokens of "
-            f"{config.parallel.ep} workers in a varying one: write parallel.ep: 1, or "
-            "train.deterministic: false",
+            "train.deterministic fixes the order of sums, but the tokens of "
+            f"{config.parallel.ep} workers reach the experts in any order: write parallel.ep: 1, "
+            "or train.deterministic: false",
         )
     shards = most // (rules.multiple // rules.ep)
     if least > most:
@@ -87,11 +87,13 @@ def _topology_problems(topology: TopologySection) -> Iterator[Problem]:
         if key == "zones":
             for rack in sorted(counts.keys() - topology.racks.keys()):
                 known = ", ".join(topology.racks) or "none"
-                yield Problem("topology.zones", f"{rack} is no rack; topology.racks names {known}")
+                yield Problem(
+                    "topology.zones", f"{rack} is not a rack; topology.racks names {known}"
+                )
 
 
 def _axis_problems(config: RunConfig, num_experts: int) -> Iterator[Problem]:
-    """Yield what tensor parallelism cannot cut, and stages with too little to do."""
+    """Yield problems of the tensor, pipeline and expert degrees."""
     parallel = config.parallel
     dp = max(config.workers.max // (parallel.cp * parallel.tp * parallel.pp), 1)
     passes = -(-config.train.num_micro_batches // dp)
@@ -138,7 +140,7 @@ def _axis_problems(config: RunConfig, num_experts: int) -> Iterator[Problem]:
     if parallel.pp > 1 and shape.tied:
         yield Problem(
             "parallel.pp",
-            "the embedding is the output layer, too, and they are on different stages: write "
+            "the embedding is also the output layer, but their stages differ: write "
             "model.tied: false, or parallel.pp: 1",
         )
 
@@ -148,7 +150,7 @@ def _sequence_problems(config: RunConfig) -> Iterator[Problem]:
     if cp > 1 and config.train.deterministic:
         yield Problem(
             "parallel.cp",
-            "train.deterministic sums over micro-batches in a fixed order, but not over the "
+            "train.deterministic fixes the order of sums over micro-batches, but not over the "
             f"{cp} parts of one: write parallel.cp: 1, or train.deterministic: false",
         )
     if not config.run.script and length % cp:
@@ -195,4 +197,4 @@ def _notice_problems(asked: NoticesSection) -> Iterator[Problem]:
         if asked.command and not any(shlex.split(asked.command)[:1]):
             yield Problem("notices.command", f"{asked.command!r} names no program")
     except ValueError as error:
-        yield Problem("notices.command", f"{asked.command!r} is no command: {error}")
+        yield Problem("notices.command", f"{asked.command!r} is not a command: {error}")

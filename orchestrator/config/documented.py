@@ -1,6 +1,6 @@
 """The configuration explained: a JSON schema for editors, and a YAML with every key and default.
 
-Both come from the sections themselves, whose docstrings say what each key means.
+Both take the meaning of each key from the docstring of its section.
 """
 
 import json
@@ -41,7 +41,7 @@ def _schema() -> dict[str, Any]:
         for name, meaning in _entries(entries):
             section["properties"][name]["description"] = meaning
         for key in section["properties"].values():
-            key.pop("title", None)  # the name again
+            key.pop("title", None)  # repeats the name
     # The purpose of a section, at the key that holds it.
     for key in schema["properties"].values():
         key.setdefault("description", _section(schema, key).get("description", ""))
@@ -76,7 +76,7 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _section(schema: Mapping[str, Any], key: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section that a key is, or has elements of; {} if the key is a value."""
+    """Return the section under a key, or that of its list's elements; {} for a plain value."""
     branches = (key, key.get("items", {}), *key.get("anyOf", ()))
     name = next((one["$ref"].rpartition("/")[2] for one in branches if "$ref" in one), "")
     found: dict[str, Any] = schema["$defs"].get(name, {})

@@ -38,7 +38,7 @@ def load(
     look: Look | None = None,
     ask: Ask | None = None,
 ) -> RunConfig:
-    """Return the configuration in a YAML file, or in YAML text, under ``overrides``.
+    """Return the configuration of a YAML file or text, with ``overrides`` applied.
 
     Relative paths become absolute, because workers run in other directories.
 
@@ -75,15 +75,15 @@ def load_for_gpus(
     model: Mapping[str, Any] | None = None,
     num_experts: int = 0,
 ) -> tuple[RunConfig, frozenset[str]]:
-    """Return a configuration as if it ran on other machines, and the keys that it names.
+    """Return a configuration for other machines, and the keys that it or ``overrides`` set.
 
     Errors are those of ``load``.
 
     Args:
         path_or_text: As for ``load``.
-        overrides: As for ``load``; those of the model override ``model``.
-        num_workers: Workers on all machines, which replace those of the configuration.
-        model: Replaces the model, or the script, of the configuration.
+        overrides: As for ``load``; they also override ``model``.
+        num_workers: Workers on all machines; replaces ``workers.max``.
+        model: Replaces the model or the script of the configuration.
         num_experts: Experts in a layer of ``model``.
     """
     source = _read(path_or_text)
@@ -116,7 +116,7 @@ def _section(source: Source, name: str) -> dict[str, Any]:
 
 
 def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of ``everstep demo`` for ``directory``, under ``overrides``.
+    """Return the configuration of ``everstep demo`` for ``directory``, with ``overrides`` applied.
 
     The demo brings its own nodes, so ``RAY_ADDRESS`` is ignored. Workers share the GPUs of this
     machine, if it has some.
@@ -228,7 +228,7 @@ def _field_problem(source: Source, detail: Any) -> Problem:
     kind, value = detail["type"], detail["input"]
     if kind in {"extra_forbidden", "unexpected_keyword_argument"}:
         what = "section" if len(path) == 1 else "key"
-        return source.problem(path, f"is no {what}; {_meant(path)}")
+        return source.problem(path, f"is not a {what}; {_meant(path)}")
     if kind == "missing":
         return source.problem(path, f"is missing; write for example {_EXAMPLES[dotted(path)]}")
     if kind == "tuple_type":
@@ -258,7 +258,7 @@ def _known_keys(path: KeyPath) -> list[str]:
     if not path:
         return list(RunConfig.model_fields)
     kind: Any = RunConfig.model_fields[str(path[0])].annotation
-    kind = next(iter(get_args(kind)), kind)  # that of one in a list
+    kind = next(iter(get_args(kind)), kind)  # the type of a list's elements
     if len(path) > 1 and path[0] == "logging":
         kind = next(iter(get_args(kind.model_fields[str(path[1])].annotation)))
     for part in path[1:]:
@@ -270,7 +270,7 @@ def _known_keys(path: KeyPath) -> list[str]:
 
 
 def _doubtful(broken: Collection[str]) -> set[str]:
-    """Return the keys whose value in the well-formed part is not the user's."""
+    """Return the keys in ``broken``, and all keys of the sections in it."""
     return {
         f"{name}.{key}"
         for name in RunConfig.model_fields

@@ -34,8 +34,8 @@ def run_preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Pro
     """Return what would fail; start nothing and leave nothing behind.
 
     Write and delete a small file in the run directory, or in its nearest existing parent.
-    ``config`` is the well-formed part of a configuration. ``doubtful`` are keys whose value there
-    is not the user's; nothing that depends on them is checked.
+    ``config`` is the well-formed part of a configuration. ``doubtful`` are the keys whose value
+    there is not the user's; checks that depend on them are skipped.
     """
     found: list[Problem] = []
     if "run.directory" not in doubtful:
@@ -71,7 +71,7 @@ def _gpu_problems(config: RunConfig) -> Iterator[Problem]:
 def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
     """Return the least memory in bytes that training needs on each of ``num_workers``."""
     layout = choose(one_node(num_workers), num_workers, config.layout_rules())
-    assert layout is not None, f"{num_workers} workers make no layout"
+    assert layout is not None, f"no layout has {num_workers} workers"
     job = job_of(config, model_shape(config.model))
     return memory_bytes(layout, replace(job, reduces=job.reduces is not False))
 
@@ -100,7 +100,7 @@ def _storage_problems(config: RunConfig) -> Iterator[Problem]:
         store.write_atomic(probe, b"everstep", fsync=False)
         try:
             if store.read(probe) != b"everstep":
-                why = "it does not give back what was written"
+                why = "reading returns other bytes than were written"
         finally:
             store.delete(probe)
     except (UcpError, OSError) as error:
@@ -187,7 +187,7 @@ def _way_out(config: RunConfig, first: int) -> str:
         if worker_memory_bytes(config, count) <= _room_bytes(config, count):
             return f"{count} would be enough"
     return (
-        f"no number up to workers.max={config.workers.max} would be enough: use a smaller "
+        f"even workers.max={config.workers.max} workers are too few: use a smaller "
         "model.preset, train.micro_batch or data.sequence_length, or more workers"
     )
 

@@ -38,7 +38,7 @@ from workers.settings import (
     TrainSettings,
 )
 
-#: A controller that a signal stopped is killed after this time, with the default patience. Training
+#: With the default patience, a controller that a signal stopped is killed after this time. Training
 #: does not need it in the meantime, and a debugger may stop it for a moment. A slow controller is
 #: never killed.
 _CONTROLLER_STOPPED_S = 10.0
@@ -127,7 +127,7 @@ class RunConfig(Section):
         )
 
     def layout_rules(self) -> LayoutRules:
-        """Return the layout of the full size, and what other sizes may change."""
+        """Return the degrees of the full size, and which of them other sizes must keep."""
         wish = self.parallel
         return LayoutRules(
             dp_replicate=wish.dp_replicate,

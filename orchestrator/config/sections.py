@@ -16,7 +16,7 @@ _GBIT_BYTES: Final = 1e9 / 8
 
 
 class Section(BaseModel):
-    """Keys that are checked at construction and then fixed."""
+    """Base of all sections: checks its keys when it is made, and never changes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -32,7 +32,8 @@ class ClusterSection(Section):
         gpus_per_worker: GPUs of one worker; 0 trains on the CPU. With 0.25, four workers share a
             GPU: each has a quarter of its memory, and they take turns.
         memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
-            Default: this machine's memory for simulated nodes; elsewhere it is not checked.
+            Default: an equal share of this machine's memory for simulated nodes that train on the
+            CPU; elsewhere memory is not checked.
         metrics_host: Which machines can reach the metrics and status page: ``cluster`` (by the
             head's address), ``loopback`` (the head only), or ``auto``: ``loopback`` for simulated
             nodes, else ``cluster``.
@@ -52,18 +53,19 @@ class ClusterSection(Section):
 
 
 class TopologySection(Section):
-    """The network between the nodes, for ``everstep plan`` and the choice of keepers for copies.
+    """The network between the nodes; ``everstep plan`` and the choice of keepers for copies use it.
 
     While a run trains, its racks are those that ``cluster.rack_label`` names.
 
     Attributes:
-        racks: The nodes of each rack, by address. Without it, each node is its own rack.
+        racks: The nodes of each rack, by address. A node that is not listed is its own rack.
         zones: The racks of each zone.
         rails: Network cards of a node. Rank i of a node uses card i.
         node_gbit_s: Speed of a card, one way.
         spines: Equal-cost paths between two racks: uplinks of a rack for each rail.
-        uplink_gbit_s: Speed of an uplink, one way. Default: as a card.
-        zone_gbit_s: Speed between a zone and the others, one way. Default: the sum of its racks.
+        uplink_gbit_s: Speed of an uplink, one way. Default: ``node_gbit_s``.
+        zone_gbit_s: Speed between a zone and the others, one way. Default: only the uplinks of its
+            racks limit it.
     """
 
     racks: dict[str, tuple[str, ...]] = Field(default_factory=dict)
@@ -91,18 +93,17 @@ class TopologySection(Section):
 class Alternative(Section):
     """Room for one worker that the run may request.
 
-    The run requests the first in ``capacity`` first.
-
-    It also requests the next one when the provider has no machine for this one, or none came in
-    three times the usual time. When the better one returns, the workers move back.
+    The run requests the alternatives of ``capacity`` in order. It also requests the next one if
+    the provider has no machine for this one, or if none came within three times the usual time
+    (three minutes until the first has come). When a better one is granted, the workers move back.
 
     Attributes:
-        resources: Its resources, in Ray's terms, which add to or replace those of ``cluster``.
+        resources: Resources by Ray's names; they add to those of ``cluster`` or replace them.
         labels: Labels of its node, such as ``{ray.io/accelerator-type: L4}``.
         zone: Zone of its node, as in Ray's label ``ray.io/availability-zone``.
         spot: Whether its node is on the spot market, by ``ray.io/market-type``. Default: either.
-        usd_per_hour: Price of the room for one worker, from which the run computes its cost. Either
-            all alternatives have one, or none.
+        usd_per_hour: Price of the room for one worker; the run computes its cost from it. Set it
+            for all alternatives or for none.
     """
 
     resources: dict[str, PositiveFloat] = Field(default_factory=dict)
@@ -122,8 +123,8 @@ class WorkersSection(Section):
     """How many workers train.
 
     Attributes:
-        max: The run always requests this many.
-        min: With fewer the run waits for capacity.
+        max: Most workers that train; the run always requests this many.
+        min: Fewest workers that train; with fewer the run waits for capacity.
         standby_per_node: Warm processes that a node keeps to replace a dead worker at once.
     """
 
@@ -136,18 +137,19 @@ class RecoverySection(Section):
     """How long the run waits, and when it gives up.
 
     Attributes:
-        patience: Scales all waits. A step may take this many times the observed p99 before it is
-            examined, and every other bound scales with it. A larger value reacts later and raises
-            fewer false alarms.
+        patience: How many times the observed p99 a step may take before the run examines it. Most
+            other bounds of waits scale with it. A larger value reacts later and raises fewer false
+            alarms.
         capacity_wait_s: The run fails after this long with fewer than ``workers.min`` workers, or
             after storage that it needs to resume was silent for as long.
-        infrastructure_failures_max: Crashes, hangs and lost nodes within an hour.
-        preemptions_max: Nodes taken with notice within an hour.
-        user_errors_max: Exceptions of single ranks within an hour. A bug in the script is
-            recognised sooner, because it repeats.
-        stuck_attempts_max: Attempts in a row without a new committed step. In a run that has
-            trained, attempts that lost a peer without an explanation end the run after an hour
-            instead.
+        infrastructure_failures_max: The run fails after more crashes, hangs and lost nodes than
+            this within an hour.
+        preemptions_max: The same for nodes that the provider takes with notice.
+        user_errors_max: The same for exceptions of single ranks. The run recognises a bug in the
+            script sooner, because it repeats.
+        stuck_attempts_max: The run fails after more attempts in a row than this without a new
+            committed step. In a run that has trained, attempts that lost a peer for an unknown
+            reason end it only after an hour.
     """
 
     patience: float = Field(default=PATIENCE, ge=1.5, le=100.0)
@@ -159,16 +161,17 @@ class RecoverySection(Section):
 
 
 class NoticesSection(Section):
-    """Notices that a node is taken; those of Ray, Kubernetes and Slurm need no key.
+    """Sources of notices that a node will be taken; Ray, Kubernetes and Slurm need no key.
 
     Attributes:
         cloud: The cloud whose metadata service each node asks: ``aws``, ``gcp``, ``azure`` or
             ``none``. ``auto`` detects it from the machine's firmware; simulated nodes then ask
             none.
-        endpoint: Address of that service, in place of the link-local one.
-        file: A file on each node that exists while the node is under notice. It starts with a time
-            in ISO 8601, or with the seconds after it was written.
-        command: A command that prints such a text, and nothing while there is no notice.
+        endpoint: Address of that service instead of the link-local one.
+        file: A file on each node that exists while the node is under notice. Its text starts with a
+            time in ISO 8601, or with a number of seconds from the time at which the file was
+            written.
+        command: A command that prints such a text, or nothing while there is no notice.
     """
 
     cloud: str = AUTO
@@ -201,7 +204,7 @@ class MlflowSection(Section):
     """A run of MLflow.
 
     Attributes:
-        experiment: Created by the service if it does not exist.
+        experiment: Name of the experiment; the service creates it if it does not exist.
         tracking_uri: Address of the server; ``MLFLOW_TRACKING_URI`` if empty.
         name: Name of the run; ``run.name`` if empty.
     """
@@ -212,9 +215,9 @@ class MlflowSection(Section):
 
 
 class LoggingSection(Section):
-    """Services that get the run's curve as well: one curve through all attempts.
+    """Services to which the controller also writes the run's curve; one curve spans all attempts.
 
-    The controller writes it: its node needs the packages, and the keys of the services.
+    The controller's node needs their packages and their keys.
 
     Attributes:
         tensorboard: True for ``RUN_DIR/tensorboard``, or a directory.

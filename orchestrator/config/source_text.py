@@ -22,7 +22,7 @@ class Source(YamlText):
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text, name)
-        #: The values of the text and the overrides; empty if the text is no mapping.
+        #: The values of the text and the overrides; empty if the text is not a mapping.
         self.document: dict[str, Any] = self.value if isinstance(self.value, dict) else {}
         if self.root is not None and not isinstance(self.root, yaml.MappingNode):
             self.problems.append(Problem("", "must be a mapping of sections", Place(name)))
@@ -61,7 +61,7 @@ def _parsed(text: str) -> Any:
 
 
 def why_absent(path: str) -> str:
-    """Return what may have kept a file from a Ray job, to follow a message; "" if it is there."""
+    """Return why a Ray job may lack a file, to append to a message; "" if the file is there."""
     if "://" in path or _JOB_FOLDER not in Path.cwd().parts or Path(path).exists():
         return ""
     return (

@@ -57,7 +57,7 @@ class WorkersSurveyed:
     #: ``(worker, node, attempt)`` of each living worker, also of starting ones. The attempt is 0 if
     #: it is in none, ``UNKNOWN_ATTEMPT`` if it did not answer.
     alive: tuple[tuple[str, str, int], ...]
-    #: ``(reservation, node)`` of each reservation that still holds.
+    #: ``(reservation, node)`` of each granted reservation that still exists.
     reservations: tuple[tuple[int, str], ...]
     pending_reservations: tuple[int, ...]  #: Reservations that are still requested.
 
@@ -364,7 +364,7 @@ class LinksTimed:
     attempt: int
     nodes: tuple[str, ...]  #: The nodes that were timed.
     slow: tuple[SlowLink, ...] = ()  #: The links, senders and receivers that are slow.
-    #: Estimated step time without the slow links, divided by the present step time.
+    #: Estimated step time without the slow links, divided by the current step time.
     step_ratio: float = 1.0
 
 

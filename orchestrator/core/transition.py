@@ -33,7 +33,7 @@ class Transition:
         self._table = table
 
     def follow(self, what: Any) -> None:
-        """Handle an event or a consequence with the table's entry for the present phase."""
+        """Handle an event or a consequence with the table's entry for the current phase."""
         handler = self._table[type(what)].get(self.run.phase)
         if handler is not None:
             handler(self, what)

@@ -76,7 +76,7 @@ def work_s(row: WorkerReport) -> float:
     """Return the processor time of the thread that trains and of its children.
 
     If that thread is not known, return the time of the whole process. Its other threads, such as
-    those that fetch data or write logs, also compute while training stands still.
+    those that fetch data or write logs, also compute while training is stuck.
     """
     return row.trainer_s + row.children_s if row.trainer_s else row.processor_s
 

@@ -12,7 +12,7 @@ before a step is overdue, so shorter bounds suffice.
    has not called, and it waits nowhere itself (``waits``). This is C4's non-communication hang.
    From outside, such a hang looks like work, so the rank gets the longest pause of a script, and
    more while it computes. On a GPU, a call counts once the device has reached it. If the process
-   has called it and the device has not reached it, the device stands still.
+   has called it and the device has not reached it, the device is stuck.
 3. *stuck*: it waits nowhere, and others wait. Like 2, but no chain leads to it.
 4. *undecided*: all wait and none is missing (the network, or ranks that disagree about what to
    call), or they wait in a circle, or all compute alike. No rank is named. A rule that blames the
@@ -150,7 +150,7 @@ class _JudgedAttempt:
 
     def _may_be_well(self, rank: int) -> bool:
         row, sign = self.rows[rank], self.signs.get(rank)
-        # A process may use the processor while it waits for a device that stands still.
+        # A process may use the processor while it waits for a device that is stuck.
         if row is None or sign not in {Sign.COMPUTING, Sign.IDLE} or device_behind(row):
             return sign is Sign.HELD
         is_at_work = _is_in_own_code(self, rank) and self.idle_s[rank] < self.limits.pause_s
@@ -375,7 +375,7 @@ def _where(case: _JudgedAttempt) -> str:
 
 
 def _bound_s(case: _JudgedAttempt, rank: int) -> float:
-    """Return how long a worker may make no progress in its present state, in seconds."""
+    """Return how long a worker may make no progress in its current state, in seconds."""
     row, limits = case.rows[rank], case.limits
     if row is None or row.attempt != case.attempt:
         return limits.forming_s

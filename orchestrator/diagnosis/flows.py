@@ -14,7 +14,7 @@ from workers.protocol import Flow, NodeReport
 #: Keepers report all connections every few seconds; one that was not reported for this long is
 #: gone.
 FORGET_S: Final = 30.0
-#: Reports on a connection are kept for this long, enough to see its present rate.
+#: Reports on a connection are kept for this long, enough to see its current rate.
 KEPT_S: Final = 10.0
 
 #: Addresses of the two ends; before them the node if they are loopback addresses, otherwise "".

@@ -7,8 +7,8 @@
    by its own device or by a link: if both ends of one transfer are such ranks, the verdict is
    ``link_dead``, otherwise ``device_stuck``. The host of a dead device continues to call. If all
    members of a group wait like this in one collective, the records do not show which of its
-   transfers stands still.
-3. Ranks that wait for each other in a circle called their groups in another order: ``desync``.
+   transfers makes no progress.
+3. Ranks that wait for each other in a circle called their groups in different orders: ``desync``.
 
 A rule that blames the rank that is furthest behind would name ranks that wait themselves. A rank
 whose records are missing or incomplete may have called anything.
@@ -160,7 +160,7 @@ class _HangCase:
                 confidence=0.8,
                 since_s=self._since_s(alone, own=True),
                 evidence=f"{waiting(alone).capitalize()} in a call that all members have made, "
-                "while others wait for a later one: a device or a link to it stands still.",
+                "while others wait for a later one: a device or a link to it is stuck.",
                 alternatives=(Alternative(FaultKind.LINK_DEAD),),
             )
         elif not links:
@@ -179,7 +179,7 @@ class _HangCase:
         return calls
 
     def _circle(self) -> Verdict:
-        """Return the verdict that some ranks called groups in another order, so that all wait."""
+        """Return the verdict that ranks called groups in different orders, so that all wait."""
         waits = frozenset(self.graph.waits_for)
         if self.unknown:
             return self._undecided(waits, "They wait for each other in a circle.")

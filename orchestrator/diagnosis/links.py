@@ -76,7 +76,7 @@ def suspects(transfers: Mapping[Pair, Transfer], for_s: float) -> list[Pair]:
 
 
 def step_ratio(transfers: Mapping[Pair, Transfer], for_s: float) -> float:
-    """Return the step time if the slowest link were as fast as others, divided by the present one.
+    """Return the step time if the slowest link were as fast as others, divided by the current one.
 
     While that link is busy, the others wait for it.
     """

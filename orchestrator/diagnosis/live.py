@@ -430,8 +430,8 @@ def roles_of(layout: ParallelLayout) -> list[tuple[int, ...]]:
 def device_behind(row: WorkerReport) -> str:
     """Return, for people, the calls that a rank's device has not reached; "" if there are none.
 
-    If the rank waits for no other, its device stands still or computes for long: the process has
-    done its part. C4 (arXiv 2406.04594, section 3) compares arrivals in the kernels themselves.
+    If the rank waits for no other, its device is stuck or computes for long: the process has done
+    its part. C4 (arXiv 2406.04594, section 3) compares arrivals in the kernels themselves.
     """
     # A process whose interpreter is held cannot query its device.
     if row.beat_age_s >= _SILENT_S:

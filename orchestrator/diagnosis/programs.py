@@ -166,7 +166,7 @@ def _is_shifted(made: Mapping[int, Mapping[int, _Calls]], wrong: Sequence[int], 
     after = {seq: by for seq, by in made.items() if seq >= wrong[0]}
     mine = {seq: by[rank] for seq, by in after.items() if rank in by}
     theirs = {seq: call for seq, by in after.items() for other, call in by.items() if other != rank}
-    # A single different call in the middle is no shift; at the end of a rank's calls it may be one.
+    # A single different call in the middle is not a shift, but at the end it may be one.
     if len(wrong) == 1 and not (len(mine) == 1 < len(theirs)):
         return False
 

@@ -141,7 +141,7 @@ def logs(
         costs: Cost of each key.
         num_peers: Number of keys of each role, whether or not they are in ``costs``.
         past: The usual earlier cost of a key. A key with few peers is not judged without it.
-        stages: Stage of each key: growth over its own past is no fault if its whole stage grew
+        stages: Stage of each key: growth over its own past is not a fault if its whole stage grew
             alike.
     """
     same: dict[Hashable, list[float]] = defaultdict(list)
@@ -149,7 +149,7 @@ def logs(
         same[roles[key]].append(cost)
     for each in same.values():
         each.sort()
-    # A step that is slow for all is no rank's fault.
+    # No rank is to blame for a step that is slow for all.
     is_few = any(num_peers[role] <= NUM_PEERS_FEW for role in same)
     grown = sorted(cost / past[key] for key, cost in costs.items() if key in past) if is_few else []
     by_stage = stages if is_few and stages else {}
@@ -256,7 +256,7 @@ def _median_without(ordered: Sequence[float], own: Sequence[float]) -> float:
 def _spread(values: Sequence[float]) -> float:
     """Return the standard deviation, from the median of differences between consecutive steps.
 
-    A shift of the level is no noise: if half of the ranks get slow, the others' level shifts.
+    A shift of the level is not noise: if half of the ranks get slow, the others' level shifts.
     """
     apart = [abs(after - before) for before, after in pairwise(values)]
     return 1.4826 * median(apart) / math.sqrt(2.0) if apart else 0.0

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from orchestrator.errors import ConfigError
 
-#: The script is asked if one of these is missing.
+#: The run asks the script if the configuration lacks one of these.
 DECIDED: Final = ("train.steps", "train.global_batch", "train.micro_batch")
 #: A script that uses Trainer decides these, too.
 _OF_TRAINER: Final = (
@@ -22,7 +22,7 @@ _OF_TRAINER: Final = (
 )  # fmt: skip
 #: A script that contains this name uses Trainer's arguments.
 TRAINER: Final = "everstep.integrations.transformers"
-#: Settings that only the configuration decides; the script is not asked for them.
+#: Settings that only the configuration decides, whatever the script says.
 _OURS: Final = frozenset(
     {"run.directory", "run.name", "run.script", "run.arguments", "run.priority"}
 )
@@ -102,7 +102,7 @@ def _asked(script: str, arguments: list[Any]) -> dict[str, Any]:
 
 
 def _for_all(global_batch: Any, micro_batch: int, num_workers: int) -> int:
-    """Return the largest micro-batch size, up to the given one, that gives every worker one."""
+    """Return the largest divisor of ``micro_batch`` that leaves every worker a micro-batch."""
     if not isinstance(global_batch, int) or global_batch % micro_batch:
         return micro_batch
     sizes = [size for size in range(1, micro_batch + 1) if not micro_batch % size]

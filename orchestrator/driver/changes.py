@@ -1,8 +1,8 @@
-"""Which settings may change when a run resumes in its directory.
+"""Decide which settings may change when a run resumes in its directory.
 
 A run has one history. Its seed and global batch decide the samples of each step, and its committed
-state belongs to one model, so these stay. The cluster, the number of workers, the number of steps
-and the learning rate may change each time.
+state belongs to one model, so these must stay the same. The cluster, the number of workers, the
+number of steps and the learning rate may change each time.
 """
 
 import json
@@ -27,7 +27,7 @@ ELSEWHERE = frozenset({"cluster.address", "cluster.local_nodes", "run.directory"
 
 
 def require_same(config: RunConfig) -> None:
-    """Raise ``ConfigError`` if the running run has other settings than ``config``."""
+    """Raise ``ConfigError`` if the settings of the live run differ from ``config``."""
     url = config.run.directory
     changes = _changes(Run(url).settings(), config)
     _refuse(

@@ -33,7 +33,7 @@ GONE_S = 15.0
 _LOOK_S = 2.0
 #: Period of checks of a run.
 FOLLOW_S = 0.25
-#: A new controller answers within this; it took 1 to 8 s on a busy 2-core machine.
+#: A new controller answers within this time; it took 1 to 8 s on a busy 2-core machine.
 CONTROLLER_START_S = 90.0
 
 
@@ -53,7 +53,7 @@ class ClusterWatch:
         """Wait for an absent head that will return; call ``say`` before the wait.
 
         Raises:
-            CapacityError: It did not return in the time for which trainers wait for it.
+            CapacityError: It did not return while trainers still wait for it.
         """
         if not self._returns() or not why_silent(self._address, timeout_s=_LOOK_S):
             return
@@ -66,7 +66,7 @@ class ClusterWatch:
             time.sleep(_LOOK_S)
 
     def _returns(self) -> bool:
-        """Return whether the head keeps its state elsewhere and returns; False if unknown."""
+        """Return whether a lost head comes back with its state; False if unknown."""
         try:
             return bool(self._run.contact().get("head_returns"))
         except (UcpError, OrchestratorError):
@@ -128,8 +128,7 @@ def has_controller(address: str, namespace: str) -> bool:
 def open_cluster(config: RunConfig) -> HostedCluster | None:
     """Connect to the cluster that the run names, or start its simulated nodes.
 
-    It uses ``cluster.address``, else simulated nodes on this machine. Raises ``CapacityError`` if
-    no cluster answers.
+    Raise ``CapacityError`` if no cluster answers.
     """
     cluster = None
     address = config.cluster.address
@@ -154,7 +153,7 @@ def join_cluster(address: str, *, namespace: str | None = None, advice: str = ""
 
     Raises:
         CapacityError: Nothing answers there; ``advice`` is added to the reason.
-        ConfigError: This process has another version of Ray or Python than the cluster.
+        ConfigError: This process and the cluster have different versions of Ray or Python.
     """
     try:
         connect_ray(address, namespace=namespace)

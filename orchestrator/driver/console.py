@@ -25,9 +25,9 @@ from ucp_core.numerics import counted, format_bytes
 
 #: Without a terminal, a line of progress is printed this often.
 PLAIN_LINE_S = 5.0
-#: Enough of a node's id to recognise it, and to name it with ``everstep plan --lose``.
+#: How much of a node's id to show: enough to recognise it, and for ``everstep plan --lose``.
 _NODE_CHARS = 8
-#: Recoveries that take longer are shown while they last; most take less than a second.
+#: A recovery that takes longer is shown while it lasts; most take less than a second.
 _USUAL_S = 3.0
 #: Period at which a wait is printed again.
 _WAIT_LINE_S = 30.0
@@ -37,7 +37,7 @@ _LOST = r"\b(lost|has failed|failed:)(?! from)|^problem:|^failed\b"
 _DOUBTFUL = r"\b(slow|draining|dying)\b|^(suspected|notice|passed over):|refused \d+"
 #: From this duration on, times are shown in whole seconds.
 _SECONDS_SHORT = 100
-#: The columns of a table: by title, the function that makes the text of a cell from a row.
+#: The columns of a table: by title, a function that returns a cell's text from its row.
 _Columns: TypeAlias = Mapping[str, Callable[[Any], str]]
 
 
@@ -51,7 +51,7 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def say(console: Console, text: str) -> None:
-    """Print ``text`` as it is: messages of peers and of the system contain brackets."""
+    """Print ``text`` without markup: messages of peers and of the system contain brackets."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -94,7 +94,7 @@ class RunView:
     def show(self, status: dict[str, Any] | None) -> None:
         """Show one status document; None means that the controller does not answer."""
         if status is None:
-            # A controller that has just started answers slowly; that is no problem.
+            # A controller that has just started answers slowly, which is not a problem.
             if self._is_known:
                 continues = "; training continues without it" if "attempt" in self._said else ""
                 self._say("controller", f"the controller does not answer{continues}")
@@ -321,14 +321,14 @@ def _options_text(one: Forecast) -> str:
 
 
 def _print_traffic(plan: TrafficPlan, console: Console) -> None:
-    say(console, f"\ntraffic of {plan.layout} between nodes, beside computation that hides it:")
+    say(console, f"\ntraffic of {plan.layout} between nodes, without what computation hides:")
     rows = [(row.what, row.plan, _duration(row.took_s), row.busiest) for row in plan.rows]
     say(console, "\n".join(_table((("what", "plan", "takes", "busiest link"), *rows))))
     say(
         console,
-        f"a step communicates {plan.gain:.3g} times shorter with ranks on "
-        f"{', '.join(plan.order)}; copies arrive {plan.copies_gain:.3g} times sooner over all "
-        "paths. The switches choose the paths of NCCL",
+        f"a step communicates {plan.gain:.3g} times as fast with ranks on "
+        f"{', '.join(plan.order)}; copies arrive {plan.copies_gain:.3g} times as fast over "
+        "all paths. The switches choose the paths of NCCL",
     )
 
 

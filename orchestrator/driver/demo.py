@@ -42,7 +42,7 @@ class DemoResult:
     weights_equal: bool
     apart: float  #: The largest relative difference between the losses of a step.
     #: Whether the two runs trained alike: bit for bit if training is deterministic, otherwise with
-    #: losses that differ by at most ``_APART_MAX``, because sums have another order.
+    #: losses that differ by at most ``_APART_MAX``, because the order of sums differs.
     is_same: bool
     report: str
 
@@ -52,7 +52,7 @@ def layout_overrides(layout: str) -> list[str]:
     found = [re.fullmatch(r"(tp|pp)(\d+)", part) for part in layout.split(",")]
     degrees = [f"parallel.{one[1]}={one[2]}" for one in found if one is not None]
     if len(degrees) < len(found):
-        raise ConfigError(f"--layout {layout}: write degrees of tp and pp, as tp2,pp2")
+        raise ConfigError(f"--layout {layout}: write degrees of tp and pp, such as tp2,pp2")
     # Stages share no weights, and the bits of the result depend on the degrees.
     return [*degrees, "model.tied=false", "train.deterministic=false"]
 

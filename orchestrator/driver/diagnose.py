@@ -30,7 +30,7 @@ from ucp_core.torch_files import pickle_tree, read_pickle
 from workers.records import DTYPES, FINISHED, Record, Ring, is_ring, read_ring
 
 _INCIDENT: Final = "incident.json"
-#: The file beside the records with keepers' last reports on the members.
+#: A file beside the records; it holds the keepers' last reports on the members.
 _REPORTS: Final = "reports.json"
 #: The kernel's letters for the states of a process, with the verdict and the word for each.
 _STATES: Final = {
@@ -54,7 +54,7 @@ _WIDTHS: Final = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2,
 }  # fmt: skip
 #: Kinds of verdicts that the run reaches without its records. If a death cuts the records short,
-#: these would blame ranks that still computed.
+#: they would blame ranks that still computed.
 _TOLD: Final = frozenset(
     {FaultKind.DEAD, FaultKind.NOT_FINITE, FaultKind.DIVERGED, FaultKind.CORRUPT}
 )
@@ -66,7 +66,7 @@ _LONG_AGO: Final = -math.inf
 
 
 class _Truncated(NamedTuple):
-    """A file that is cut short, as a kill leaves it."""
+    """A file that a kill cut short."""
 
     path: Path
     rank: int | None
@@ -74,7 +74,7 @@ class _Truncated(NamedTuple):
 
 
 class _NoClasses(dict[str, Any]):
-    """Classes that a dump may name: each raises an error."""
+    """Refuses every class that a dump names."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -130,7 +130,7 @@ def diagnose_paths(
 
 
 def _told(incident: Incident) -> Iterator[Verdict]:
-    """Yield what the run itself found and records do not show."""
+    """Yield what the run itself found and the records do not show."""
     yield from (one for one in incident.suspects if one.kind in _OF_LINKS)
     verdict = _verdict(incident)
     if verdict in _TOLD:
@@ -180,7 +180,7 @@ def _left_out(cut: Sequence[_Truncated]) -> Iterator[Verdict]:
 
 
 def _verdict(incident: Incident) -> str:
-    # A node that counts as lost may only be cut off, so its incident names no verdict.
+    # A node that counts as lost may merely be cut off, so its incident has no verdict.
     return incident.verdict or (FaultKind.DEAD if incident.kind == FaultKind.NODE_LOSS else "")
 
 
@@ -331,7 +331,7 @@ def _of_row(row: Mapping[str, Any], unknown: dict[int, str]) -> Operation:
 
 
 def _named(name: str) -> str:
-    """Return our name of an operation."""
+    """Return everstep's name of an operation."""
     plain = name.rpartition(":")[2].strip("_").lower()
     for end in ("_base", "_coalesced", "_tensor", "_into", "_single"):
         plain = plain.removesuffix(end)

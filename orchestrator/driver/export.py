@@ -26,7 +26,7 @@ from workers.protocol import BESIDE, CHECKPOINTS, METRICS
 
 #: A run may commit a step and delete an older one during an export, but not this often in a row.
 _TRIES_MAX: Final = 10
-#: Length of the prefix of averages' names.
+#: Length of the prefix in the names of averages.
 _MARK: Final = len(AVERAGE)
 _CONFIGURATION: Final = "config.json"
 #: The configuration of ``peft``'s adapters, which names the base model.
@@ -34,7 +34,7 @@ _ADAPTERS: Final = "adapter_config.json"
 
 
 class _WeightsFolder(NamedTuple):
-    """A folder with Hugging Face files; ``url`` is "" if it is the run's own."""
+    """A folder with Hugging Face files; ``url`` is "" for the run's own folder."""
 
     store: Store
     path: str
@@ -81,7 +81,7 @@ def export_run(
     folders = _folders(run, is_of_command=is_of_command)
     tries = 0
     while True:
-        # The lineage grows with the attempts: the newest step may belong to a later one by now.
+        # The lineage grows with each attempt, and the newest step may belong to a later one by now.
         lineage = run.state().lineage if is_of_command else ()
         tries += 1
         try:
@@ -200,7 +200,7 @@ def _averaged(checkpoint: Checkpoint, run_url: str) -> Checkpoint:
 def _with_configuration(checkpoint: Checkpoint, folders: Sequence[_WeightsFolder]) -> Checkpoint:
     """Return the checkpoint with the configuration of its model, from the first folder with one.
 
-    The writer sets in it the dtype of the weights, to which transformers casts when it loads.
+    The writer puts the dtype of the weights into it, because transformers casts to that dtype.
     Adapters name the model in the last folder, from which the run started.
     """
     documents = dict(checkpoint.manifest.extra.get("huggingface", {}))

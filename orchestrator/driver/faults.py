@@ -46,7 +46,7 @@ def kill_node_of(run: Launched, rank: int) -> str:
 def _await_member(run: Launched, rank: int) -> dict[str, Any]:
     """Return the worker of ``rank``, once the run has one.
 
-    The run may still recover from an earlier fault, because steps are reported a second late.
+    The run may still be recovering from an earlier fault, because it reports steps a second late.
     """
     status = wait_for(
         run,

@@ -215,16 +215,18 @@ def _why(one: Weighed, weighed: Sequence[Weighed]) -> str:
     if one is best:
         if found.step_s == fastest:
             return "the fastest that fits"
-        return "the fastest with the loss of nodes" if one.after else "the fastest for its parts"
+        return (
+            "the fastest, counting lost nodes" if one.after else "the fastest without short parts"
+        )
     if found.is_short and not best.forecast.is_short:
-        return "cuts sequences in short parts"
+        return "cuts sequences into short parts"
     if one.after is None and best.after is not None:
         return "waits without a node"
     slower = found.step_s / best.forecast.step_s - 1
     if slower <= 0:
-        return "slower with the loss of nodes"
+        return "slower, counting lost nodes"
     if slower < _ALIKE:
-        return "as fast, with other memory"
+        return "as fast, but needs other memory"
     first = best.forecast
     causes = {"stages wait": found.bubble - first.bubble, "passes repeat": found.idle - first.idle}
     cause = max(causes, key=causes.__getitem__)

@@ -61,7 +61,7 @@ def own_heads() -> set[str]:
 
 def _runs_at(address: str, entry: LocalEntry | None) -> Iterator[dict[str, Any]]:
     if entry is not None and (why := why_silent(address)):
-        # Without its head it trains nothing, but its processes are still there.
+        # Without its head the cluster trains nothing, but its processes are still there.
         yield _row(address, entry, note=f"{_note(entry)}; its head is gone: {why}")
         return
     try:

@@ -131,8 +131,8 @@ def run_cards(
     """Return what the page shows of each run: live runs, then finished ones.
 
     Args:
-        rows: As ``list_runs`` returns them. Finished runs are searched beside these, and in
-            ``runs`` of the working directory.
+        rows: As ``list_runs`` returns them. Finished runs are found in the folders of these runs,
+            and in ``runs`` of the working directory.
         over: Cards of finished runs, which are not read again.
     """
     cards = [_card(row["directory"] or row["address"], row) for row in rows]

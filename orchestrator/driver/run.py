@@ -96,7 +96,7 @@ class Run:
         return load(self.store.read(join(self.path, CONFIG)).decode())
 
     def folded(self) -> Folded:
-        """Return the folded journal: from the compacted one on, if that can be used."""
+        """Return the folded journal; start from the compacted one if possible."""
         return read_journal(self.store, self.path, self.settings().rules()).folded
 
     def state(self) -> RunState:

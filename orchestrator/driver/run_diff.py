@@ -20,7 +20,7 @@ from ucp_core.native import checkpoint_name, open_checkpoint
 from ucp_core.storage import join
 from workers.protocol import CHECKPOINTS, RESULT
 
-#: The numbers of a step that are compared, with the words for them.
+#: The numbers of a step to compare, and their names for people.
 _NUMBERS = {
     "loss": "loss",
     "grad_norm": "gradient norm",
@@ -106,7 +106,7 @@ class RunDiff:
             x, y = one.first_values
             yield (
                 f"{_NUMBERS[one.name]}: {x!r} and {y!r} in step {one.first_step}{bits}; "
-                f"{one.num_steps} steps differ, by {one.max_relative:.2g} of it at most"
+                f"{one.num_steps} steps differ, by at most {one.max_relative:.2g} of the value"
             )
         for url, then in zip(self.urls, self.situations, strict=False):
             template = "incident {number} ({kind}, {who})" if then.incident else "no incident"

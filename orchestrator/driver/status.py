@@ -97,7 +97,7 @@ def _stored_redundancy(run: Run, state: RunState) -> dict[str, Any]:
         "node_losses_survived": 0,
         "reduced_s": None,
         "mechanism": "",
-        "reason": "no controller is there to say what is in memory",
+        "reason": "only a controller knows what is in memory, and none answers",
         "problems": bad_sources.described(state.bad),
     }
 

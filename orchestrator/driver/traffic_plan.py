@@ -28,7 +28,7 @@ class TrafficRow:
 
     what: str  #: Sums and transfers of a step, or copies of a version.
     plan: str  #: Its description.
-    took_s: float  #: Without the part that computation hides.
+    took_s: float  #: Time in seconds, without the part that computation hides.
     busiest: str  #: The link that limits them; "" if nothing crosses the network.
 
 
@@ -40,9 +40,9 @@ class TrafficPlan:
     rows: tuple[TrafficRow, ...]
     order: tuple[str, ...]  #: The best order of nodes for the ranks.
     keepers: dict[str, tuple[str, ...]]  #: By node, the nodes that keep copies of its snapshots.
-    #: How many times shorter a step communicates than with one node of each rack in turn.
+    #: How many times as fast a step communicates as with one node of each rack in turn.
     gain: float
-    #: How many times sooner copies arrive over all equal-cost paths than over one.
+    #: How many times as fast copies arrive over all equal-cost paths as over one.
     copies_gain: float
 
     def to_json(self) -> dict[str, Any]:
@@ -123,6 +123,6 @@ def _rows(what: str, loads: dict[str, Load]) -> list[TrafficRow]:
 
 
 def _gain(loads: dict[str, Load]) -> float:
-    """Return how many times shorter the last of the plans is than the first."""
+    """Return how many times as fast the last of the plans is as the first."""
     times = [load.took_s for load in loads.values()]
     return times[0] / times[-1] if times and times[-1] else 1.0

@@ -42,9 +42,9 @@ def watch_run(
     A signal (``interrupts``) goes to the current command, and no other try follows.
 
     Args:
-        commands: Each runs it on another cluster. They take turns.
-        is_final: Given the exit code of a command and the number of tries before it: whether
-            another try would end the same.
+        commands: Each runs it on another cluster; the commands take turns.
+        is_final: Returns, from the exit code of a command and the number of tries before it,
+            whether another try would end the same.
         say: Called with a line for people before each pause.
 
     Raises:
@@ -72,7 +72,7 @@ def watch_run(
                 time.sleep(pause_s(num_failed))
                 num_failed += 1
             before = _seen(run, now)
-            if before.is_over_since(first):  # No command followed it then.
+            if before.is_over_since(first):  # It ended after the command did.
                 return Watched(code=None, summary=before.summary)
     raise AssertionError("unreachable: there is a command")
 
@@ -86,7 +86,7 @@ def pause_s(num_failed: int) -> float:
 
 
 class _Contents(NamedTuple):
-    """The content of a run directory, as methods of ``Run`` return it."""
+    """The content of a run directory, in the values that methods of ``Run`` return."""
 
     summary: dict[str, Any] | None = None
     killed_at: float | None = None

@@ -21,7 +21,7 @@ class CapacityRules:
     late: float = 3.0
     #: Lower bound for that: of two requests, an autoscaler may serve one after the other.
     wait_s_min: float = 20.0
-    #: A machine that joined no later than this after the request was there already: the cluster is
+    #: A machine that joined within this time of the request counts as already there: the cluster is
     #: read every 2 s.
     seen_s: float = 5.0
 

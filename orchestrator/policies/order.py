@@ -62,7 +62,7 @@ def chosen(
     """Return the best order of ``nodes``; the given one if none is better.
 
     Args:
-        nodes: Each with its number of ranks, in their present order.
+        nodes: Each with its number of ranks, in their current order.
         racks: The rack (or zone) of each node, if known.
         slow: (sender, receiver) of each slow link.
         held: The part of the ranks' state that each node has, as (from, to) within (0, 1), if ranks

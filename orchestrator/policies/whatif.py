@@ -169,7 +169,9 @@ def _resolve(facts: LossFacts, lose: Sequence[str]) -> tuple[set[str], set[str]]
         found = [node for node in facts.reservations if name and node.startswith(name)]
         nodes.update(found)
         if len(found) != 1:
-            what = f"is the beginning of {len(found)} nodes" if found else "is no node of the run"
+            what = (
+                f"is the beginning of {len(found)} nodes" if found else "is not a node of the run"
+            )
             problems.append(f"{name!r} {what}; it has {_listed(facts.reservations)}")
     if problems:
         raise ConfigError("; ".join(problems), problems=problems)

@@ -59,7 +59,7 @@ class Scale(NamedTuple):
 class Seen:
     """A living controller's view of its workers and nodes; empty without a controller."""
 
-    at_s: float = math.nan  #: The present time on the run's clock.
+    at_s: float = math.nan  #: The current time on the run's clock.
     reports: Mapping[str, WorkerReport] = field(default_factory=dict)  #: The last of each worker.
     seen_at_s: Mapping[str, float] = field(default_factory=dict)  #: When each of these came.
     #: The newest cost of a step that each worker has reported.

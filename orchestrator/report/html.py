@@ -27,7 +27,7 @@ _PLACE = '<script type="application/json" id="data">'
 #: Logs of dead workers in a report: of this many incidents, and this many bytes of each.
 _LOGS_MAX, _LOG_BYTES = 20, 4096
 _PLACES_MAX = 4
-#: How many checkpoints are named.
+#: How many checkpoints the report names.
 _NAMES_MAX = 4
 #: The numbers that readers check, and their keys in a summary.
 _FACTS = {

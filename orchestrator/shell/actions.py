@@ -1,4 +1,4 @@
-"""Actions that a person requests on a run's page. Each becomes an event in the journal."""
+"""Actions that a user requests on a run's page. Each becomes an event in the journal."""
 
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -59,10 +59,10 @@ class Actions:
             return "The run stops at the next step boundary."
         goal, now = self._parts.rules.total_steps, self._parts.state.attempt.step
         if not now < step < goal:
-            raise ActionError(f"step {step} is not between the present one, {now}, and {goal}")
+            raise ActionError(f"step {step} is not between the current one, {now}, and {goal}")
         reason = f"stopped from the page, after step {step}"
         self._parts.inbox.post(core.StopRequested(at_s=self._at_s, reason=reason, step=step))
-        return f"The run stops after step {step}, or at the first boundary behind it."
+        return f"The run stops after step {step}, or at the first step boundary after it."
 
     def _save(self, _what: Mapping[str, Any]) -> str:
         if not self._parts.config.snapshot.every_steps:
@@ -90,7 +90,7 @@ class Actions:
         if not workers.min <= num <= workers.max:
             raise ActionError(
                 f"{num} workers are not between workers.min, {workers.min}, and workers.max, "
-                f"{workers.max}; to change these, resume the run with others"
+                f"{workers.max}; to change these, resume the run with other values"
             )
         fits = self._parts.rules.wanted(num, self._parts.state.refused)
         if not fits:
@@ -125,9 +125,9 @@ class Actions:
     def _kill_node(self, what: Mapping[str, Any]) -> str:
         node = self._living_node(what)
         if node == self._parts.nodes.here:
-            raise ActionError("the controller is on this node: it would end with it")
+            raise ActionError("the controller runs on this node and would end with it")
         if self._parts.nodes.views[node].keeper is None:
-            raise ActionError(f"node {node[:8]} has no keeper to do it")
+            raise ActionError(f"node {node[:8]} has no keeper that could do it")
         self._note_fault("node_kill", node)
         self._spawn(self._parts.keepers.kill_node(node))
         return f"Node {node[:8]} is killed."

@@ -22,7 +22,7 @@ from orchestrator.shell.local import local_clusters
 
 #: A running cluster accepts a connection in milliseconds, even from far away.
 ANSWER_S = 3.0
-#: Ray's own message does not mention tokens: without one it refuses a process as it does any other.
+#: Ray's own message does not say that a process was refused because it has no token.
 _AUTH = "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
 _UV_HOOK = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
@@ -38,7 +38,7 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
     Raises:
         ConnectionError: Nothing answers there.
         RayError: The cluster refuses this process.
-        ConfigError: This process has another version of Ray or Python than the cluster.
+        ConfigError: This process and the cluster have different versions of Ray or Python.
     """
     why = why_silent(address) or _why_no_head(address)
     if why:  # Ray would look for a cluster for minutes
@@ -111,13 +111,13 @@ def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def _parts(address: str) -> tuple[str, int]:
-    """Return host and port; port 0 if the address has another form."""
+    """Return the host and the port; port 0 if the address has another form."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port) if port.isdecimal() and "/" not in host else 0
 
 
 def _why_no_head(address: str) -> str:
-    """Return why the server at HOST:PORT is no head of Ray; "" if it is one."""
+    """Return why the server at HOST:PORT is not a head of Ray; "" if it is one."""
     host, port = _parts(address)
     if not port:
         return ""

@@ -30,7 +30,7 @@ OPTIONS = {
     "max_restarts": -1,
     "max_task_retries": -1,
     "max_concurrency": 64,
-    # A report is a call, and Ray's task events for it would cost as much again.
+    # Each report is a call, and Ray's task events would double its cost.
     "enable_task_events": False,
 }
 

@@ -23,7 +23,7 @@ _NUM_LOOKS: Final = 10
 
 
 def begin_guard(stopped_s: float) -> subprocess.Popen[bytes]:
-    """Start a guard that kills this process once it was stopped for ``stopped_s``.
+    """Start a guard that kills this process once it has been stopped for ``stopped_s``.
 
     The guard ends with this process, or when the returned handle is dropped.
     """

@@ -189,7 +189,7 @@ class Run:
         return {**document, "directory": self._config.run.directory}
 
     async def _furnish(self, page: StatusPage) -> None:
-        """Load one after the other what the run does not need while it takes over."""
+        """Load, one after the other, the parts that the run does not need while it takes over."""
         parts, names = self._parts, self._parts.names
         if self._is_restart:
             await asyncio.sleep(SURVEY_S)
@@ -207,7 +207,7 @@ class Run:
         parts = self._parts
         parts.observer.on_report(report)
         parts.nodes.notices.on_keeper(report.node, report.notice)
-        # All evidence comes in reports, and a worker that stands still causes frequent ones.
+        # All evidence comes in reports, and keepers report a stalled worker often.
         parts.observer.judge()
         parts.snapshots.on_report(report)
         if not parts.state.attempt.plan.is_final and parts.snapshots.holds_any:

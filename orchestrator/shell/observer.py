@@ -26,7 +26,7 @@ FORGET_S = 60.0
 STARTS_S = 10.0
 
 #: Shortest time between two judgements, plus a time per member. It is far shorter than the period
-#: of reports on a member that stands still. Judging takes 5 us per member.
+#: of reports on a stalled member. Judging takes 5 us per member.
 JUDGE_S = 0.02
 JUDGE_S_EACH = 1e-4
 #: The bytes of a step are measured after this many steps, and then each time after twice as many.
@@ -99,7 +99,7 @@ class Observer:
         resume_step: int,
         layout: ParallelLayout | None = None,
     ) -> None:
-        """Watch ``attempt`` from now on; reports of older ones are only shown.
+        """Watch ``attempt`` from now on; reports of older attempts are only shown.
 
         Without a ``layout`` all members do equal work.
         """

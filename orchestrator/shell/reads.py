@@ -13,7 +13,7 @@ from orchestrator.policies import bad_sources
 from orchestrator.shell.parts import Parts
 from workers.protocol import Assignment
 
-#: Keepers that come back within this time are asked, and get their orders, together.
+#: Keepers that come back within this time are asked together and get their orders together.
 MEASURE_S = 0.05
 #: How long a survey of workers waits for an answer; a live one took 1 to 50 ms. Continuing without
 #: a late answer costs nothing.

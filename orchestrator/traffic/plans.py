@@ -33,7 +33,6 @@ def load_of(topology: Topology, phases: Iterable[Sequence[Flow]]) -> Load:
 
     A sum moves around its ring in lockstep, so a phase ends with its slowest flow. Overlap with
     other phases and with computation is ignored, so this is an upper bound.
-    phases and with computation is ignored, so this is an upper bound.
     """
     took_s, busy_s = 0.0, defaultdict[Link, float](float)
     for flows in phases:

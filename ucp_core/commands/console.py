@@ -31,7 +31,7 @@ app = typer.Typer(
     "damaged checkpoint, 2 wrong usage, 3 storage refused.",
 )
 
-#: How often a bar moves.
+#: Period at which a progress bar moves, in seconds.
 _REFRESH_S = 0.1
 
 Source = Annotated[

@@ -25,13 +25,13 @@ class Forecast(NamedTuple):
     fragments: int
     files: int
     size_bytes: int
-    read_bytes: int  #: Bytes a conversion reads, including replicas and padding of records.
+    read_bytes: int  #: Bytes that a conversion reads, including replicas and padding of records.
     gathered_bytes: int  #: The part of these that is assembled element by element.
-    written_bytes: int  #: Bytes a conversion writes.
+    written_bytes: int  #: Bytes that a conversion writes.
     target_files: int  #: Files with tensors that a conversion writes.
     layout: str = ""  #: Layout of the load, if one was given.
-    load_bytes: int = 0  #: Bytes all its ranks read.
-    load_bytes_max: int = 0  #: Bytes the rank that reads most reads.
+    load_bytes: int = 0  #: Bytes that all its ranks read.
+    load_bytes_max: int = 0  #: Most bytes that one rank reads.
 
 
 def forecast(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: Large enough to make the cost of dispatch negligible, small enough that workers finish together.
 _ITEM_BYTES_MAX = 16 * BLOCK_BYTES
 _ITEMS_MIN = 64
-#: Gathered at a time, for tensors that are averaged or strided.
+#: How many bytes of averaged or strided tensors to gather at a time.
 GENERAL_BYTES_MAX = 8 * BLOCK_BYTES
 _NAMES_TOLD = 4
 

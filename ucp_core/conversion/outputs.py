@@ -192,7 +192,7 @@ class LocalFiles:
                 os.close(fd)
             Path(path).replace(self._directory / target.name)
         if fsync:
-            # The manifest must not exist without the names.
+            # The manifest must not exist before the files have their names.
             fd = retried(partial(os.open, self._directory, os.O_RDONLY | os.O_CLOEXEC))
             os.fsync(fd)
             os.close(fd)

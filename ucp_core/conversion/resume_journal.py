@@ -58,14 +58,14 @@ def _line(value: object) -> bytes:
     return b"%08x %b\n" % (crc32(text), text)
 
 
-#: The part of a line that a kill leaves.
+#: A line that a kill cut short.
 _TORN_LINE = re.compile(rb"[0-9a-f]{0,8}|[0-9a-f]{8} .*", re.DOTALL)
 #: A child that was forked just before its parent was killed holds the lock until it first runs.
 _LOCK_S = 2.0
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether a conversion made the folder and everything in it, or may make it."""
+    """Return whether the folder is free, or a conversion made everything in it."""
     if folder.is_symlink():
         return False
     held = list(folder.iterdir()) if folder.is_dir() else []
@@ -93,8 +93,8 @@ class Journal:
         """Open the journal; empty it unless it belongs to the conversion ``identity``.
 
         Raises:
-            UcpError: Another process converts or exports to the same directory, or its folder of
-                that name is not from a conversion: its content would be deleted.
+            UcpError: Another process converts or exports to the same directory, or the folder
+                ``UNFINISHED_NAME`` in it has other content, which would be deleted.
             StorageError: The directory cannot be written.
         """
         self.folder = Path(directory) / UNFINISHED_NAME
@@ -125,7 +125,7 @@ class Journal:
                 )
             time.sleep(_LOCK_S / 100)
         if (self.folder / CLAIM_NAME).exists():
-            # An export looked before this journal was there, and its result must not have one.
+            # An export began before this journal was there, and its result must not contain one.
             (self.folder / _NAME).unlink()
             self.close()
             raise in_use(directory)
@@ -164,7 +164,7 @@ class Journal:
         return results
 
     def _begin(self, identity: str) -> None:
-        # Files first: without its first line a journal does not say whose they are.
+        # The files come first: without its first line a journal does not say whose they are.
         for path in self.folder.iterdir():
             if path.name != _NAME and _is_name(path):
                 path.unlink()
@@ -185,7 +185,7 @@ class Journal:
     def remove(self) -> None:
         """Delete the journal and the files of conversions beside it."""
         try:
-            # The journal last: it says whose folder this is.
+            # The journal comes last, because it says whose folder this is.
             for path in sorted(self.folder.iterdir(), key=lambda path: path.name == _NAME):
                 if _is_name(path):
                     path.unlink()

@@ -47,8 +47,8 @@ class Claim(NamedTuple):
         is_ours = self.store.exists(self.path) and self.store.read(self.path) == self.content
         if not is_ours or self.store.exists(join(self.directory, MANIFEST_NAME)):
             raise UcpError(
-                f"another process is converting to {self.directory}, or did so meanwhile: give "
-                "another destination, or the same command again once it is alone",
+                f"another process is converting to {self.directory}, or has just done so: give "
+                "another destination, or the same command again when no other converts there",
                 path=self.directory,
             )
 
@@ -95,7 +95,7 @@ class StreamedFiles:
     """Files that are written from first to last byte, to any store.
 
     An earlier conversion that began here may still be alive and writing. No two conversions may
-    write to one name, so every one but the first has its claim in its file names.
+    write to one name, so all but the first put the token of their claim into their file names.
 
     Attributes:
         targets: The files, by their names.
@@ -125,12 +125,12 @@ class StreamedFiles:
                 raise in_use(directory)
             store.write_atomic(self._claim.path, self._claim.content, fsync=False)
         self._numbers = {target.name: number for number, target in enumerate(targets)}
-        # Written, and complete, between the look at the destination and the claim.
+        # Complete files that appeared between the look at the destination and the claim.
         taken = [] if self._is_second else [n for n in store.list(directory) if n in self._numbers]
         if taken:
             store.delete(self._claim.path)
             raise UcpError(
-                f"{directory} got {taken[0]} from another process meanwhile: give another "
+                f"another process has just written {taken[0]} to {directory}: give another "
                 "destination",
                 path=join(directory, taken[0]),
             )

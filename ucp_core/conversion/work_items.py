@@ -62,7 +62,7 @@ class Result(NamedTuple):
 
     item: WorkItem
     blocks: tuple[int, ...]  #: crc32 of every block of the target's tensors in the item, in order.
-    notes: tuple[Note, ...]  #: The parts read of checks that are incomplete or wrong.
+    notes: tuple[Note, ...]  #: The parts that were read of incomplete or wrong checks.
     read_bytes: int
 
 
@@ -76,7 +76,7 @@ class Job:
     files: tuple[str, ...]  #: The source's files; items and checks refer to them by index.
     targets: tuple[TargetFile, ...]
     extents: ExtentPlan  #: How to verify the source's own checksums.
-    chunk_bytes: int  #: Gathered at a time, in whole blocks.
+    chunk_bytes: int  #: How many bytes to gather at a time, in whole blocks.
     general_bytes: int  #: The same, for tensors that are averaged or strided.
     file_index: dict[str, int] = field(default_factory=dict)
 
@@ -163,7 +163,7 @@ class ItemWorker:
                 yield from self._tensor(entry, low, high)
 
     def result(self, item: WorkItem) -> Result:
-        """Return what was found; ``item`` is the last one whose chunks were taken."""
+        """Return the result of ``item``, the last one whose chunks were taken."""
         return Result(item, tuple(self._blocks), tuple(self._notes.all()), self._files.read_bytes)
 
     def _tensor(self, entry: TensorEntry, low: int, high: int) -> Iterator[memoryview]:

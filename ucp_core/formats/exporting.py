@@ -102,7 +102,7 @@ def export(
     if wrong:
         known = ", ".join(sorted(own | _COMMON))
         raise UcpError(
-            f"{wrong[0]} is no option of format {format}: it has {known}", option=wrong[0]
+            f"{wrong[0]} is not an option of format {format}: it has {known}", option=wrong[0]
         )
     refuse_inside(checkpoint, store, directory)
     module, _, function = name.rpartition(".")

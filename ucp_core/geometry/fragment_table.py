@@ -330,7 +330,7 @@ def without_repeats(table: Table, may_differ: Collection[str]) -> Table:
         may_differ: Names of tensors of which the first values count.
 
     Raises:
-        CheckpointCorruptError: Two tables have other values of a box of another tensor.
+        CheckpointCorruptError: Two tables have different values of a box of any other tensor.
     """
     tensor, bounds = table.tensor_of, table.bounds
     is_new = np.diff(tensor, prepend=-1) != 0

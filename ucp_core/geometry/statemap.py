@@ -239,9 +239,9 @@ def _overlap(ndim: int, boxes: tuple[Box, ...]) -> tuple[int, int] | None:
 
 
 def copies_differ(key: TensorKey, box: Box, one: str, other: str) -> CheckpointCorruptError:
-    """Return the error for two files that hold other values of the same elements."""
+    """Return the error for two files with different values of the same elements."""
     return CheckpointCorruptError(
-        f"{key}: box {box} has other values in {one} than in {other}: ranks that hold the same "
+        f"{key}: box {box} has different values in {one} and in {other}: ranks that hold the same "
         "weight must hold the same values. Copies that drifted apart: broadcast them from one rank "
         "before you save. Parts of one tensor, such as a rank's experts: make them a DTensor",
         fqn=key.fqn,

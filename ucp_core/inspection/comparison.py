@@ -49,7 +49,7 @@ class TensorDiff:
     num_different: int = 0
     num_nan: int = 0  #: How many of these are NaN on either side.
     max_abs: float | None = None  #: Largest difference of the others.
-    #: The same, counted in representable numbers between the two; floats only.
+    #: Largest distance of two floats, counted in representable numbers.
     max_ulp: int | None = None
     first_index: tuple[int, ...] | None = None  #: Index of the first element that differs.
     first_values: tuple[Any, Any] | None = None  #: That element in a and b.

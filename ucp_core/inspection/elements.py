@@ -31,7 +31,7 @@ class Difference(NamedTuple):
     num_different: int
     num_nan: int  #: How many of these are NaN on either side.
     max_abs: float | None  #: Largest difference of the others; None if there are none.
-    #: The same, counted in representable numbers between the two; None unless they are floats.
+    #: Largest distance of two floats, counted in representable numbers; None for other dtypes.
     max_ulp: int | None
     first: int  #: Flat position of the first element that differs.
     values: tuple[Any, Any]  #: That element on both sides.
@@ -55,8 +55,8 @@ def _larger(one: Any, two: Any) -> Any:
 def common_dtype(one: str, two: str) -> str | None:
     """Return the dtype to cast both to for a comparison, or None if there is none.
 
-    It is the coarser one, since one side has lost what that cannot hold. For F16 and BF16 it is
-    F32.
+    It is the coarser dtype, because one side has already lost what that dtype cannot hold. For F16
+    and BF16 it is F32.
     """
     if one == two:
         return one

@@ -46,7 +46,9 @@ def parse_box(text: str, shape: tuple[int, ...]) -> Box:
     start, stop = [0] * len(shape), list(shape)
     parts = text.split(",") if text.strip() else []
     if len(parts) > len(shape):
-        raise UcpError(f"box {text!r} has {len(parts)} dims, the tensor has shape {list(shape)}")
+        raise UcpError(
+            f"box {text!r} has {len(parts)} dims, but the tensor has shape {list(shape)}"
+        )
     for dim, part in enumerate(parts):
         low, colon, high = (piece.strip() for piece in part.partition(":"))
         try:

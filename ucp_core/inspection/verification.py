@@ -1,4 +1,4 @@
-"""Read every byte of a checkpoint and name what is not as it was written."""
+"""Read every byte of a checkpoint and report what has changed since it was written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """How the shards of several ranks form tensors: the language that ``RULES.md`` describes. Pure.
 
-``patterns`` are its values, ``affine`` strided pieces, ``syntax`` its text, ``rules`` map tensors
-to patterns; ``operators`` turn patterns into fragments, ``targets`` say what a rank needs.
+``patterns`` defines the values of the language, ``affine`` strided pieces, ``syntax`` its text.
+``rules`` maps tensors to patterns, ``operators`` turns patterns into fragments, and ``targets``
+says which boxes a rank needs.
 """
 
 from ucp_core.language.affine import Affine, parse_affine_map

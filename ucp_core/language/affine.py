@@ -64,8 +64,8 @@ class _Aligned(NamedTuple):
 class _Change(NamedTuple):
     """How to change dim ``dim`` of a view so that it can become boxes.
 
-    ``cut`` it in two, ``fold`` it into rows of that many elements, or (both 0) split off every
-    index.
+    ``cut`` splits it after that many elements, and ``fold`` makes rows of that many. If both are 0,
+    every index gets a view of its own.
     """
 
     dim: int
@@ -120,7 +120,7 @@ def _check_inside(
     last = offset + sum((n - 1) * s for n, s in zip(piece.shape, strides, strict=True))
     if offset < 0 or last >= prod(shape) or any(stride < 0 for stride in strides):
         raise PatternError(
-            f"{what} of shape {list(shape)} has {prod(shape)} elements, a piece of shape "
+            f"{what} of shape {list(shape)} has {prod(shape)} elements, but a piece of shape "
             f"{list(piece.shape)} reaches from {offset} to {last} with strides {list(strides)}"
         )
 
@@ -206,8 +206,8 @@ def parse_affine_map(document: Any, *, where: str) -> dict[str, Affine]:
     version = document.get("version")
     if version != AFFINE_MAP_VERSION:
         raise UnsupportedVersionError(
-            f"{where} has version {version!r}, this program reads {AFFINE_MAP_VERSION}: update "
-            "everstep",
+            f"{where} has version {version!r}, but this program reads {AFFINE_MAP_VERSION}: "
+            "update everstep",
             version=version,
         )
     params = document.get("params")

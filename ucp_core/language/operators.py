@@ -55,7 +55,7 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
         replica: Another file holds the same elements and is the primary one.
         copy: Number of the copy in an average; default: ``rank``.
         crc32: Checksum of the bytes, if there is one; kept if one fragment covers all of them.
-        blocks: The same, by block.
+        blocks: Checksums of the blocks, kept on the same condition.
     """
     if not 0 <= rank < len(placement.shards):
         raise PatternError(f"{key}: rank {rank} of {len(placement.shards)} in {file}", rank=rank)
@@ -93,7 +93,7 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
 def _inside(
     held: Sequence[Box], local: Box, shard: tuple[int, ...], start: int
 ) -> Iterator[tuple[Box, int, int]]:
-    """Yield the parts in ``local`` of a flat range's boxes, with their flat positions."""
+    """Yield the parts of a flat range's boxes that lie in ``local``, and their flat positions."""
     if local.stop == shard and not any(local.start):
         # The usual case: the boxes of a flat range are adjacent.
         for box in held:
@@ -139,7 +139,7 @@ def union(
 
 
 def _order(fragment: Fragment) -> tuple[Box, int, bool, str, int]:
-    # Fragments have no order: crc32 and strides may be None.
+    # Fragments cannot be compared: their crc32 and strides may be None.
     return (fragment.box, fragment.copy, fragment.replica, fragment.file, fragment.offset_bytes)
 
 
@@ -216,7 +216,7 @@ def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
 
 
 def _with_params(manifest: Manifest, new: Callable[[str], str | None]) -> list[Mapping[str, Any]]:
-    """Return the groups with other names of their parameters; None leaves one out."""
+    """Return the groups with renamed parameters; if ``new`` returns None, drop the parameter."""
     return [
         {**group, "params": [name for fqn in group["params"] if (name := new(fqn)) is not None]}
         if "params" in group

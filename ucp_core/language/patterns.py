@@ -52,12 +52,12 @@ class Cut:
     """The ranks hold consecutive ranges along one dim, in order of rank."""
 
     dim: int  #: The dim; negative counts from the last.
-    #: Extent along ``dim`` by rank; None: take that of the shards.
+    #: Extent along ``dim`` by rank; by default, that of the shards.
     widths: tuple[int, ...] | None = None
     #: Several tensors are fused along ``dim``, and a shard is a piece of the first, a piece of the
     #: second, and so on: their extents in the whole tensor, or their number if they are equal.
     parts: tuple[int, ...] | int | None = None
-    #: The same if only the proportions are known, such as ``(4, 1, 1)``.
+    #: Proportions of the parts, such as ``(4, 1, 1)``, if their extents are unknown.
     ratio: tuple[int, ...] | None = None
     #: ``part_widths[part][rank]``: extents of uneven pieces.
     part_widths: tuple[tuple[int, ...], ...] | None = None
@@ -163,7 +163,7 @@ def _split(pattern: Pattern, whole: tuple[int, ...], num_ranks: int) -> Placemen
             if len(pattern.shards) != num_ranks or pattern.shape != whole:
                 raise PatternError(
                     f"the affine map describes {list(pattern.shape)} on {len(pattern.shards)} "
-                    f"ranks, wanted is {list(whole)} on {num_ranks}; give a cut for it"
+                    f"ranks, but {list(whole)} on {num_ranks} is needed; give a cut for it"
                 )
             return _place(pattern, pattern.shards)
         case Cut():
@@ -182,7 +182,7 @@ def _split(pattern: Pattern, whole: tuple[int, ...], num_ranks: int) -> Placemen
 
 
 def pattern_problems(pattern: Pattern) -> list[str]:
-    """Return what is wrong with a pattern whatever the shards; empty if nothing is."""
+    """Return the problems of a pattern that do not depend on the shards."""
     match pattern:
         case Replicated(check=check) if check not in {"equal", "first"}:
             return [f"check is {check!r}, must be equal or first"]
@@ -215,7 +215,7 @@ def _whole_on_each(
 
 
 def _check_alike(shapes: Sequence[tuple[int, ...]], what: str, but: Collection[int] = ()) -> None:
-    """Check that all shards have one shape, but along some dims."""
+    """Check that all shards have the same shape, except along the dims in ``but``."""
     for rank, shape in enumerate(shapes):
         if len(shape) != len(shapes[0]) or any(
             n != m for d, (n, m) in enumerate(zip(shape, shapes[0], strict=True)) if d not in but
@@ -240,13 +240,14 @@ def _degrees(grid: Grid, num_ranks: int) -> tuple[int, ...]:
 def _place_affine(affine: Affine, shapes: tuple[tuple[int, ...], ...]) -> Placement:
     if len(shapes) != len(affine.shards):
         raise PatternError(
-            f"the affine map is for {len(affine.shards)} ranks, {len(shapes)} ranks hold a shard"
+            f"the affine map is for {len(affine.shards)} ranks, but {len(shapes)} ranks hold a "
+            "shard"
         )
     pieces: list[tuple[ShardPiece, ...]] = []
     for rank, (shape, declared) in enumerate(zip(shapes, affine.shards, strict=True)):
         if shape != declared or len(shape) != len(affine.shape):
             raise PatternError(
-                f"rank {rank} holds {list(shape)}, the affine map says {list(declared)} of "
+                f"rank {rank} holds {list(shape)}, but the affine map says {list(declared)} of "
                 f"{list(affine.shape)}",
                 rank=rank,
             )
@@ -261,8 +262,8 @@ def _affine_pieces(affine: Affine, rank: int) -> Iterator[ShardPiece]:
     for piece in affine.pieces[rank]:
         if piece.scale != 1:
             raise PatternError(
-                f"rank {rank}: a piece is stored times {piece.scale:g}; moments of the optimizer "
-                "cannot be taken out of such a map without its lr and eps: save with a tensor "
+                f"rank {rank}: a piece is stored times {piece.scale:g}; the optimizer's moments "
+                "cannot be recovered from it without lr and eps: save with a tensor "
                 "parallel degree of 1, or without this layer's scaled bias",
                 rank=rank,
             )
@@ -278,10 +279,10 @@ def _affine_pieces(affine: Affine, rank: int) -> Iterator[ShardPiece]:
 
 
 def _cut_problems(cut: Cut) -> Iterator[str]:
-    """Yield what is wrong with a cut whatever the shards."""
+    """Yield the problems of a cut that do not depend on the shards."""
     given = [n for n in ("widths", "parts", "ratio") if getattr(cut, n) is not None]
     if len(given) > 1:
-        yield f"{' and '.join(given)} exclude each other; uneven parts have part_widths"
+        yield f"{' and '.join(given)} exclude each other; for uneven parts give part_widths"
     if cut.part_widths is not None and {"widths", "ratio"} & set(given):
         yield f"part_widths and {given[0]} exclude each other"
     numbers = [*(cut.widths or ()), *(w for part in cut.part_widths or () for w in part)]
@@ -294,7 +295,7 @@ def _cut_problems(cut: Cut) -> Iterator[str]:
         yield "a list is empty"
     if cut.part_widths is not None:
         if len({len(widths) for widths in cut.part_widths}) > 1:
-            yield "part_widths has not the same number of ranks for every part"
+            yield "part_widths must have the same number of ranks for every part"
         count = parts if parts is None else parts[0] if isinstance(cut.parts, int) else len(parts)
         if count is not None and count != len(cut.part_widths):
             yield f"part_widths has {len(cut.part_widths)} parts, parts has {count}"
@@ -364,7 +365,8 @@ def _extents(
     for rank, (shape, place_of) in enumerate(zip(shapes, coordinates, strict=True)):
         if len(shape) != len(shapes[0]):
             raise PatternError(
-                f"rank {rank} holds {list(shape)}, rank 0 {list(shapes[0])}: not of as many dims",
+                f"rank {rank} holds {list(shape)}, but rank 0 holds {list(shapes[0])}: the numbers "
+                "of dims differ",
                 rank=rank,
             )
         index = place_of[axis]

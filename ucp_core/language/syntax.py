@@ -29,7 +29,7 @@ VERSION = 1
 #: People write less than this, and YAML takes 20 us per byte.
 _CHARACTERS_MAX = 1 << 20
 _PROBLEMS_SHOWN_MAX = 20
-#: Keys whose only value needs no list around it.
+#: Keys whose value needs no list around it if there is only one.
 _LISTS = ("match", "first", "last")
 
 _T = TypeVar("_T")
@@ -124,7 +124,7 @@ class _Rename(_Words):
     optional: bool = False
 
 
-#: Record of the keys below each key.
+#: By key, the class that lists the keys below it.
 _BELOW: dict[str, type[Any]] = {
     "": _Rules,
     "rules": _Rule,
@@ -158,13 +158,13 @@ class _Text(YamlText):
         size = len(text)
         super().__init__(text if size <= _CHARACTERS_MAX else "", where)
         if size > _CHARACTERS_MAX:
-            self.wrong((), f"has {size} characters, rules may have at most {_CHARACTERS_MAX}")
+            self.wrong((), f"has {size} characters, but rules may have at most {_CHARACTERS_MAX}")
         elif self.root is None and not self.problems:
             self.wrong((), "is empty; RULES.md says what to write")
         self.finish()
 
     def wrong(self, path: KeyPath, message: str) -> None:
-        """Add a problem at ``path``; one place has one problem."""
+        """Add a problem at ``path``; of several at one place, only the first counts."""
         found = self.problem(path, message)
         place = found.place if found.place.line else Place(self.name, 1, 1)
         if (place, found.path) not in {(one.place, one.path) for one in self.problems}:
@@ -212,7 +212,7 @@ def _told(detail: Any) -> str:
     if kind in {"extra_forbidden", "unexpected_keyword_argument"}:
         parent = next((part for part in reversed(above) if isinstance(part, str)), "")
         known = _BELOW.get("0" if above and not parent else parent, Unique).__annotations__
-        return f"is no key here; {did_you_mean(key, known)}"
+        return f"is not a key here; {did_you_mean(key, known)}"
     _, should, wanted = message.partition(" should ")
     quotes = "; put it in quotes" if kind == "string_type" else ""
     if should:

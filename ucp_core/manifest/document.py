@@ -35,7 +35,7 @@ _MANIFEST_COLUMNS_BYTES_MIN = 256 << 10
 _RECORD_COLUMNS_BYTES_MIN = 8 << 10
 #: Members of objects that stand for a value that JSON lacks (``workers.state.registered``).
 _ONE_VALUE = frozenset({"as", "base64", "float", "items", "tuple"})
-#: Most entries of a document that cannot be read as columns. So many take 10 s and 250 MB.
+#: Most entries of a document that cannot be read as columns. That many take 10 s and 250 MB.
 _ENTRIES_MAX = 1 << 20
 
 __all__ = [
@@ -120,7 +120,7 @@ def parse(document: Any, *, where: str = "manifest") -> Manifest:
         version = document.get("version")
         if isinstance(version, int) and version > VERSION:
             raise UnsupportedVersionError(
-                f"{where} has format version {version}, this program reads up to {VERSION}: "
+                f"{where} has format version {version}, but this program reads up to {VERSION}: "
                 "update everstep",
                 version=version,
             )

@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints are valid: search, fencing, garbage collection."""
+"""Find the valid checkpoints of a run, and delete old ones."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
     from ucp_core.lineage import Lineage
 
-#: Longer than it takes to read 1 TB at 300 MB/s.
+#: How long a withdrawn checkpoint stays: longer than it takes to read 1 TB at 300 MB/s.
 GRACE_S = 3600.0
-#: Where ``extra`` says that weights are not finite: ``sound_step`` is the newest step with finite
+#: Key in ``extra`` if weights are not finite; its ``sound_step`` is the newest step with finite
 #: ones.
 NOT_FINITE = "not_finite"
 
-#: Where ``extra`` lists the best steps so far by a value: ``kept``, rows of step and value.
+#: Key in ``extra`` for the best steps so far by a value: ``kept`` has rows of step and value.
 BEST = "best"
 
-#: Where ``extra`` has the newest step whose state the machines are known to have computed right.
+#: Key in ``extra`` for the newest step whose state the machines have provably computed right.
 RECHECKED = "rechecked"
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
-#: The data of a rank, complete, or its record.
+#: A rank's complete data file, or its record.
 _RANK_FILE = re.compile(r"a(\d{4,})-r\d{5,}\.(?:bin|json)")
 _WITHDRAWN_NAME = "withdrawn.json"
 
@@ -325,7 +325,7 @@ class Collector:
     least ``grace_s`` later deletes it.
 
     It never deletes what the next claimant of the run resumes from: that is at least as new as the
-    newest checkpoint here, because the claimant begins after ``require_owner`` was asked.
+    newest checkpoint here, because the claimant begins after the call of ``require_owner``.
 
     It remembers what it saw, so that it looks at each checkpoint once. Not thread-safe.
 
@@ -360,7 +360,7 @@ class Collector:
         *,
         require_owner: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """Delete what is due and return its names.
+        """Delete the checkpoints that are due, and return their names.
 
         Args:
             lineage: See ``ucp_core.lineage``.
@@ -383,16 +383,16 @@ class Collector:
         return [name for name in doomed if self._delete(name)]
 
     def collect_sometimes(self, lineage: Lineage, *, require_owner: Callable[[], None]) -> None:
-        """Do the same, but where every look costs a request, not after each checkpoint.
+        """Call ``collect``; where each look costs a request, at most every ``grace_s / 60``.
 
-        A withdrawn checkpoint stays for ``grace_s``, so a sixtieth of that later matters little.
+        A withdrawn checkpoint stays for ``grace_s`` anyway, so this delay matters little.
         """
         is_recent = self._now_s() - self._collected_s < self._grace_s / 60
         if self._store.appends or not is_recent:
             self.collect(lineage, require_owner=require_owner)
 
     def _look(self, name: str, lineage: Lineage) -> _Seen | None:
-        """Return what a checkpoint says; None if it is not valid."""
+        """Return the facts about a checkpoint; None if it is not valid."""
         found = self._complete.get(name)
         if found is None or not counts(step=found.step, attempt=found.attempt, lineage=lineage):
             try:
@@ -428,10 +428,10 @@ class Collector:
                 if held is False:
                     return False
                 if held is None:
-                    # The note first: a crash after it leaves a whole checkpoint.
+                    # The note comes first: a crash after it leaves a whole checkpoint.
                     note = json.dumps({"withdrawn_s": now_s}).encode()
                     store.write_atomic(withdrawn_path, note, fsync=False)
-                # The manifest first: a half-deleted checkpoint is not committed.
+                # The manifest goes first: a half-deleted checkpoint is not committed.
                 store.delete_files([join(directory, MANIFEST_NAME)])
                 if held:
                     store.delete(directory)

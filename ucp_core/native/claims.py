@@ -13,7 +13,7 @@ from ucp_core.storage import Store, join, tidied
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-#: In ``UNFINISHED_NAME``, created exclusively: says who began there.
+#: File in ``UNFINISHED_NAME`` that the process that begins there creates exclusively.
 CLAIM_NAME = "begun"
 _EXPORT = b"export "
 

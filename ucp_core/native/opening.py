@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 MANIFEST_NAME = "manifest.json"
-#: With less, slabs would be smaller than the blocks that are read for them.
+#: With less memory, slabs would be smaller than the blocks that are read for them.
 MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
 #: Folder of a destination in which an unfinished conversion or export keeps its work; some
 #: storages keep it when it is empty.
 UNFINISHED_NAME = ".tmp-convert"
 #: In ``extra``: dtype and shape of the tensors without elements, by name and slot.
 WITHOUT_ELEMENTS = "without_elements"
-#: Begins the names of averages of weights.
+#: Prefix of the names of averages of weights.
 AVERAGE: Final = "average/"
-#: Names that are frozen, buffers, outside the model, or tied.
+#: In ``extra``: names of tensors that are frozen, buffers, outside the model, or tied.
 RELATIONS = "relations"
-#: Role by the key of its names there.
+#: The role of the tensors that each key there lists.
 _ROLES: Final = {"frozen": "frozen", "buffers": "buffer", "extra": "extra"}
-#: The manifest of 10 TB takes a quarter of it.
+#: The manifest of a checkpoint of 10 TB takes a quarter of this.
 MANIFEST_BYTES_MAX = 1 << 30
 
 #: Bound of the bytes that a gathered copy spans: scratch memory of one thread.
@@ -57,7 +57,7 @@ _DIRECT_BYTES_MAX = 8 << 20
 
 
 def check_memory(memory_bytes: int) -> None:
-    """Raise ``UcpError`` if a bound of memory is too small to keep."""
+    """Raise ``UcpError`` if a memory limit is too small."""
     if memory_bytes < MEMORY_BYTES_MIN:
         raise UcpError(
             f"memory_bytes={memory_bytes} is too small: give at least {MEMORY_BYTES_MIN}",
@@ -167,7 +167,7 @@ def open_checkpoint(store: Store, directory: str) -> Checkpoint:
         num_bytes = store.size(path)
         if num_bytes > MANIFEST_BYTES_MAX:
             raise CheckpointCorruptError(
-                f"{path} has {num_bytes} bytes, a manifest has at most {MANIFEST_BYTES_MAX}",
+                f"{path} has {num_bytes} bytes, but a manifest has at most {MANIFEST_BYTES_MAX}",
                 path=path,
             )
         data = store.read(path)

@@ -352,7 +352,7 @@ def _take(
     """Unpack another rank's message; return what is wrong with it."""
     if crc32(held[: chunk.num_bytes]) != value:
         return CheckpointCorruptError(
-            f"what rank {rank} of those that load together sent arrived damaged", peer=rank
+            f"a message of rank {rank}, one of those that load together, arrived damaged", peer=rank
         )
     loader.unpack(chunk, held)
     return None

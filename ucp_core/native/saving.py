@@ -29,9 +29,9 @@ _BESIDE_BYTES_MIN = 16 << 20
 
 #: Placeholder of a checksum.
 _HOLE = -1
-#: With the comma behind it.
+#: The placeholder and the comma after it.
 _CRC_CHARS = len(str(2**32 - 1)) + 1
-#: The text that takes its place; data of a single block list no blocks.
+#: The text that replaces it; the record lists no blocks for data of a single block.
 _CRC32, _BLOCKS, _NO_BLOCKS = '"crc32":%d', ',"blocks":[%s]', "%.0s"
 #: Matches placeholders only: in a name these quotes would be escaped.
 _HOLES = re.compile(r'"crc32":-1(?:,"blocks":\[-1(?:,-1)*\])?')
@@ -413,7 +413,7 @@ def _read_record(
     said_bytes = record.files[file].num_bytes if file in record.files else -1
     if said_bytes != size_bytes:
         raise CheckpointCorruptError(
-            f"{join(directory, file)} has {size_bytes} bytes, its record says {said_bytes}",
+            f"{join(directory, file)} has {size_bytes} bytes, but its record says {said_bytes}",
             where=where,
         )
     return record

@@ -122,7 +122,7 @@ class _Limits(NamedTuple):
 
     span_bytes: int
     direct_bytes: int  #: Limit for a copy whose bytes are contiguous in fragment and part.
-    gap_bytes: int  #: Between its elements.
+    gap_bytes: int  #: Limit for a gap between its elements.
     block_bytes: int  #: Block size of the checksums.
     run_gap_bytes: int  #: Smallest gap between runs that are read one by one.
 
@@ -219,7 +219,7 @@ class _Planner:
         return unknown
 
     def _like_another(self, number: int, part: Part, copies: list[Copy]) -> bool:
-        """Cover a part like an earlier one whose tensor is cut alike; return whether it could."""
+        """Cover a part by the plan of tensors that are cut alike; return whether it could."""
         entry = self._have[0].entries.get(part.key) if len(self._have) == 1 else None
         if entry is None or entry.copies > 1 or len(entry.fragments) > _ALIKE_FRAGMENTS_MAX:
             return False

@@ -26,7 +26,7 @@ ReadRange: TypeAlias = tuple[int, tuple[memoryview, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """Identifies a file, so that a replacement can be noticed."""
+    """Identifies a file, so that a reader notices a replacement."""
 
     size_bytes: int  #: Its size.
     text: str  #: Changes with each write, even if the size stays.
@@ -34,7 +34,7 @@ class Stamp:
 
 
 class Store(Protocol):
-    """Files by path. Directories exist where files are; ``makedirs`` is a hint."""
+    """Files by path. A directory exists if a file is in it; ``makedirs`` is only a hint."""
 
     request_bytes: int  #: Larger reads than this are not faster.
     #: Whether ``append`` makes the file itself longer. If not, it writes a piece beside it, one
@@ -97,7 +97,7 @@ class Store(Protocol):
         """Return the size of a file."""
 
     def stamp(self, path: str) -> Stamp:
-        """Return what tells a file from another one put in its place."""
+        """Return a stamp that changes if another file takes the place of this one."""
 
     def delete(self, path: str) -> None:
         """Remove a file, or a directory with its content; do nothing if it does not exist."""
@@ -118,7 +118,7 @@ class Store(Protocol):
             Whether the lock is held; None if the storage has no locks.
 
         Raises:
-            StorageError: There is no such file, or no longer.
+            StorageError: There is no such file.
         """
 
 
@@ -168,7 +168,7 @@ def join(*parts: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file of this name is being written, or was when its writer died."""
+    """Return whether the name is that of a file that a writer has not finished."""
     return name.startswith(".tmp-")
 
 

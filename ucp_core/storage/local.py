@@ -320,7 +320,7 @@ class LocalStore:
 
     @_repeatable
     def stamp(self, path: str) -> Stamp:
-        """Return what tells a file from another one put in its place."""
+        """Return a stamp that changes if another file takes the place of this one."""
         status = Path(path).stat()
         _check_regular(path, status)
         # A copy may keep the modification time, but not the change time of its inode.

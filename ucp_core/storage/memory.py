@@ -105,7 +105,7 @@ class MemoryStore:
         return len(self.read(path))
 
     def stamp(self, path: str) -> Stamp:
-        """Return what tells a file from another one put in its place."""
+        """Return a stamp that changes if another file takes the place of this one."""
         data = self.read(path)
         text = hashlib.sha256(data).hexdigest()
         return Stamp(size_bytes=len(data), text=text, is_of_content=True)

@@ -93,7 +93,7 @@ class Owner:
 
         Raises:
             SupersededError: A later claim is valid.
-            StorageError: The storage cannot tell.
+            StorageError: The storage refused to answer.
         """
         with self._lock:
             looking_s = time.monotonic()
@@ -120,9 +120,9 @@ class Owner:
             f"{record.get('host', 'an unknown host')}, so this one writes nothing more and ends; "
             f"see `everstep status {self._directory}`"
             if record
-            else f"claim {number} holds no record, because the process that made it ended "
-            "before it had written one: when and where that was is not known. This one "
-            "writes nothing more and ends; if no other process trains there, run again"
+            else f"claim {number} has no record, because the process that made it ended "
+            "before it had written one. This one writes nothing more and ends; if no other "
+            "process trains there, run again"
         )
         return SupersededError(
             f"the run in {self._directory} was taken over: {made}",

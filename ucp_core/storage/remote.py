@@ -133,7 +133,9 @@ class FsspecStore:
                 # Refused because of a simultaneous write, which failed.
                 if not error.facts.get("missing"):
                     raise
-        raise StorageError(f"{path} is said to be there and cannot be read", path=path)
+        raise StorageError(
+            f"{path} cannot be created because it exists, but cannot be read either", path=path
+        )
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
         """Write ``chunks`` in order and return the total size."""
@@ -211,7 +213,7 @@ class FsspecStore:
         return int(self._info(path)["size"])
 
     def stamp(self, path: str) -> Stamp:
-        """Return what tells a file from another one put in its place, as its service names it."""
+        """Return a stamp, by the service's own identity of the file, that a replacement changes."""
         info = self._info(path)
         named = next(((key, info[key]) for key in _OF_CONTENT if info.get(key)), None)
         other = [(key, info[key]) for key in _OF_TIME if info.get(key)]

@@ -49,7 +49,7 @@ def request(retries: Retries, path: str, act: Callable[[], T], *, needs_bucket: 
 
 
 def _is_forbidden(error: Exception) -> bool:
-    """Return whether this is gcsfs's error for a refused request; only its text tells."""
+    """Return whether this is gcsfs's error for a refused request, by its text."""
     return isinstance(error, OSError) and str(error).startswith("Forbidden: ")
 
 

@@ -30,9 +30,9 @@ class Budget:
             is_enough = self._left >= 0
         if not is_enough:
             raise MemoryBudgetError(
-                f"{where}: with this, what the checkpoint's files hold beside tensors takes more "
-                f"than the {format_bytes(self.memory_bytes)} of memory that opening it may take. "
-                "It may be made to fill memory; if you trust it, give ucp convert more by --memory",
+                f"{where}: with this file, the values beside the tensors take more than the "
+                f"{format_bytes(self.memory_bytes)} of memory that opening the checkpoint may "
+                "take. It may be an attack; if you trust it, give ucp convert a larger --memory",
                 path=where,
                 memory_bytes=self.memory_bytes,
             )

@@ -15,7 +15,7 @@ But its dicts and its memo are C code without hooks, and these pickles break it 
 - "deep key", 300 KB: a tuple nested 300,000 levels deep is a key. The process ends by SIGSEGV.
 - "memo index", 7 bytes: LONG_BINPUT with index 2**31 takes 32 GiB.
 
-To find these in advance means to follow the stack opcode by opcode, which is this machine.
+Finding these in advance means following the stack opcode by opcode, as this machine does.
 ``pickle._Unpickler``, in Python, is 2 to 3 times as slow.
 """
 
@@ -46,9 +46,9 @@ _LONG_BYTES_MAX = 4096
 _DEPTH_MAX = 1 << 20
 _COPIED_MIN = 1 << 16
 _SIZED = frozenset((list, tuple, dict, set, frozenset, str, bytes))
-#: Estimate of what an opcode takes at most in CPython 3.11: its object with room to grow, its place
-#: on the stack, its number in the memo. The budget counts the bytes of a pickle, including those of
-#: texts, so opcodes that are small letters pay when they come (``_pay``).
+#: Estimate of the most memory that an opcode takes in CPython 3.11: its object with room to grow,
+#: its place on the stack, its number in the memo. The budget counts these bytes in the pickle,
+#: texts included, so opcodes that are lowercase letters pay only when they run (``pay``).
 _COSTS = {
     8: b")NKh\x88\x89",
     32: b"G",

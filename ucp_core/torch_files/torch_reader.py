@@ -21,7 +21,7 @@ from ucp_core.torch_files.pickle_tensors import Storage, StorageRef, TensorRef, 
 
 #: The small records at either end of a zip that holds one tensor.
 EDGE_BYTES = 2048
-#: Templates per file size; further files are parsed each time.
+#: Most templates to keep per file size; other files are parsed each time.
 _TEMPLATES_MAX = 8
 
 
@@ -141,8 +141,8 @@ class _Storages:
         itemsize = 1 if dtype is None else DTYPE_BYTES[known_dtype(dtype, self.where)]
         if count * itemsize != record.num_bytes:
             raise CheckpointCorruptError(
-                f"{self.where}: storage {key[:40]} has {record.num_bytes} bytes, its pickle says "
-                f"{count * itemsize}: the file is damaged",
+                f"{self.where}: storage {key[:40]} has {record.num_bytes} bytes, but its pickle "
+                f"says {count * itemsize}: the file is damaged",
                 path=self.where,
             )
         self.known[key] = storage = StorageRef(

@@ -34,7 +34,7 @@ class Split:
         return max(0, len(self.tokens) - 1) // self.sequence_length
 
     def batch(self, samples: Iterable[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return inputs and targets, ``(len(samples), sequence_length)`` each."""
+        """Return the inputs and the targets, ``(len(samples), sequence_length)`` each."""
         length = self.sequence_length
         rows = [self.tokens[at * length : (at + 1) * length + 1] for at in samples]
         tokens = np.stack(rows).astype(np.int64)

@@ -106,7 +106,7 @@ class Dataset(Protocol):
 def micro_batches_of(
     order: DataOrder, *, micro_batch: int, numbers: Sequence[int], first_step: int = 1
 ) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Yield step, number and samples, ``(micro_batch,)``, of a rank's micro-batches without end.
+    """Yield the step, number and samples, ``(micro_batch,)``, of a rank's micro-batches, endlessly.
 
     ``numbers`` are the micro-batches of each step that the rank computes, in order.
     """

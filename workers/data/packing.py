@@ -64,7 +64,7 @@ class PackedRows:
     """Rows by index; see ``pack``.
 
     Attributes:
-        digest: Identifies rows and their order, if the dataset identifies itself.
+        digest: Identifies the rows and their order, if the dataset has a digest.
     """
 
     def __init__(

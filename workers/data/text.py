@@ -36,7 +36,7 @@ class TextSource:
     text_field: str  #: The field of a JSON line that holds the text.
 
     def documents(self) -> Iterator[tuple[str, bytes]]:
-        """Yield name and text of every document; a file of JSON lines holds one per line.
+        """Yield the name and text of every document; a file of JSON lines holds one per line.
 
         A name is a path in the source, the same on every machine.
         """

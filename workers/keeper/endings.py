@@ -73,7 +73,7 @@ class _Process:
     num_killed_since: int = 0
 
     def refreshed(self) -> _Process:
-        """Return the process with its present control group and number of kills."""
+        """Return the process with its current control group and number of kills."""
         group = _memory_group(self.pid) or self.group
         num = _num_killed(group)
         since = self.num_killed_since if group == self.group else num

@@ -84,7 +84,7 @@ class NodeMemory:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Return attempt and step of the newest commit seen in storage; 0, 0 if none."""
+        """Return the attempt and step of the newest commit seen in storage; 0, 0 if none."""
         return self._persister.stored
 
     def inventory(self) -> Inventory:

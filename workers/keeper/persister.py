@@ -81,7 +81,7 @@ class Persister:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Return attempt and step of the newest commit seen that counts; 0, 0 if none."""
+        """Return the attempt and step of the newest commit seen that counts; 0, 0 if none."""
         attempt, step = self._stored
         is_valid = lineage_rule.counts(step=step, attempt=attempt, lineage=self._table.lineage)
         return self._stored if is_valid else (0, 0)

@@ -290,7 +290,7 @@ class Arena:
         self._words[_KEPT] = _copied_word(found[0]) if found else 0
 
     def kept(self) -> tuple[int, int] | None:
-        """Return attempt and step of the kept version; None if no buffer holds it."""
+        """Return the attempt and step of the kept version; None if no buffer holds it."""
         try:
             word = self._words[_KEPT]
         except ValueError:

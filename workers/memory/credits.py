@@ -59,7 +59,7 @@ class Credits:
                     return None
                 time.sleep(_AGAIN_S)
         except OSError:
-            # A full disk or a lack of descriptors is no reason to skip the snapshot.
+            # A full disk or a lack of descriptors does not justify skipping the snapshot.
             return None
 
     def _open(self) -> None:

@@ -61,7 +61,7 @@ class SnapshotMemory:
         return [self._beside[name] for name in names]
 
     def ensure(self, body_bytes: int, *, attempt: int, for_cuda: bool) -> Arena:
-        """Return an arena whose buffers hold ``body_bytes``, with its present versions.
+        """Return an arena whose buffers hold ``body_bytes``, with its current versions.
 
         To grow, reserve a new arena; the keeper holds the old one as long as its versions may be
         needed. Raise ``ArenaError`` if the keeper refuses, or is not running.

@@ -163,8 +163,8 @@ def _copied(value: Any) -> Any:
 class StageModel(nn.Module):
     """The stages of a rank, which a script calls as if they were the whole model.
 
-    Only the last stage computes a loss. But the function of the loss runs for every stage: for the
-    last one it gets the outputs of the whole model, for others it ends where it calls the model.
+    Only the last stage computes a loss. But the script's loss function runs for every stage. On the
+    last one it gets the outputs of the whole model; on the others it ends where it calls the model.
 
     Attributes:
         stages: The rank's stages. ``own_names`` removes this level from the parameters' names.
@@ -230,7 +230,7 @@ class StageModel(nn.Module):
         raise TaskError("session.train_step: the function returned without calling the model")
 
     def compute(self, number: int, loss_of: Callable[[], Any], received: tuple[Tensor, ...]) -> Any:
-        """Return the output of a stage for a micro-batch; of the last stage, the loss.
+        """Return a stage's output for a micro-batch; for the last stage, the loss.
 
         ``loss_of`` is the script's function of the loss. ``received`` are the outputs of the stage
         before; they are empty on the first stage.

@@ -79,7 +79,7 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
 
 
 def _data_blocks(record: ParityRecord, stripe: int) -> Iterator[tuple[DataBlock, int]]:
-    """Yield the non-empty data blocks of a stripe, with the places of their members."""
+    """Yield the non-empty data blocks of a stripe, and the places of their members."""
     for place, length in enumerate(record.lengths):
         for data_block in record.stripes.blocks(place, length):
             if data_block.stripe == stripe:

@@ -54,10 +54,10 @@ _TURN_BYTES: Final = 512 << 20
 #: Fewest buckets of a turn: a new turn takes the interpreter from training, and the bus waits.
 _TURN_BUCKETS_MIN: Final = 4
 #: Bound on the number of buckets of a state, with marks and without. Division at blocks adds a few,
-#: and a state of more than as many GiB has more.
+#: and so does a state of more GiB than this.
 _BUCKETS_MAX: Final = 16
 _FEW_BUCKETS: Final = 4
-#: It takes 20 ms on a bus of 50 GB/s, for which other ranks wait.
+#: A bucket of this size takes 20 ms on a bus of 50 GB/s; other ranks wait for that long.
 _BUCKET_BYTES_MAX: Final = 1 << 30
 #: The device's gaps are measured in one of this many snapshots, and in the first ones. Measuring
 #: takes an event at every mark, and a first step is unlike later ones.
@@ -483,7 +483,7 @@ class DeviceCopy:
             after = None if gate is None else gate.mark
             try:
                 self._enqueue(self._stream, number, after)
-            except Exception as error:  # noqa: BLE001  the training thread goes on
+            except Exception as error:  # noqa: BLE001  the training thread continues
                 self._failed = error
                 self._todo.clear()
                 return

@@ -107,8 +107,8 @@ class ForOthers:
     def capture(self, step: int, kept: tuple[int, int] | None = None) -> _Copies:
         """Capture the whole assignment; return (targets, sources) of copies off a device.
 
-        ``kept`` is attempt and step of the newest version that all ranks have. It is not
-        overwritten.
+        ``kept`` has the attempt and the step of the newest version that all ranks have, which is
+        not overwritten.
         """
         found = [block.fill() for block in self._blocks if block.begin(step, kept)]
         targets = [target for some, _ in found for target in some]

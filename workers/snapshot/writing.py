@@ -290,7 +290,7 @@ class SnapshotWriter:
             self._is_left = not self._has_ended
         try:
             is_ended = self.device_copy.end(_CLOSE_S_MAX)
-        except Exception as error:  # noqa: BLE001  a device that failed is no news by now
+        except Exception as error:  # noqa: BLE001  the failure of the device is already known
             log.warning("the last snapshot is lost because its device failed: %s", error)
             is_ended = True
         return is_ended and not self._is_left

@@ -164,7 +164,7 @@ class PersistentBuffers:
         )
 
     def _changed(self) -> list[_HeldBuffer]:
-        """Return the buffers with other values; a moved or converted tensor keeps its values."""
+        """Return the buffers whose values changed; a moved or converted tensor keeps its values."""
         found = [held for held in self._held.values() if held.has_changed()]
         for held in found:
             if held.is_replaced() and held.is_equal():

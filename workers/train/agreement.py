@@ -106,7 +106,7 @@ def _tell_kernels(
         f"({'; '.join(dict.fromkeys(each.values()))})"
         for each in nodes.values()
     ]
-    told = f"{', '.join(odd)} give other bits on {' than on '.join(kinds)}"
+    told = f"{', '.join(odd)} give different bits on {' and on '.join(kinds)}"
     if deterministic:
         raise KernelsDifferError(
             f"the workers do not compute alike: {told}. With train.deterministic the run would "

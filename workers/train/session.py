@@ -455,7 +455,7 @@ class Session:
         Raises:
             ApartError: Not every worker calls it.
             StorageError: It cannot be written.
-            TaskError: There is no model yet, or ``name`` is no plain name.
+            TaskError: There is no model yet, or ``name`` is not a plain name.
         """
         sharded, progress = self._ready().sharded, self._context.progress
         path = path_to_save(name)

@@ -58,7 +58,7 @@ def _look_at_fleet(transition: Transition) -> None:
 def _look_at_workers(transition: Transition) -> None:
     """Handle the bounds of processes; kill only one late process at a time.
 
-    Processes are often late together, and the cause passes.
+    Processes are often late together, for a cause that passes.
     """
     spared_s = transition.now_s + transition.rules.bounds.start_s * _SPARED_SHARE
     has_killed = False

@@ -1,4 +1,4 @@
-"""Request reservations, as many as the run may use, and worker processes on them.
+"""Request as many reservations as the run may use, and start worker processes on them.
 
 The ``settle`` functions run after every event, so no other code has to make requests.
 """
@@ -200,7 +200,7 @@ def _look_at_offers(transition: Transition) -> None:
 
 
 def _settle_alternatives(transition: Transition, *, trains: bool) -> None:
-    """Request from each alternative what the better ones do not grant, once they refused.
+    """Request from each alternative what the better ones have refused to grant.
 
     A refused request stays open: a grant shows that its capacity is back. Reservations of worse
     alternatives are released once no member uses them; ``planned`` moves the members.
@@ -316,7 +316,7 @@ def _staff(transition: Transition, number: int, *, trains: bool) -> None:
 
 
 def reach_changed(transition: Transition, _: ReachChanged) -> None:
-    """Request other nodes, or ones that need no longer be avoided, given what links do now."""
+    """Request other nodes, or stop avoiding some, because links have changed."""
     replace_unreached(transition)
 
 

@@ -161,7 +161,7 @@ def kill_worker(transition: Transition, number: int, reason: str) -> None:
 
 
 def kill_workers(transition: Transition, numbers: Iterable[int], reason: str) -> None:
-    """Kill workers; many of a node take about as long as one."""
+    """Kill workers; killing many of one node takes about as long as killing one."""
     deadline_s = transition.now_s + transition.rules.bounds.kill_s
     dying = {
         number: worker._replace(status=WorkerStatus.DYING, deadline_s=deadline_s)
@@ -274,7 +274,7 @@ def end_needless_keepers(transition: Transition) -> None:
 
 
 def drop_pending(transition: Transition, numbers: Sequence[int]) -> None:
-    """Forget pending reservations; many take about as long as one."""
+    """Forget pending reservations; forgetting many takes about as long as forgetting one."""
     run = transition.run
     counts = Counter(run.fleet.reservations[number].alternative for number in numbers)
     run.fleet.reservations = run.fleet.reservations.without(*numbers)
@@ -285,7 +285,7 @@ def drop_pending(transition: Transition, numbers: Sequence[int]) -> None:
 
 
 def drop_reservations(transition: Transition, numbers: Iterable[int]) -> None:
-    """Forget reservations; their workers then have none. Many of a node take as long as one."""
+    """Forget reservations, many of one node in the time of one; their workers then have none."""
     by_node: dict[int, list[int]] = {}
     for number in numbers:
         by_node.setdefault(transition.run.fleet.reservations[number].node, []).append(number)

@@ -127,7 +127,7 @@ def _has_lost(node: Node) -> bool:
 
 
 def _num_live(transition: Transition, node: Node) -> int:
-    """Return how many processes of ``node`` train or may do so soon, one per reservation."""
+    """Return how many processes of ``node`` train or may soon train, one per reservation."""
     statuses = [transition.run.fleet.workers[number].status for number in node.workers]
     num = sum(status is not WorkerStatus.DYING for status in statuses)
     return min(num, len(node.reservations))
@@ -178,7 +178,7 @@ def _start(transition: Transition) -> None:
     rooms = reach.offered(transition, leaving=leaving)
     layout_rules = transition.layout_rules
     layout = choose(rooms, transition.max_workers, layout_rules, rules.min_workers)
-    assert layout is not None, f"{rooms} makes no layout"
+    assert layout is not None, f"no layout fits {rooms}"
     had = _members_by_node(run.attempt)
     chosen = _best(transition, layout, had, leaving=leaving)
     others = other_layouts(layout, rooms, transition.max_workers, layout_rules, rules.min_workers)
@@ -265,7 +265,7 @@ def _best(
         preferred = sorted(ready, key=places.__getitem__)
         rooms = [len(ready[number]) for number in preferred]
         last = max(at for at, num in enumerate(spread(rooms, layout)) if num)
-        # For protection, add no node that the user likes less than the last one needed.
+        # For protection, add no node that the user prefers less than the last one needed.
         alike = [places[number] <= places[preferred[last]] for number in preferred]
         num_nodes = min(sum(alike), transition.rules.redundancy.tolerance + 1)
         nums = dict(zip(preferred, spread(rooms, layout, num_nodes), strict=True))

@@ -145,7 +145,7 @@ def checkpoint_committed_training(transition: Transition, event: CheckpointCommi
 
 
 def worker_left(transition: Transition, event: WorkerLeft) -> None:
-    """Fence the others if a member left unasked; let them finish if the script has ended."""
+    """Fence the others if a member left unrequested; let them finish if the script has ended."""
     if not _leaves(transition, event):
         return
     if event.how is Leaving.COMPLETED:

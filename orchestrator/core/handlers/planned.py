@@ -98,7 +98,7 @@ def _stores_for_controller(transition: Transition) -> bool:
 
 
 def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
-    """Leave draining nodes when replacements are ready, at the latest before the deadline.
+    """Leave draining nodes when replacements are ready, and in any case before the deadline.
 
     If too few workers are left, the state goes to storage and the run waits. Nodes that the
     provider did not take in time are used again. Return whether the members were asked to leave.

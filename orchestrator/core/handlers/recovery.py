@@ -225,7 +225,7 @@ def _read_again(transition: Transition) -> None:
 def leave_out(
     transition: Transition, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()
 ) -> bool:
-    """Exclude damaged sources, and those that a second attempt could not read; return if new."""
+    """Exclude sources that are damaged or failed in two attempts; return whether any is new."""
     if not damaged and not unread:
         return False
     run = transition.run
@@ -332,7 +332,7 @@ def late_read(transition: Transition, event: CommittedRead) -> None:
 
 
 def committed_read(transition: Transition, event: CommittedRead) -> None:
-    """Take the answer to a read, unless that to a newer one was taken."""
+    """Take the answer to a read, unless the answer to a newer read was taken."""
     run = transition.run
     number = event.number or run.reads.num
     if not _is_awaited(transition, event):
@@ -393,7 +393,7 @@ def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
 
 
 def _is_behind_storage(transition: Transition, event: CommittedRead) -> bool:
-    """Return whether to wait for storage: only memory answered, with an older step than stored."""
+    """Return whether to wait for storage: only memory answered, with an older step."""
     run = transition.run
     patience_end_s = run.attempt.fenced_s + transition.rules.bounds.capacity_s
     is_early = run.attempt.num_inside or transition.now_s < patience_end_s

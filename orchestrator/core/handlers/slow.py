@@ -150,7 +150,7 @@ def _withdraw(transition: Transition, one: Suspicion, left: str) -> None:
     run = transition.run
     evidence = (
         f"{one.evidence} It was as slow on node {left[:8]}: its work takes longer, and both nodes "
-        "are well."
+        "are healthy."
     )
     told = replace(one, may_be_work=True, evidence=evidence)
     run.attempt.suspects = tuple(told if each == one else each for each in run.attempt.suspects)

@@ -73,7 +73,7 @@ class Compaction:
             body = json.loads(text)
             if body["basis"] != basis:
                 raise CompactionError(
-                    "another version of everstep made it, or the settings were others"
+                    "another version of everstep made it, or the settings were different"
                 )
             found: Compaction = _decode(body)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:

@@ -129,7 +129,7 @@ class RunStats:
 
     @property
     def phase_since_s(self) -> float:
-        """Return when the present phase began."""
+        """Return when the current phase began."""
         return self._phase_since_s
 
     @property
@@ -165,7 +165,7 @@ class RunStats:
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Return the time spent in each phase, the present one up to the last record."""
+        """Return the time spent in each phase, the current one up to the last record."""
         totals: dict[str, float] = {}
         present = (self.phase, self._phase_since_s, self._now_s)
         for phase, from_s, to_s in (*self.spans, present):

@@ -130,7 +130,7 @@ def _num_tries(transition: Transition) -> int:
 
 
 def given_up(transition: Transition) -> frozenset[int]:
-    """Return the nodes to replace if for long too few nodes reached each other; else nothing.
+    """Return the nodes to replace if too few nodes have reached each other for too long; else none.
 
     The run does not know where the cluster has room. So it tries the sets of nodes that reach each
     other in turn, each for as long as a worker may take to start.

@@ -85,7 +85,7 @@ def give_up(transition: Transition) -> None:
 
 
 def restart(transition: Transition) -> None:
-    """Forget what was searched for and found in the last attempt."""
+    """Forget the search of the last attempt and what it found."""
     forget(transition)
     network = transition.run.network
     transition.run.network = network._replace(suspects=(), suspects_before=network.suspects)

@@ -138,7 +138,7 @@ class MutableRunState(StatePart):
     stored: int = 0
     #: Steps that are committed in storage but that no source can serve, newest first.
     lost: tuple[int, ...] = ()
-    #: Sources, of versions that count, that must no longer be loaded.
+    #: Bad sources: they must no longer be loaded, although their versions count.
     bad: tuple[Source, ...] = ()
     #: Sources that members of earlier attempts could not read. A source that fails again is bad.
     unread_before: tuple[Source, ...] = ()

@@ -41,7 +41,7 @@ from workers.process import copies_past_caches
 
 T = TypeVar("T")
 
-#: Their versions must be equal on all machines, and so must Python's first two numbers.
+#: Packages whose versions must be equal on all machines, like Python's major and minor version.
 _PACKAGES = ("everstep", "ray", "torch")
 #: A node that starts no process within this time would not start a worker in time either.
 ANSWER_S_MAX = 60.0

@@ -183,10 +183,10 @@ def _little_shared_memory(facts: NodeFacts, _: NodeFacts) -> str:
 def _watched(nodes: Sequence[NodeFacts], _: NodeFacts) -> str:
     """Return the message about sources of notices."""
     if watched := sorted({name for facts in nodes for name in facts.watched}):
-        return f"{' and '.join(watched)}: asked, and it answers"
+        return f"{' and '.join(watched)}: answers"
     return (
-        "no cloud is asked (none is recognised, notices.cloud is none, or nodes are "
-        "simulated); only Ray's own drains are followed (SIGTERM of a pod, `ray drain-node`)"
+        "nodes ask no cloud (none is recognised, notices.cloud is none, or nodes are simulated); "
+        "the run follows only Ray's own drains (SIGTERM of a pod, `ray drain-node`)"
     )
 
 
@@ -267,9 +267,8 @@ _BETWEEN = (
 _NO_NODES = Finding(
     Level.WARN,
     "nodes",
-    "no node that could hold workers is there and answers: storage and network between nodes "
-    "were not checked",
-    "add a node, or start the run so that an autoscaler adds one, and ask again",
+    "no node that could hold workers answers: storage and network between nodes were not checked",
+    "add a node, or start the run so that an autoscaler adds one, and check again",
 )
 
 

@@ -45,7 +45,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """A layout, and the one that follows the loss of a node."""
+    """A layout, and the layout to which the run changes when it loses a node."""
 
     forecast: Forecast
     after: Forecast | None  #: None if the run would wait for another node.

@@ -123,9 +123,9 @@ def holders(
 ) -> tuple[T, ...]:
     """Return up to ``copies`` of ``others`` to keep the data of ``one``, each on another node.
 
-    A node in a domain without a copy comes first, even if it then keeps more than its share; then
-    one that keeps at most its share; then the first in order. ``num_kept`` has the number of copies
-    that each keeps so far; the new ones are added.
+    Prefer a node in a domain without a copy, even if it then keeps more than its share. Otherwise
+    prefer one that then keeps at most its share, and then the first in order. ``num_kept`` has the
+    number of copies that each keeps so far; the new ones are added.
     """
     found: list[T] = []
     while len(found) < copies:

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from orchestrator.fault_kinds import FaultKind, Loss
 from workers.protocol import Pace, SaveCosts
 
-#: A smaller change is not worth it: at half or twice Young's interval, the cost is a quarter more.
+#: Smaller changes do not pay: at half or twice Young's interval, the cost is a quarter more.
 _WORTH: Final = 1.5
 
 

@@ -12,7 +12,7 @@ class ReducedTime:
     """An account of the time at reduced redundancy."""
 
     total_s: float = 0.0  #: Total time, up to the last check.
-    for_s: float = 0.0  #: Duration of the present reduction; 0.0 if redundancy is as configured.
+    for_s: float = 0.0  #: Duration of the current reduction; 0.0 if redundancy is as configured.
     looked_s: float | None = None  #: When the last check was; None before the first.
     is_reduced: bool = False  #: Whether it was reduced then.
 

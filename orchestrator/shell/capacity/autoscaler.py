@@ -12,7 +12,7 @@ import ray
 from ray import _raylet
 from ray.core.generated import autoscaler_pb2
 
-#: A cluster's head may be away for this long.
+#: The head of a cluster must answer within this many seconds.
 _ANSWER_S = 5
 
 
@@ -20,7 +20,7 @@ _ANSWER_S = 5
 class AutoscalerWatch:
     """Finds which alternatives of capacity are refused."""
 
-    #: The alternative that was requested when a type of node was first refused.
+    #: By type of node: the best open alternative when the autoscaler first failed to get one.
     _meant: dict[str, int] = field(default_factory=dict)
     _last_failed_s: int = -1
 

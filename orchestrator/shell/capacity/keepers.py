@@ -22,10 +22,10 @@ RETRY_S = 0.1
 MEET_S = 2.0
 #: Period of checks that a keeper answers.
 ASK_S = 5.0
-#: Bound for a keeper that removes its files, which takes milliseconds: one that is stuck must not
-#: delay the end.
+#: How long a keeper may take to remove its files at the end. That takes milliseconds; a stuck
+#: keeper must not delay the end.
 CLEAR_S = 5.0
-#: Bound for a keeper's answer how a process ended; the recovery waits for it.
+#: How long a keeper may take to say how a process ended; the recovery waits for it.
 ENDING_S = 1.2
 #: Bounds for keepers to collect evidence, and to store it afterwards.
 EVIDENCE_S = 0.5
@@ -35,7 +35,7 @@ STORE_S = 60.0
 class Keepers:
     """Runs a keeper on each node that needs one.
 
-    It calls ``on_keeper`` with the node when a keeper is up, at first or again.
+    It calls ``on_keeper`` with the node each time a keeper has come up.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ from orchestrator.shell.capacity.actors import answer
 from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.inbox import Inbox
 
-#: Traffic of this period is compared. It is some seconds, so that one unusual step counts little,
-#: but less than the ten in which a slow link must be found.
+#: Period of the traffic to compare: some seconds, so that one unusual step counts little, but less
+#: than the ten seconds within which a slow link must be found.
 WINDOW_S: Final = 4.0
 LOOK_S: Final = 1.0
 #: A link is timed after it looked slow this many times in a row, and counts as healthy after as
@@ -34,7 +34,7 @@ _AGAIN_S_MAX: Final = 600.0
 
 
 class Suspect(Protocol):
-    """``Observer.suspect_links``."""
+    """The type of ``Observer.suspect_links``."""
 
     def __call__(
         self,

@@ -37,7 +37,7 @@ class NodeView:
     secret: bytes = field(default=b"", repr=False)
     #: Tasks that run until the node is lost.
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    care: asyncio.Task[None] | None = None  #: The one of ``tasks`` that ends with the keeper.
+    care: asyncio.Task[None] | None = None  #: The task in ``tasks`` that ends with the keeper.
     ending: asyncio.Task[None] | None = None  #: Set while the keeper is being ended.
     #: Set once the keeper has answered.
     greeted: asyncio.Event = field(default_factory=asyncio.Event)

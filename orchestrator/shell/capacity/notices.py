@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 FAR_S = 365 * 86400.0
 #: The sources of notices: Ray, the node's keeper, the controller for its own machine, a user.
 _RAY, _KEEPER, _CONTROLLER, _USER = "ray", "keeper", "controller", "user"
-#: The text of a person's notice; the page offers to withdraw it.
+#: The text of a user's notice; the page offers to withdraw it.
 DRAINED = "drained from the page"
 
 
@@ -35,8 +35,8 @@ class Notices:
     Args:
         views: The nodes; their state follows the notices.
         inbox: Takes ``NodeDraining`` and ``ControllerDraining``.
-        drained: When a person wants the run to have left each node, as an earlier controller
-            recorded.
+        drained: Nodes that a user asked the run to leave, and by when; an earlier controller
+            recorded them.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Notices:
         return _first(self._known.get(self._here, {})).what
 
     def is_draining(self, node: str) -> bool:
-        """Return whether ``node`` got a notice, even if it is dead. Ray forgets it then."""
+        """Return whether ``node`` got a notice, even if it is dead and Ray has forgotten it."""
         return bool(self._known.get(node))
 
     def joined(self, node: str) -> None:
         """Forget the notices of a node that is back, so that sources report them again.
 
-        A person does so only once, so that notice is reported now.
+        A user gives a notice only once, so the user's notice is reported again here.
         """
         said = self._known.pop(node, {}).get(_USER)
         if said is not None:

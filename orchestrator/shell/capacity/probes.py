@@ -1,4 +1,4 @@
-"""Check whether machines answer, by the controller itself and by keepers among each other."""
+"""Check whether machines answer the controller, and which ones keepers reach from each other."""
 
 import asyncio
 import itertools

@@ -38,9 +38,9 @@ POLL_S = 0.2
 #: If Ray is slow, a request of a dead controller can take effect after the next controller has
 #: looked. It looks for such reservations for this long.
 STRAYS_S = 30.0
-#: A reservation must report its GPUs within this time, otherwise it is asked again. Ray starts a
-#: process in it for that, which takes seconds, or for ever if its node is gone and there is no
-#: other.
+#: A reservation that has not reported its GPUs within this time is asked again. Ray starts a
+#: process in it to find them. That takes seconds, but never happens if the node is gone and there
+#: is no other.
 GPU_S_MAX = 60.0
 #: Poll period and bound for removing a placement group that Ray is still placing: a node that does
 #: not answer must not delay the end of a run.
@@ -112,7 +112,7 @@ class Capacity:
         return entry.gpu_ids if entry is not None else ()
 
     async def request(self, reservation: int, avoid: Sequence[str], alternative: int = 0) -> None:
-        """Request ``reservation`` on any node but those in ``avoid``; repeating has no effect."""
+        """Request ``reservation`` on any node but those in ``avoid``; repeats do nothing."""
         if reservation in self._reservations:
             return
         entry = self._reservations[reservation] = _Reservation(tuple(avoid), alternative)
@@ -165,7 +165,7 @@ class Capacity:
                 await self._ask_again(rows)
                 look_s = time.monotonic() + ROOM_LOOK_S
             if time.monotonic() < self._strays_until_s:
-                # A controller knows the reservations that it requested before they exist.
+                # A controller notes a reservation before it exists, so others are strays.
                 strays = rows.keys() - self._reservations.keys()
                 settled = [number for number in strays if not _is_being_placed(rows[number])]
                 await in_thread(RAY, self._remove, settled)
@@ -184,7 +184,7 @@ class Capacity:
                 continue
             waits = row["state"] != "CREATED" and not _is_being_placed(row)
             entry.num_looks = entry.num_looks + 1 if waits and self._has_room(entry, free) else 0
-            # Do so ever more rarely: the room may be on nodes with the wrong labels.
+            # Ask less and less often: the room may be on nodes with the wrong labels.
             if entry.num_looks > 1 and entry.num_looks.bit_count() == 1:
                 log.warning("Ray has room for reservation %d: it is requested again", number)
                 entry.group = None

@@ -340,7 +340,7 @@ def _last_words(log: Path) -> str:
     """Return the line with the error, which is the last one outside a stack."""
     lines = log.read_text(errors="replace").splitlines()
     said = [line for line in lines if line.strip() and not line.startswith((" ", "\t"))]
-    return said[-1].rstrip(".") if said else "they said nothing"
+    return said[-1].rstrip(".") if said else "there is no output"
 
 
 def is_there(directory: int, path: str) -> bool:

@@ -36,7 +36,7 @@ class Point:
 
 @dataclass(slots=True)
 class Curve:
-    """A curve with each step once, as it was last trained before the next step.
+    """A curve with one point per step, of the last time it was trained before the next step.
 
     ``take`` returns each step once. If a returned step is redone later, it has the same samples, so
     the first values stay.

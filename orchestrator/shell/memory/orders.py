@@ -1,4 +1,4 @@
-"""Order keepers, at the start of each attempt, how to protect it; they then work alone."""
+"""Tell keepers at the start of each attempt how to protect it; they then work alone."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,7 @@ class Orders:
         self._last: OrderKeepers | None = None
 
     def give(self, order: OrderKeepers) -> None:
-        """Send all keepers the order how to protect an attempt, without waiting."""
+        """Send all keepers the order for an attempt, without waiting."""
         self._last = order
         views = self._nodes.kept()
         peers = {view.node: view.peer for view in views if view.secret}

@@ -76,8 +76,7 @@ class ProtectionWatch:
 def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str, Any]:
     """Return the facts for ``everstep plan``, by the names of ``LossFacts``.
 
-    The ``inventories`` must be of one moment: keepers may since have dropped a version that another
-    one held a second ago.
+    All ``inventories`` must be of the same moment, because keepers drop versions all the time.
     """
     good = bad_sources.good(inventories, state.bad)
     members = [n for n in state.attempt.members if n in state.fleet.workers]

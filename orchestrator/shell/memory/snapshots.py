@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 #: Live keepers answered in 1 to 20 ms. One that is silent for this long is skipped.
 ASK_S = 0.5
-#: How long to ask a slow keeper again if it alone holds a part. To continue without that part would
-#: cost more.
+#: How long to wait again for a slow keeper that alone holds a part. Continuing without the part
+#: would cost more.
 LATE_S = 2.0
 #: If memory holds a version, storage gets no more than this time to answer.
 STORAGE_S = 5.0
@@ -124,7 +124,7 @@ class Snapshots:
                 in storage can be newer. -1 if unknown.
             stored_step: A step that is known to be committed in storage. If storage does not
                 answer, an older version does not count.
-            has_stored: Whether anything was ever committed there.
+            has_stored: Whether anything was ever committed to storage.
             bad: Sources that must not be loaded.
             unreached: Nodes whose memory cannot be loaded.
         """
@@ -144,8 +144,7 @@ class Snapshots:
     ) -> asyncio.Future[_Looked]:
         """Read storage in a thread; a newer read cancels one that still waits for a thread.
 
-        So storage that stalls and is read again and again occupies few threads, and none that
-        another part needs.
+        So repeated reads of stalled storage occupy few threads, and none that other parts need.
         """
         self._waiting.cancel()
         where = self._store, self._checkpoints, lineage, excluded

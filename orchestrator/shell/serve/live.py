@@ -31,7 +31,7 @@ _FIRST_BYTES = 2 << 20
 #: How many nodes the page shows, those in trouble first, with their workers: a document for 80,000
 #: workers had 16 MB.
 NUM_NODES = 128
-#: With more workers than this, only those that the page shows have a past.
+#: With more workers than this, past phases are kept only of those that the page shows.
 _NUM_NOTED = 2048
 #: For how many seconds the phases of each worker are kept.
 _SECONDS_KEPT = 60

@@ -102,10 +102,10 @@ gauge snapshot_step | redundancy.step | | Newest step complete in memory.
 gauge stored_step | redundancy.stored_step | | Newest step known to be in storage.
 gauge node_losses_survived | redundancy.node_losses_survived | | Nodes that may be lost without \
 losing the snapshot.
-gauge redundancy_reduced_for_seconds | redundancy.reduced_for_s | | How long fewer nodes may have \
-been lost than configured; 0 if all is well.
-counter redundancy_reduced_seconds | redundancy.reduced_s | | Time in which fewer nodes could be \
-lost than configured.
+gauge redundancy_reduced_for_seconds | redundancy.reduced_for_s | | How long the run has survived \
+fewer lost nodes than configured; 0 if it survives as many.
+counter redundancy_reduced_seconds | redundancy.reduced_s | | Time in which the run survived \
+fewer lost nodes than configured.
 gauge keeper_problems | num_problems | | Problems that reduce the protection by snapshots.
 gauge keeper_held_bytes | keepers:held_bytes | node | Memory that snapshots take on a node.
 gauge keeper_budget_bytes | keepers:budget_bytes | node | Memory that snapshots may take there.
@@ -187,7 +187,7 @@ class RunCollector(Collector):
         return (row.metric(self._run, told) for row in _ROWS)
 
     def prepare(self) -> Callable[[], bytes]:
-        """Return a function that makes the text of the present metrics, in any thread."""
+        """Return a function that makes the text of the current metrics, in any thread."""
         told = self._content()
         metrics = [row.metric(self._run, told) for row in _OF_RUN]
         return lambda: _text([*metrics, *(row.metric(self._run, told) for row in _OF_WORKERS)])

@@ -41,7 +41,7 @@ class Incarnation:
     clock: RunClock  #: Continues the clock of the previous incarnation.
     seq: int  #: Number of the next record in the journal.
     stats: core.RunStats  #: The statistics of earlier incarnations.
-    #: Number of incidents, from the first, that are known to be written.
+    #: How many incidents, counted from the first, are known to be written.
     num_incidents_written: int
     journal_bytes: int
     compacted_bytes: int  #: Size of the part that the compacted journal replaces.

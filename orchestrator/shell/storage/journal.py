@@ -104,7 +104,7 @@ class JournalFile:
         self._last_line, self.last = lines[-1], records[-1]
 
     def _append(self, data: bytes) -> None:
-        """Append; wait if the disk is full, until people make room."""
+        """Append; while the disk is full, wait for somebody to make room."""
         there = self._size_bytes
         while True:
             try:

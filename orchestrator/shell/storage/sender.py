@@ -18,7 +18,7 @@ from ucp_core.storage import LocalStore, PieceWriter, Store, appended_sizes, joi
 
 log = logging.getLogger(__name__)
 
-#: Lines on which no decision depends are sent after this time, with those that follow.
+#: Lines on which no decision depends wait this long, and are sent with later ones.
 PIECE_S: Final = 10.0
 #: Pause after storage has refused and the store's own retries are used up.
 PAUSE_S: Final = 1.0

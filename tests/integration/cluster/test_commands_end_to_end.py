@@ -92,7 +92,7 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     assert (plan["lost_nodes"], plan["workers_before"], plan["workers_after"]) == ([node], 4, 2)
     assert sum(plan["bytes_by_source"].values()) > 0
     assert unknown.returncode == 2
-    assert "is no node of the run" in unknown.stderr
+    assert "is not a node of the run" in unknown.stderr
     assert stopped.returncode == 0, stopped.stderr
     assert second.returncode == 0, shown.read_text()
     summary = json.loads(output)

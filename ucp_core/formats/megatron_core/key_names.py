@@ -119,7 +119,7 @@ def stack_of(key: str, shape: Sequence[int], boxes: Iterable[Box]) -> str | None
 
 
 def unstacked(entry: TensorEntry, *, is_local: bool) -> Iterator[TensorEntry]:
-    """Yield the tensors of the layers in an entry, or the entry itself if it is no stack."""
+    """Yield the tensors of the layers in an entry, or the entry itself if it is not a stack."""
     key = entry.key.fqn
     if stack_of(key, entry.shape, (f.box for f in entry.fragments)) is None:
         name = TensorKey(layer_name(key, None, is_local=is_local), entry.key.slot)

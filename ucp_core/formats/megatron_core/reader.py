@@ -141,7 +141,7 @@ class _ContainerReader(Assembly):
         self.layout["layers"] = "local" if self.is_local else "fused"
 
     def _refuse_gathered(self) -> None:
-        """Refuse state that is no tensor: without it a run would restart its optimizer."""
+        """Refuse state that is not a tensor: without it a run would restart its optimizer."""
         for key in self.objects:
             if key_names.is_optimizer(key) and key.endswith(_GATHERED):
                 why = "holds the optimizer's state as gathered by one rank (dp_zero_gather_scatter)"

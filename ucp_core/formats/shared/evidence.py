@@ -87,7 +87,7 @@ class Buffer:
         return True
 
     def holds_grouped(self, start: int, param: Param) -> bool:
-        """Return whether the weights are there in the order of grouped experts."""
+        """Return whether the weights at that place are in the order of grouped experts."""
         return all(
             self._agrees(
                 start + position, param.dtype, param.fragments[index], (first, count, step)

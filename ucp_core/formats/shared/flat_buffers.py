@@ -33,7 +33,7 @@ def lay_out(
 ) -> dict[int, Place]:
     """Return the place of each parameter that was trained, by its number.
 
-    Ranks that share the saving may write the parameters in another order than the modules have.
+    Ranks that share the saving may write the parameters in a different order from the modules'.
     Then a place must fit only one parameter.
 
     Args:

@@ -156,7 +156,7 @@ class Shards:
         return {key.slot for key in self._found if key.fqn == fqn}
 
     def first_runs(self, key: TensorKey) -> list[tuple[str, FlatRun]]:
-        """Return dtype and first run of each tensor-parallel rank's shard in one stage."""
+        """Return the dtype and first run of each tensor-parallel rank's shard in one stage."""
         ranks = self._found.get(key, {})
         stage = min((rank.stage for rank in ranks), default=0)
         return [

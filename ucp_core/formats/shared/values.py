@@ -149,7 +149,7 @@ class Scalars:
 
 
 def _packed(key: TensorKey, value: float) -> tuple[str, bytes]:
-    """Return dtype and bytes; a step is float32, as in torch's optimizers, if that is exact."""
+    """Return the dtype and bytes; a step is float32, as in torch's optimizers, if that is exact."""
     is_step = key.slot == "step"
     if isinstance(value, bool):
         return "BOOL", struct.pack("<?", value)

@@ -130,7 +130,7 @@ class Mirror(Replication):
             self._streams.read(name, source, target.body(buffer)[:size_bytes])
         except StorageError as error:
             if error.facts["refused"]:
-                # The version was overwritten or freed: the next listing shows the present ones.
+                # The version was overwritten or freed: the next listing shows the current ones.
                 self._note_overtaken(name, source)
                 return False
             raise
@@ -176,7 +176,7 @@ class Mirrors:
                 )
 
     def problems(self) -> list[str]:
-        """Return the present problems of copies and parities, one line each."""
+        """Return the current problems of copies and parities, one line each."""
         return [line for one in list(self._running.values()) for line in one.problems.values()]
 
     def stop(self) -> None:

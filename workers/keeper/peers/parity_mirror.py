@@ -130,7 +130,7 @@ class ParityMirror(Replication):
                     self._make_row(row, step, there)
             except StorageError as error:
                 if error.facts.get("refused", True):
-                    # The version was overwritten: the next listing shows the present one.
+                    # The version was overwritten: the next listing shows the current one.
                     return False
                 raise
             except ValueError:

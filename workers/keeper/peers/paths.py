@@ -121,7 +121,7 @@ class Paths:
         return Action.NOTHING, 0
 
     def begin(self, now_s: float) -> None:
-        """Note that a copy begins; nothing was sent since the last one."""
+        """Note that a copy begins, after a time in which nothing was sent."""
         self._settled_s = now_s + _SETTLE_S
         for each in self._streams.values():
             each.seen.clear()
@@ -169,7 +169,7 @@ class Paths:
         return Action.LEAVE, key
 
     def _change(self, now_s: float) -> None:
-        """Forget the rates that streams had in other company."""
+        """Forget the rates that streams had beside other streams."""
         self._settled_s = now_s + _SETTLE_S
         for each in self._streams.values():
             each.usual = 0.0

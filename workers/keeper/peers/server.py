@@ -253,7 +253,7 @@ class WireServer:
             self._send(connection, CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
 
     def _chunk_bytes(self) -> int:
-        """Return the chunk size for the present number of connections."""
+        """Return the chunk size for the current number of connections."""
         if not self._bytes_per_s:
             return CHUNK_BYTES
         shared_bytes = self._bytes_per_s * _CHUNK_S / max(len(self._open), 1)

@@ -280,7 +280,7 @@ def _captured(
     keep: int,
     on_host: Callable[..., Sequence[LocalTensor]],
 ) -> Callable[[], None]:
-    """Return a function that writes this rank's part of the present state."""
+    """Return a function that writes this rank's part of the current state."""
     folder = _claimed(os.fspath(path))
     where = join(folder.path, checkpoint_name(step))
     if step in folder.saved and folder.store.exists(where):
@@ -394,7 +394,7 @@ def _claimed(path: str) -> _SaveFolder:
 
 
 def _lineage(store: Store, folder: str) -> Lineage:
-    """Return attempt and resume step of every job that saved to a folder."""
+    """Return the attempt and the resume step of every job that saved to a folder."""
     records = claims(store, folder).items()
     return [(number, one["resume"]) for number, one in records if type(one.get("resume")) is int]
 

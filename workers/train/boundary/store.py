@@ -280,7 +280,7 @@ class StorageWriter:
         return self._fenced() and time.monotonic() > self._late_until_s
 
     def _try_due_lines(self) -> None:
-        """Write the lines if there are many; otherwise record since when they are held back."""
+        """Write the lines if there are many; otherwise note when the wait for more began."""
         if len(self._lines) >= _HELD_LINES or time.monotonic() < self._late_until_s:
             self._try_lines()
         elif self._held_since_s == math.inf:
@@ -363,7 +363,7 @@ class StorageWriter:
             except SupersededError:
                 raise
             except UcpError as error:
-                # The checkpoint is committed all the same; the next one retries.
+                # The checkpoint is committed anyway; the next one retries.
                 log.warning(
                     "old checkpoints are not deleted; the next checkpoint tries again: %s", error
                 )

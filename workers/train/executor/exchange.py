@@ -20,7 +20,7 @@ def all_agree(agreed: bool, device: torch.device) -> bool:  # noqa: FBT001  the 
 
 
 def are_everywhere(texts: Sequence[str], device: torch.device) -> list[bool]:
-    """Return for each text whether all ranks have the same one."""
+    """Return, for each text, whether it is the same on all ranks."""
     keys = (hashlib.sha256(text.encode()).digest() for text in texts)
     numbers = [int.from_bytes(key[:8], "little") >> 2 for key in keys]
     ends = torch.tensor([*numbers, *(-number for number in numbers)], device=device)

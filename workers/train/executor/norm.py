@@ -79,7 +79,7 @@ def ordered_sum(values: Tensor) -> Tensor:
 def scale_gradients(
     shards: Sequence[LocalShard], square: Tensor, tokens: Tensor, clip_norm: float
 ) -> None:
-    """Make this rank's summed gradients means over tokens, clipped, in place.
+    """Turn this rank's summed gradients into clipped means over tokens, in place.
 
     This waits for no device: the factor is computed where the gradients are. ``square`` is the
     square of the norm of the gradient summed over all ranks, ``tokens`` the number of tokens in the
@@ -87,7 +87,8 @@ def scale_gradients(
     """
     factor = tokens.clamp(min=1.0).reciprocal()
     if clip_norm:
-        # A number divided by a tensor would be multiplied by a reciprocal, which has other bits.
+        # A number divided by a tensor would be multiplied by a reciprocal, which gives different
+        # bits.
         ratio = torch.full_like(square, clip_norm) / (square.sqrt() * factor + _NORM_EPS)
         # This is no clamp, because a NaN norm must not spread to all gradients.
         factor = factor * torch.where(ratio < 1.0, ratio, 1.0)

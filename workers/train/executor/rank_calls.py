@@ -1,6 +1,6 @@
 """Record a model's calls about ranks in the first step of an attempt.
 
-A forward pass that uses the number of ranks, or what other ranks hold, gives other results when
+A forward pass that uses the number of ranks, or what other ranks hold, gives different results when
 their number changes. It would also wait for ranks that have fewer micro-batches.
 """
 

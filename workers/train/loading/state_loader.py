@@ -66,7 +66,8 @@ class StateLoader:
             directory = path.rpartition("/")[0].rpartition("/")[0]
             if join(directory, CHECKPOINTS, checkpoint_name(step)) != path:
                 raise TaskError(
-                    f"session.continue_from: {earlier} is no version in the {CHECKPOINTS} of a run",
+                    f"session.continue_from: {earlier} is not a version in the {CHECKPOINTS} of "
+                    "a run",
                     path=earlier,
                 )
             self._source = (

@@ -123,7 +123,7 @@ def test_all_problems_of_a_configuration_reach_the_user(tmp_path: Path) -> None:
 
     assert result.exit_code == 2
     assert "bad.yaml:2: workers.max" in result.stderr
-    assert "bad.yaml:3: trian: is no section; did you mean train?" in result.stderr
+    assert "bad.yaml:3: trian: is not a section; did you mean train?" in result.stderr
 
 
 def test_a_run_that_is_over_says_so_without_ray(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_topology_shows_what_orders_and_paths_gain() -> None:
     assert traffic["gain"] >= 2.0
     assert traffic["order"] == ["n1", "n3", "n2", "n4"]
     assert "out of rack a, rail 0, spine 0" in shown.stdout
-    assert "times shorter with ranks on n1, n3, n2, n4" in shown.stdout
+    assert "times as fast with ranks on n1, n3, n2, n4" in shown.stdout
 
     wrong = CliRunner().invoke(app, [*command[:2], "--gpus", "8x8", *command[4:]])
     assert wrong.exit_code == 2

@@ -171,7 +171,7 @@ def test_a_model_that_never_fits_gets_no_number_of_workers(tmp_path: Path) -> No
     """ "Raise workers.min" would be wrong advice where activations alone are too much."""
     config = _config(tmp_path, "model.preset=8b", "cluster.memory_gib_per_worker=1")
 
-    assert "no number up to workers.max=4" in run_preflight(config)[0].message
+    assert "even workers.max=4 workers are too few" in run_preflight(config)[0].message
 
 
 def test_memory_is_not_judged_where_it_is_not_known(tmp_path: Path) -> None:

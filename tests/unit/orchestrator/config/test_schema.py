@@ -57,12 +57,12 @@ model: small
 
     for expected in (
         "text:1: run.directory: is missing",
-        "text:1: run.directori: is no key; did you mean directory?",
+        "text:1: run.directori: is not a key; did you mean directory?",
         "text:3: workers.min: 5 is more than workers.max=4",
-        "text:5: trian: is no section; did you mean train?",
+        "text:5: trian: is not a section; did you mean train?",
         "text:7: train.lr: ",
         "text:8: train.global_batch: 5 is not a multiple of train.micro_batch=2",
-        "text:9: train.stpes: is no key; did you mean steps?",
+        "text:9: train.stpes: is not a key; did you mean steps?",
         "text:10: checkpoint.keep: ",
         "text:11: model: must be a section with keys, not 'small'",
         "command line: train.warmup_steps: must be a valid integer, not 'many'",
@@ -84,7 +84,7 @@ def test_a_key_in_the_wrong_section_names_the_right_one(path: str, meant: str) -
     """The keys of one section are a list of what the user did not mean."""
     found = _problems(LEAST, f"{path}=5")
 
-    assert found == [f"command line: {path}: is no key; did you mean {meant}?"]
+    assert found == [f"command line: {path}: is not a key; did you mean {meant}?"]
 
 
 def test_a_broken_key_does_not_hide_problems_of_its_neighbours() -> None:
@@ -128,7 +128,7 @@ def test_arguments_without_a_script_are_refused() -> None:
     """The built-in training would never see them."""
     (found,) = _problems(LEAST, "run.arguments=['--lr']")
 
-    assert found.startswith("command line: run.arguments: are for a run.script")
+    assert found.startswith("command line: run.arguments: go to run.script, which is not set")
 
 
 def test_a_missing_file_is_named() -> None:
@@ -228,7 +228,9 @@ def test_copies_are_refused_in_deterministic_mode_beside_other_problems() -> Non
 
     copies, workers = _problems(text.replace("max: 5", "max: 3"))
 
-    assert copies.startswith("text:3: parallel.dp_replicate: train.deterministic sums over shards")
+    assert copies.startswith(
+        "text:3: parallel.dp_replicate: train.deterministic fixes the order of sums"
+    )
     assert copies.endswith("write parallel.dp_replicate: 1, or train.deterministic: false")
     assert workers == "text:2: workers.min: 4 is more than workers.max=3"
     assert load(text, ["train.deterministic=false"]).parallel.dp_replicate == 2
@@ -253,7 +255,7 @@ def test_sequences_that_cannot_be_cut_are_named_with_what_can() -> None:
     odd, fixed = _problems(text, "train.deterministic=true")
 
     assert "parallel.cp: 6 does not divide data.sequence_length=64: write 4" in odd + fixed
-    assert "parallel.cp: train.deterministic sums over micro-batches" in odd + fixed
+    assert "parallel.cp: train.deterministic fixes the order of sums over" in odd + fixed
     cut = load(text, ["parallel.cp=2", "train.deterministic=false"])
     assert str(cut.rules().layout) == "parallel.cp=2"
 
@@ -284,7 +286,7 @@ def test_experts_that_the_full_size_cannot_cut_are_refused() -> None:
         "workers.max a multiple of 4"
     )
     assert none.endswith("model.preset=tiny has no experts: write parallel.ep: 1")
-    assert ordered.startswith("text:3: parallel.ep: train.deterministic sums in a fixed order")
+    assert ordered.startswith("text:3: parallel.ep: train.deterministic fixes the order of sums")
     assert few.endswith("3 is too few for parallel.ep=4: raise it to 4, or lower a degree")
     assert load(text, ["workers.max=8", "run.script=train.py"]).rules().layout.ep == 4
 
@@ -374,7 +376,7 @@ def test_an_unknown_cloud_is_refused_with_the_known_ones() -> None:
         ),
         "notices.endpoint: must be like http://169.254.169.254, not 'https://10.0.0.1'",
         "notices.file: 'notice' must be an absolute path",
-        'notices.command: "a \'b" is no command: No closing quotation',
+        'notices.command: "a \'b" is not a command: No closing quotation',
     ]
 
 
@@ -488,7 +490,7 @@ def test_where_the_curve_goes_is_checked_by_name() -> None:
     assert [line.partition(": ")[2] for line in _problems(LEAST + text)] == [
         "logging.tensorboard: must be true or a directory, not ['x']",
         "logging.wandb.project: is missing; write for example project: my-models",
-        "logging.wandb.projct: is no key; did you mean project?",
+        "logging.wandb.projct: is not a key; did you mean project?",
         "logging.mlflow.experiment: is missing; write for example experiment: my-models",
     ]
 
@@ -500,7 +502,7 @@ def test_a_topology_that_contradicts_itself_is_refused() -> None:
 
     told = str(refusal.value)
     assert "topology.racks: node n1 is named twice: name it once" in told
-    assert "topology.zones: c is no rack; topology.racks names a, b" in told
+    assert "topology.zones: c is not a rack; topology.racks names a, b" in told
 
 
 def test_every_problem_of_a_list_is_reported() -> None:

@@ -45,5 +45,5 @@ def test_a_demo_replaces_an_earlier_one(tmp_path: Path) -> None:
 def test_a_layout_that_is_none_is_refused() -> None:
     assert layout_overrides("tp2,pp4")[:2] == ["parallel.tp=2", "parallel.pp=4"]
     for text in ("", "tp", "tp2pp2", "dp2", "tp2,"):
-        with pytest.raises(ConfigError, match="write degrees of tp and pp, as tp2,pp2"):
+        with pytest.raises(ConfigError, match="write degrees of tp and pp, such as tp2,pp2"):
             layout_overrides(text)

@@ -225,7 +225,11 @@ def test_losing_everything_goes_back_to_storage_and_waits() -> None:
 
 @pytest.mark.parametrize(
     ("lose", "said"),
-    [(["x"], "is no node"), ([""], "is no node"), (["worker:w0009"], "w0009 is not in the run")],
+    [
+        (["x"], "is not a node"),
+        ([""], "is not a node"),
+        (["worker:w0009"], "w0009 is not in the run"),
+    ],
 )
 def test_a_node_outside_of_the_run_cannot_be_lost(lose: list[str], said: str) -> None:
     """A typing error would otherwise be answered with good news."""

@@ -91,13 +91,13 @@ def test_fewer_workers_than_protection_needs_have_their_price_said() -> None:
     ("name", "what", "why"),
     [
         ("explode", {}, "there is no action 'explode'"),
-        ("stop", {"step": 100}, "not between the present one, 0, and 100"),
+        ("stop", {"step": 100}, "not between the current one, 0, and 100"),
         ("stop", {"step": "ten"}, "step must be a whole number, not 'ten'"),
         ("workers", {"num": 1}, "not between workers.min, 2, and workers.max, 4"),
         ("workers", {"num": 9}, "not between workers.min, 2, and workers.max, 4"),
         ("drain", {"node": "0" * 56}, "no living node '00000000'"),
         ("undrain", {"node": NODE}, "is not drained from the page"),
-        ("kill", {"node": NODE}, "the controller is on this node"),
+        ("kill", {"node": NODE}, "the controller runs on this node"),
         ("kill", {"worker": "w9"}, "there is no worker 'w9'"),
     ],
 )

@@ -60,7 +60,11 @@ def test_one_rank_holds_fused_parts_as_they_are() -> None:
         (Replicated("often"), [(2,)], "w: check is 'often', must be equal or first"),  # type: ignore[arg-type]
         (Cut(2), [(2, 3)], "w: cut along dim 2, but its shards have 2 dims"),
         (Cut(0), [()], "w: cut along dim 0, but its shards have 0 dims"),
-        (Cut(0), [(2, 3), (2,)], "w: rank 1 holds [2], rank 0 [2, 3]: not of as many dims"),
+        (
+            Cut(0),
+            [(2, 3), (2,)],
+            "w: rank 1 holds [2], but rank 0 holds [2, 3]: the numbers of dims",
+        ),
         (Cut(0), [(2, 3), (2, 4)], "cut along dim 0, but rank 1 holds [2, 4] and rank 0 [2, 3]"),
         (Cut(0, widths=(2, 3)), [(2,), (2,)], "w: rank 1 holds 2 along dim 0, the pattern says 3"),
         (Cut(0, widths=(2,)), [(1,), (1,)], "widths are given for 1 ranks, 2 ranks hold it"),
@@ -201,10 +205,16 @@ def test_a_map_names_its_replicas() -> None:
 @pytest.mark.parametrize(
     ("piece", "problem"),
     [
-        (AffinePiece((4,), 0, (1,), 0, (1,), (0,), 0.5), "a piece is stored times 0.5; moments of"),
+        (
+            AffinePiece((4,), 0, (1,), 0, (1,), (0,), 0.5),
+            "a piece is stored times 0.5; the optimizer's moments",
+        ),
         (AffinePiece((4,), 0, (1,), 0, (1,), (1,)), "located on ranks [1] only"),
         (AffinePiece((4,), 0, (1, 1), 0, (1,), (0,)), "has 2 source and 1 destination strides"),
-        (AffinePiece((4,), 2, (1,), 0, (1,), (0,)), "the tensor of shape [4] has 4 elements, a"),
+        (
+            AffinePiece((4,), 2, (1,), 0, (1,), (0,)),
+            "the tensor of shape [4] has 4 elements, but a",
+        ),
         (AffinePiece((4,), 0, (1,), 0, (2,), (0,)), "reaches from 0 to 6 with strides [2]"),
     ],
 )
@@ -219,11 +229,11 @@ def test_a_map_for_other_shards_is_refused() -> None:
     pieces = [_piece([4], [0, [1]], [0, [1]], 0)]
     affine = _map(pieces, [4], [4])
 
-    with pytest.raises(PatternError, match=r"rank 0 holds \[5\], the affine map says \[4\]"):
+    with pytest.raises(PatternError, match=r"rank 0 holds \[5\], but the affine map says \[4\]"):
         place(affine, [(5,)])
-    with pytest.raises(PatternError, match="is for 1 ranks, 2 ranks hold a shard"):
+    with pytest.raises(PatternError, match="is for 1 ranks, but 2 ranks hold a shard"):
         place(affine, [(4,), (4,)])
-    with pytest.raises(PatternError, match=r"describes \[4\] on 1 ranks, wanted is \[4\] on 2"):
+    with pytest.raises(PatternError, match=r"describes \[4\] on 1 ranks, but \[4\] on 2 is needed"):
         split(affine, (4,), 2)
 
 
@@ -251,5 +261,5 @@ def test_a_broken_map_is_told(document: object, problem: str) -> None:
 
 def test_a_newer_map_is_not_guessed_at() -> None:
     """DeepSpeed moves this form apart from its checkpoint version."""
-    with pytest.raises(UnsupportedVersionError, match="x has version 2, this program reads 1"):
+    with pytest.raises(UnsupportedVersionError, match="x has version 2, but this program reads 1"):
         parse_affine_map({"version": 2, "params": {}}, where="x")

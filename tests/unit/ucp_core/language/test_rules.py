@@ -78,7 +78,7 @@ def test_an_affine_map_can_be_written() -> None:
         ("rules: &a [*a]", "r:1:1: is not YAML"),
         ("rules: []", "r:1:1: rules: is an empty list"),
         ("{rules: [{match: a}]}", "r:1:10: rules.0.pattern: is missing"),
-        ("rule: []", "r:1:1: rule: is no key here; did you mean rules?"),
+        ("rule: []", "r:1:1: rule: is not a key here; did you mean rules?"),
         ("? [1]\n: 2", "r:1:3: a key must be a word"),
         ("version: 2", "r:1:1: version: is 2, this program reads 1"),
         ("version: one", "r:1:1: version: must be a valid integer, not 'one'"),
@@ -104,15 +104,15 @@ def test_wrong_texts_are_told_by_line_and_column(text: str, problem: str) -> Non
 @pytest.mark.parametrize(
     ("pattern", "problem"),
     [
-        ("uniqe", "3:3: rules.0.pattern.uniqe: is no key here; did you mean unique?"),
-        ("{unique: {a: 1}}", "3:22: rules.0.pattern.unique.a: is no key here; known here: none"),
+        ("uniqe", "3:3: rules.0.pattern.uniqe: is not a key here; did you mean unique?"),
+        ("{unique: {a: 1}}", "3:22: rules.0.pattern.unique.a: is not a key here; known here: none"),
         ("[unique]", "3:3: rules.0.pattern: must be an object, not ['unique']"),
         ("{cut: 0, unique: {}}", "3:3: rules.0.pattern: must be one of unique, replicated"),
         ("cut", "3:3: rules.0.pattern.cut.dim: is missing"),
         ("{cut: x}", "3:13: rules.0.pattern.cut.dim: must be a valid integer, not 'x'"),
         ("{cut: {parts: 2}}", "3:13: rules.0.pattern.cut.dim: is missing"),
         ("{cut: {dim: true}}", "3:19: rules.0.pattern.cut.dim: must be a valid integer, not True"),
-        ("{cut: {dim: 0, part: 2}}", "cut.part: is no key here; did you mean parts?"),
+        ("{cut: {dim: 0, part: 2}}", "cut.part: is not a key here; did you mean parts?"),
         ("{cut: {dim: 0, parts: [4, -1]}}", "rules.0.pattern: parts and ratio must be at least 1"),
         (
             "{cut: {dim: 0, parts: 2, ratio: [1, 1]}}",
@@ -120,7 +120,7 @@ def test_wrong_texts_are_told_by_line_and_column(text: str, problem: str) -> Non
         ),
         (
             "{cut: {dim: 0, part_widths: [[1, 2], [3]]}}",
-            "rules.0.pattern: part_widths has not the same number of ranks for every part",
+            "rules.0.pattern: part_widths must have the same number of ranks for every part",
         ),
         (
             "{cut: {dim: 0, parts: [4], part_widths: [[1, 2]]}}",

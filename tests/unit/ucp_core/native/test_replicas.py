@@ -187,8 +187,8 @@ def test_a_message_that_arrives_damaged_is_refused() -> None:
     table.damage = damage
     results = _together([opened] * 3, needs, table)
 
-    assert "what rank 0 of those that load together sent arrived damaged" in str(results[1])
-    assert "what rank 0 of those that load together sent arrived damaged" in str(results[2])
+    assert "message of rank 0, one of those that load together, arrived" in str(results[1])
+    assert "message of rank 0, one of those that load together, arrived" in str(results[2])
 
 
 @pytest.mark.parametrize("at", ["the first of many chunks", "the only chunks"])
@@ -211,7 +211,7 @@ def test_a_rank_whose_copy_arrives_damaged_leaves_no_rank_waiting(
     table.arriving = damage
     results = _together([opened] * 3, needs, table)
 
-    assert "of those that load together sent arrived damaged" in str(results[1])
+    assert "one of those that load together, arrived damaged" in str(results[1])
     assert [result.facts["peer"] for result in (results[0], results[2])] == [1, 1]
 
 

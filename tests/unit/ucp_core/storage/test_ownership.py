@@ -63,7 +63,7 @@ def test_a_claim_whose_process_ended_while_it_wrote_says_so(place: tuple[Store, 
     claim(store, run, 1, _record("a"))
     store.write_atomic(f"{run}/claims/000002.json", b"", fsync=False, exclusive=True)
 
-    with pytest.raises(SupersededError, match=r"claim 2 holds no record, .* run again") as caught:
+    with pytest.raises(SupersededError, match=r"claim 2 has no record, .* run again") as caught:
         Owner(store, run, 1).require()
     assert "host" not in str(caught.value)
     with pytest.raises(SupersededError, match="claim 2 holds no record"):

@@ -59,7 +59,7 @@ def test_steps_that_were_done_elsewhere_are_counted(tmp_path: Path) -> None:
     ("earlier", "told"),
     [
         ("first", "session.continue_from: .*first"),
-        ("moved", "is no version in the checkpoints of a run"),
+        ("moved", "is not a version in the checkpoints of a run"),
         ("first/checkpoints/step-00000003", "3 steps are done there, and train.steps=3"),
         (4, "4 steps are done there"),
     ],

@@ -65,7 +65,7 @@ class Names:
             try:
                 self._regexes.append(re.compile(pattern))
             except re.error as error:
-                raise corrupt(where, f"{pattern[:80]!r} is no pattern: {error}") from error
+                raise corrupt(where, f"{pattern[:80]!r} is not a pattern: {error}") from error
 
     def match(self, name: str) -> str | None:
         """Return the one pattern that matches from the start of ``name``, as DeepSpeed does."""

@@ -64,7 +64,7 @@ class Native:
         return value if isinstance(value, int) else 1
 
     def rank(self, mp: int) -> Rank:
-        """Return stage and tensor parallel rank of a model-parallel rank."""
+        """Return the stage and the tensor-parallel rank of a model-parallel rank."""
         return Rank(mp // self.tp, mp % self.tp)
 
 

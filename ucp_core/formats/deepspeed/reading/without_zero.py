@@ -2,8 +2,8 @@
 
 The file names them in ``param_shapes``, or in ``param_names``, which torch's optimizers keep since
 2.6 if they were made of ``named_parameters()``. Otherwise the numbers follow the model's order, and
-the shapes of each group must fit it in one way only. Float32 masters must then round to the
-weights.
+exactly one choice of parameters must fit the shapes of each group. Float32 masters must then round
+to the weights.
 """
 
 import re

@@ -166,7 +166,7 @@ def with_single_experts(model: Model, ep: int) -> Model:
 def _parts(
     match: re.Match[str], entry: TensorEntry, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield name and entry of each matrix; all matrices share a slot that is one number."""
+    """Yield the name and entry of each matrix; all matrices share a slot that is one number."""
     matrices = _MATRICES[match["kind"]]
     num_experts, num_rows, width = shape
     rows = num_rows // len(matrices)

@@ -156,7 +156,7 @@ class ElasticTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Return loss and metrics of the evaluation data; all workers share it in training."""
+        """Return the loss and metrics of the evaluation data; all workers share it in training."""
         session = self._session
         if session is None:
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -417,7 +417,7 @@ class ElasticTrainer(Trainer):
         self.control = call(self.args, self.state, self.control)
 
     def _show_callbacks(self) -> None:
-        """Give callbacks the present model, optimizer and scheduler."""
+        """Give callbacks the current model, optimizer and scheduler."""
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
 

@@ -179,7 +179,7 @@ def test_a_conviction_that_follows_the_rank_to_another_node_is_withdrawn() -> No
     (told,) = run.state.attempt.suspects
     assert told.may_be_work
     assert told.evidence.endswith(
-        "slow on node n1: its work takes longer, and both nodes are well."
+        "slow on node n1: its work takes longer, and both nodes are healthy."
     )
 
 
