@@ -58,6 +58,12 @@ class _Served:
         )
         return asyncio.run_coroutine_threadsafe(page.start(last_port), self._loop).result(30)
 
+    def stand_still(self) -> threading.Event:
+        """Accept and answer nothing until the event that is returned is set."""
+        go_on = threading.Event()
+        self._loop.call_soon_threadsafe(go_on.wait, 300.0)
+        return go_on
+
     def stop(self) -> None:
         """Stop serving."""
         assert self._page is not None
@@ -115,6 +121,23 @@ def test_a_tab_finds_a_controller_that_was_restarted(
 
     assert again == first
     browser.await_true("document.title.includes('9/60')")
+    served.stop()
+
+
+def test_a_tab_says_that_a_controller_stands_still(
+    serve: Callable[..., _Served], browser: Browser
+) -> None:
+    """A stopped process accepts requests, and its last numbers would look like its present ones."""
+    served = serve()
+    browser.open(served.start(step=7))
+    browser.await_true("document.title.includes('7/60')")
+
+    go_on = served.stand_still()
+    browser.await_true("document.body.style.opacity === '0.55'")
+    assert "does not answer now" in browser.run("document.getElementById('since').textContent")
+    go_on.set()
+
+    browser.await_true("document.body.style.opacity === '1'")
     served.stop()
 
 
