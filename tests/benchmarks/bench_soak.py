@@ -24,17 +24,19 @@ import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from orchestrator.run_directory import read_run
+from orchestrator.run_directory import JOURNAL
 from tests.benchmarks.common import load_average
 from tests.benchmarks.soak_faults import KINDS, Order, draw
 from tests.benchmarks.soak_ledger import LOST, blamed, next_index, summed, table, time_parts
@@ -55,25 +57,70 @@ from tests.support import train_paced
 from tests.support.forking import run_script
 from tests.support.history import read_history
 from tests.support.network_cluster import HEAD, why_not
+from ucp_core.errors import UcpError
+from ucp_core.storage import join, open_store, read_all_appended
 
 #: A second fault comes while the run recovers from the first, if that shows within this.
 _RECOVERS_S = 20.0
+#: The same where training goes on through the first.
+_LASTS_S = 3.0
 #: Faults are waited for until so many of the four train again.
 _WHOLE = NUM_NODES - 1
+#: So many sittings in a row may fail before their first fault.
+_IDLE_MAX = 3
 #: Steps of a run after its last fault.
 _LAST_STEPS = 20
 _MIB = 1 << 20
 
 
-def _look(pid: int) -> dict[str, float]:
-    """Return what a process has now."""
+def used_by(pid: int | None) -> dict[str, float] | None:
+    """Return what a process has now; None if it is away."""
     process = Path(f"/proc/{pid}")
-    pages = int((process / "statm").read_text(encoding="ascii").split()[1])
-    return {
-        "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") / _MIB,
-        "fds": len(list((process / "fd").iterdir())),
-        "threads": len(list((process / "task").iterdir())),
-    }
+    try:
+        pages = int((process / "statm").read_text(encoding="ascii").split()[1])
+        return {
+            "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") / _MIB,
+            "fds": len(list((process / "fd").iterdir())),
+            "threads": len(list((process / "task").iterdir())),
+        }
+    except OSError:
+        return None
+
+
+class _Watch:
+    """Says how long each part of something took."""
+
+    def __init__(self) -> None:
+        self.parts_s: dict[str, float] = {}
+        self._since_s = time.monotonic()
+
+    def end(self, part: str) -> None:
+        """Count the time since the last part to ``part``."""
+        now_s = time.monotonic()
+        self.parts_s[part] = round(self.parts_s.get(part, 0.0) + now_s - self._since_s, 2)
+        self._since_s = now_s
+
+
+class Journal:
+    """Reads each record of a run's journal once."""
+
+    def __init__(self, url: str) -> None:
+        self._store, path = open_store(url)
+        self._folder = join(path, JOURNAL)
+        self._segment, self._at_bytes = "", 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the records since the last call."""
+        found = read_all_appended(
+            self._store, self._folder, first=self._segment, offset_bytes=self._at_bytes
+        )
+        records = []
+        for name, text in found.items():
+            whole = text[: text.rfind(b"\n") + 1]
+            before_bytes = self._at_bytes if name == self._segment else 0
+            self._segment, self._at_bytes = name, before_bytes + len(whole)
+            records += [json.loads(line) for line in whole.splitlines()]
+        return records
 
 
 class Sitting:
@@ -82,41 +129,48 @@ class Sitting:
     def __init__(self, operator: Operator, seed: int, kept: Path) -> None:
         self._operator, self._seed, self._kept = operator, seed, kept
         self._machines: dict[str, int] = {}
-        self._num_records = 0
+        self._journal = Journal(operator.url)
         self._hurt_before: set[int] = set()
-        self._begun_s = time.monotonic()
         operator.training(NUM_NODES, steps=20)
-        self._calm_s = statistics.median(
-            line["step_s"] for line in read_history(operator.url).lines[-15:]
-        )
+        last = read_history(operator.url).lines[-15:]
+        self._calm_s = statistics.median(line["step_s"] for line in last)
         self._resources = [self._used()]
+        #: Faults count from here on; what a start costs is measured elsewhere.
+        self._begun_s, self._begun_step = time.monotonic(), last[-1]["step"]
 
     def suffer(self, order: Order) -> dict[str, Any]:
         """Make one fault; return its line."""
-        begun_s = time.monotonic()
+        watch = _Watch()
         deeds: list[Deed] = []
         undone: list[Undo] = []
         why = ""
         at = "before this fault: "
         try:
             before = self._operator.training(_WHOLE)
+            watch.end("before")
             at = ""
-            begun_s = time.monotonic()
             self._make(order, before, deeds, undone)
-            self._hold(deeds, before)
+            watch.end("strike")
+            self._hold(deeds)
+            watch.end("hold")
             while undone:
                 undone.pop()()
+            watch.end("undo")
             self._operator.training(WORKERS_MIN)
         except Exception as error:  # noqa: BLE001  what a fault does to the soak is told, too
             why = at + (str(error) if isinstance(error, (TimeoutError, Ended)) else repr(error))
-        took_s = time.monotonic() - begun_s
+        watch.end("train")
         for undo in reversed(undone):
             with contextlib.suppress(Exception):
                 undo()
+        took_s = sum(watch.parts_s.values()) - watch.parts_s.get("before", 0.0)
+        judged = self._judged(deeds)
+        watch.end("judge")
         line = {
             "fault": order.number, "seed": self._seed, "kinds": order.kinds, "when": order.when,
             "machines": [deed.machine for deed in deeds], "survived": not why, "why": why,
-            "seconds": round(took_s, 1), "journal": "", **self._judged(deeds),
+            "missed": [f"{deed.kind}: {deed.missed}" for deed in deeds if deed.missed],
+            "seconds": round(took_s, 1), "parts_s": watch.parts_s, "journal": "", **judged,
         }  # fmt: skip
         if why:
             to = self._kept / f"{self._seed}-{order.number}"
@@ -131,43 +185,47 @@ class Sitting:
         random.Random(order.places).shuffle(free)
         for number, kind in enumerate(order.kinds):
             if number and order.when == "recovering":
+                first = deeds[0].what
+                recovers = first.shows == "attempt" and not first.steady
                 with contextlib.suppress(TimeoutError):
                     self._operator.until(
                         "a recovery",
                         lambda s: s["phase"] != "training" or s["attempt"] > before["attempt"],
-                        _RECOVERS_S,
+                        _RECOVERS_S if recovers else _LASTS_S,
                     )
             places = free[number:] + free[:number]
             forward = order.places % 2 == 0
             deeds.append(Deed(self._operator, kind, before, places, forward=forward))
             undone.append(deeds[-1].do())
 
-    def _hold(self, deeds: Sequence[Deed], before: dict[str, Any]) -> None:
+    def _hold(self, deeds: Sequence[Deed]) -> None:
         """Let the faults last."""
         begun_s = time.monotonic()
-        steady_s = max((deed.what.hold_s for deed in deeds if deed.what.steady), default=0.0)
-        rest_s = max(deed.what.hold_s for deed in deeds) - steady_s
-        time.sleep(steady_s)
-        if rest_s > 0.0:
+        made = [deed for deed in deeds if not deed.missed]
+        time.sleep(max((deed.what.hold_s for deed in made if deed.what.steady), default=0.0))
+        others = [deed for deed in made if not deed.what.steady]
+        if others:
+            left_s = max(deed.what.hold_s for deed in others) + begun_s - time.monotonic()
             with contextlib.suppress(TimeoutError):
                 self._operator.until(
-                    "a later attempt",
-                    lambda s: (
-                        s["attempt"] > before["attempt"] and s["phase"] == "training" and s["step"]
-                    ),
-                    begun_s + steady_s + rest_s - time.monotonic(),
+                    "what the fault shows",
+                    lambda s: all(deed.has_shown(s) for deed in others),
+                    max(left_s, 1.0),
                 )
 
     def _judged(self, deeds: Sequence[Deed]) -> dict[str, Any]:
         """Return what the journal says since the last fault."""
-        records = read_run(self._operator.url).journal
         nodes = self._operator.site.nodes()
-        new = records[self._num_records :]
-        self._num_records = len(records)
+        hurt = {machine for deed in deeds for machine in deed.hurt}
+        try:
+            new = self._journal.new()
+        except (UcpError, OSError, ValueError) as error:
+            # The next fault's judge reads the same records.
+            self._hurt_before |= hurt
+            return {"verdicts": 0, "blamed": [], "incidents": [], "unread": repr(error)}
         for record in new:
             if record["kind"] == "WorkerReady" and record["node"] in nodes:
                 self._machines[record["worker"]] = nodes[record["node"]]
-        hurt = {machine for deed in deeds for machine in deed.hurt}
         verdicts, healthy = blamed(new, self._machines, hurt | self._hurt_before)
         self._hurt_before = hurt
         incidents = [record["incident"] for record in new if record["kind"] == "ReportIncident"]
@@ -177,25 +235,19 @@ class Sitting:
         """Return memory, descriptors and threads by kind of process, and files of the run."""
         import fsspec
 
-        status = self._operator.until("its processes", lambda s: len(ranks(s)) == NUM_NODES)
-        site, nodes = self._operator.site, self._operator.site.nodes()
-        pids = {
-            "controller": [site.pid(HEAD, self._operator.files.contact()["pid"])],
-            "keeper": [
-                site.pid(nodes[view["node"]], view["keeper_pid"])
-                for view in status["nodes"]
-                if view["keeper_pid"]
-            ],
-            "worker": [site.pid(nodes[one["node"]], one["pid"]) for one in ranks(status)],
-        }
-        found: dict[str, Any] = {
-            name: {
-                what: round(max(each[what] for each in looks), 1)
-                for looks in [[_look(pid) for pid in of_kind]]
-                for what in looks[0]
-            }
-            for name, of_kind in pids.items()
-        }
+        site, found = self._operator.site, dict[str, Any]()
+
+        def is_whole(status: dict[str, Any]) -> bool:
+            seen = self._processes(status)
+            is_there = all(looks and None not in looks for looks in seen.values())
+            if len(ranks(status)) < NUM_NODES or not is_there:
+                return False  # a process is on its way
+            for name, looks in seen.items():
+                kind = [look for look in looks if look is not None]
+                found[name] = {what: round(max(each[what] for each in kind), 1) for what in kind[0]}
+            return True
+
+        self._operator.until("its processes", is_whole)
         files, root = fsspec.core.url_to_fs(self._operator.url)
         files.invalidate_cache()
         return {
@@ -205,25 +257,47 @@ class Sitting:
             "shared_memory_mib": round(site.folder_bytes() / (1 << 20), 1),
         }
 
+    def _processes(self, status: Mapping[str, Any]) -> dict[str, list[dict[str, float] | None]]:
+        """Return what each process of a run uses, by its kind; None for one that is away."""
+        site, nodes = self._operator.site, self._operator.site.nodes()
+        numbers = {
+            "controller": [(HEAD, self._operator.controller()[1])],
+            "keeper": [
+                (nodes.get(view["node"], HEAD), view["keeper_pid"]) for view in status["nodes"]
+            ],
+            "worker": [(nodes.get(one["node"], HEAD), one["pid"]) for one in ranks(status)],
+        }
+        return {
+            name: [used_by(site.pid(*each)) for each in of_kind if each[1]]
+            for name, of_kind in numbers.items()
+        }
+
     def end(self, number: int, *, is_lost: bool) -> dict[str, Any]:
         """Bring the run to its end, and judge the whole of it; return the sitting's line."""
-        wall_s = round(time.monotonic() - self._begun_s, 1)
-        line = {"sitting": number, "seed": self._seed, "wall_s": wall_s}
+        wall_s = time.monotonic() - self._begun_s
+        line = {"sitting": number, "seed": self._seed, "wall_s": round(wall_s, 1)}
         if is_lost:
             return {**line, "ended": False, "why": LOST}
         try:
-            return {**line, "ended": True, **self._whole()}
+            return {**line, "ended": True, **self._whole(wall_s)}
         except Exception as error:  # noqa: BLE001  the next sitting may do better
             kept = kept_journal(self._operator, self._kept / f"{self._seed}-sitting-{number}")
             return {**line, "ended": False, "why": f"{error!r}, see {kept}"}
 
-    def _whole(self) -> dict[str, Any]:
+    def _whole(self, wall_s: float) -> dict[str, Any]:
         operator = self._operator
-        operator.training(NUM_NODES)
-        self._resources.append(self._used())
         parts = time_parts(
-            read_history(operator.url), self._calm_s, time.monotonic() - self._begun_s
+            read_history(operator.url), self._calm_s, wall_s, after_step=self._begun_step
         )
+        why = ""
+        try:
+            operator.training(NUM_NODES)
+            self._resources.append(self._used())
+        except TimeoutError as error:  # what it trained is judged all the same
+            kept = kept_journal(
+                operator, self._kept / f"{self._seed}-not-whole-{operator.folder.name}"
+            )
+            why = f"not whole at its end: {error}, see {kept}"
         steps = operator.stop()["steps"] + _LAST_STEPS
         operator.begin(steps, 0.0)
         summary = operator.ended("completed")
@@ -236,7 +310,7 @@ class Sitting:
         except AssertionError as error:
             samples = str(error)[:500]
         return {
-            "steps": steps, "samples": samples, "nans": nans,
+            "steps": steps, "samples": samples, "nans": nans, "why": why,
             "steps_lost": len(history.lines) - len(history.committed()),
             "same_weights": digest == summary["weights_digest"], "calm_s": round(self._calm_s, 3),
             "time": parts, "resources": self._resources, "load": load_average(),
@@ -269,7 +343,11 @@ def sitting(seed: int, kept: Path, *, local: bool) -> Iterator[Sitting]:
 def soak(
     orders: Sequence[Order], seed: int, results: Path, *, per_sitting: int, local: bool
 ) -> list[dict[str, Any]]:
-    """Make faults, in as many sittings as it takes; append a line for each; return the lines."""
+    """Make faults, in as many sittings as it takes; append a line for each; return the lines.
+
+    A sitting whose cluster or storage fails has a line as well, and the next one goes on. If none
+    makes a fault in ``_IDLE_MAX`` sittings in a row, no more are begun.
+    """
     left = list(orders)
     written: list[dict[str, Any]] = []
 
@@ -279,17 +357,28 @@ def soak(
             file.write(json.dumps(line) + "\n")
         print(time.strftime("%H:%M:%S"), json.dumps(line), file=sys.stderr, flush=True)
 
+    num_idle = 0
     for number in count(1):
-        with sitting(seed, results.with_suffix(".kept"), local=local) as one:
-            survived = True
-            for _ in range(min(per_sitting, len(left))):
-                write(line := one.suffer(left.pop(0)))
-                survived = line["survived"]
-                if not survived:
-                    break
-            write(one.end(number, is_lost=not survived))
-        if not left:
-            return written
+        num_before = len(left)
+        try:
+            with sitting(seed, results.with_suffix(".kept"), local=local) as one:
+                survived = True
+                for _ in range(min(per_sitting, len(left))):
+                    write(line := one.suffer(left.pop(0)))
+                    survived = line["survived"]
+                    if not survived:
+                        break
+                write(one.end(number, is_lost=not survived))
+        except BaseException as error:
+            traceback.print_exc()
+            write(
+                {"sitting": number, "seed": seed, "wall_s": 0.0, "ended": False, "why": repr(error)}
+            )
+            if not isinstance(error, Exception):
+                raise
+        num_idle = num_idle + 1 if len(left) == num_before else 0
+        if not left or num_idle >= _IDLE_MAX:
+            break
     return written
 
 
@@ -322,20 +411,24 @@ def main() -> int:
     lines = read_lines(arguments.results)
     first = next_index(lines, arguments.seed) if arguments.first is None else arguments.first
     last = arguments.faults if arguments.first is None else first + arguments.faults
-    if not arguments.table and first < last:
-        if not arguments.local and (reason := why_not()):
-            parser.error(reason)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        orders = [draw(arguments.seed, index, kinds) for index in range(first, last)]
-        lines += soak(
-            orders, arguments.seed, arguments.results,
-            per_sitting=arguments.per_sitting, local=arguments.local,
-        )  # fmt: skip
-    result = summed(lines)
-    print(table(result))
+    try:
+        if not arguments.table and first < last:
+            if not arguments.local and (reason := why_not()):
+                parser.error(reason)
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+            soak(
+                [draw(arguments.seed, index, kinds) for index in range(first, last)],
+                arguments.seed, arguments.results,
+                per_sitting=arguments.per_sitting, local=arguments.local,
+            )  # fmt: skip
+    finally:
+        result = summed(read_lines(arguments.results))
+        print(table(result), flush=True)
     good = (result["faults"], result["sittings"], result["ended"], result["ended"])
     seen = ("survived", "ended", "exactly_once", "same_weights")
-    return 0 if good == tuple(result[key] for key in seen) else 1
+    is_good = good == tuple(result[key] for key in seen) and not result["problems"]
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

@@ -13,26 +13,35 @@ class Kind(NamedTuple):
     """The target of a kind of fault, and its longest duration."""
 
     strikes: str  #: Two faults that belong together strike different machines, or different things.
-    hold_s: float  #: It ends then, or once the run trains in a later attempt.
+    hold_s: float  #: It ends then, or once the run ``shows`` it.
     network: bool = False  #: Whether it needs machines of namespaces.
     steady: bool = False  #: Whether it lasts for all of ``hold_s``.
+    #: A run that has dealt with it shows a later "attempt", another "keeper" on the machine,
+    #: another "controller", or later "steps".
+    shows: str = "attempt"
 
 
 _PROCESSES: Final = ("worker", "keeper", "controller", "raylet", "head")
 #: Processes of simulated nodes that can be signalled one by one.
 _LOCAL: Final = frozenset({"worker", "keeper", "controller", "raylet"})
 _OF_MACHINE: Final = frozenset({"worker", "keeper", "raylet"})
+_SHOWS: Final = {"keeper": "keeper", "controller": "controller", "head": "controller"}
+#: Nodes of a head that forgot them are back after a minute and more.
+_HEAD_S: Final = 150.0
 KINDS: Final[dict[str, Kind]] = {
     **{
         f"{process}-{number}": Kind(
             "machine" if process in _OF_MACHINE else process,
-            20.0,
+            _HEAD_S if process == "head" else 20.0,
             network=process not in _LOCAL,
+            shows=_SHOWS.get(process, "attempt"),
         )
         for process, number in product(_PROCESSES, ("kill", "stop", "term"))
     },
+    # A run trains on without it.
+    "head-stop": Kind("head", 20.0, network=True, steady=True),
     "raise": Kind("machine", 20.0),
-    "nan": Kind("numbers", 12.0),
+    "nan": Kind("numbers", 12.0, shows="steps"),
     "memory": Kind("machine", 20.0),
     "shared-memory": Kind("machine", 15.0, network=True, steady=True),
     "node-kill": Kind("machine", 20.0),
@@ -40,7 +49,7 @@ KINDS: Final[dict[str, Kind]] = {
     "notice": Kind("machine", 15.0, network=True, steady=True),
     "clock": Kind("machine", 15.0, network=True, steady=True),
     "clock-head": Kind("head", 15.0, network=True, steady=True),
-    "head-off": Kind("head", 1.0, network=True),
+    "head-off": Kind("head", _HEAD_S, network=True, shows="controller"),
     "power-off": Kind("machine", 45.0, network=True),
     "partition": Kind("machine", 45.0, network=True),
     "deaf": Kind("machine", 45.0, network=True),

@@ -32,15 +32,26 @@ def blamed(
     return len(verdicts), healthy
 
 
-def time_parts(history: History, calm_s: float, wall_s: float) -> dict[str, float]:
-    """Return goodput, and where the rest of the time went, as shares of ``wall_s``."""
-    committed = history.committed()
+def time_parts(
+    history: History, calm_s: float, wall_s: float, *, after_step: int = 0
+) -> dict[str, float]:
+    """Return goodput, and where the rest of the time went, as shares of ``wall_s``.
+
+    As in a run's summary, goodput is the time of the steps that count. ``slower_steps`` is a part
+    of it: what those steps took beyond ``calm_s``. The others add up to 1 with it.
+
+    Args:
+        history: The steps of a run.
+        calm_s: Length of a step without a fault.
+        wall_s: The time since ``after_step``.
+        after_step: Earlier steps, and this one, belong to the start.
+    """
+    committed = [line for line in history.committed() if line["step"] > after_step]
     steps_s = sum(line["step_s"] for line in committed)
-    useful_s = sum(min(calm_s, line["step_s"]) for line in committed)
-    redone_s = sum(line["step_s"] for line in history.lines) - steps_s
+    redone_s = sum(x["step_s"] for x in history.lines if x["step"] > after_step) - steps_s
     parts = {
-        "goodput": useful_s,
-        "slower_steps": steps_s - useful_s,
+        "goodput": steps_s,
+        "slower_steps": sum(max(0.0, line["step_s"] - calm_s) for line in committed),
         "redone": redone_s,
         "pauses": wall_s - steps_s - redone_s,
     }
@@ -74,6 +85,9 @@ def summed(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ],
         "faults": len(faults),
         "kinds": len(kinds),
+        "strikes": kinds.total() - sum(len(x.get("missed", ())) for x in faults.values()),
+        "missed": [each for x in faults.values() for each in x.get("missed", ())],
+        "parts_s": _mean_parts([x["parts_s"] for x in faults.values() if "parts_s" in x]),
         "not_survived": [
             {key: x[key] for key in ("seed", "fault", "kinds", "when", "why", "journal")}
             for x in faults.values()
@@ -95,6 +109,12 @@ def summed(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _mean_parts(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return how long each part of a fault took in the mean."""
+    names = dict.fromkeys(name for parts in found for name in parts)
+    return {name: sum(parts.get(name, 0.0) for parts in found) / len(found) for name in names}
+
+
 def _num_judged(lines: Sequence[Mapping[str, Any]]) -> int:
     """Return how many faults were made in sittings that ended."""
     found, here = set[tuple[int, int]](), set[tuple[int, int]]()
@@ -114,9 +134,12 @@ def table(result: Mapping[str, Any]) -> str:
     """
     faults, ended = result["faults"], result["ended"]
     parts = ", ".join(f"{name} {100 * share:.1f} %" for name, share in result["time"].items())
+    took = result["parts_s"]
+    each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in took.items())
     healthy = result["healthy_blamed"]
     rows = [
         ("faults survived", f"{result['survived']} of {faults}, of {result['kinds']} kinds"),
+        ("strikes", f"{result['strikes']}, and {len(result['missed'])} that found no target"),
         ("sittings ended", f"{ended} of {result['sittings']}"),
         ("faults in those", f"{result['judged']} of {faults}"),
         ("samples exactly once", f"in {result['exactly_once']} of {ended}"),
@@ -124,6 +147,7 @@ def table(result: Mapping[str, Any]) -> str:
         ("steps", f"{result['steps']}, and {result['steps_lost']} done again"),
         ("healthy workers blamed", f"{len(healthy)}, in {result['verdicts']} verdicts"),
         ("time", parts.replace("_", " ") or "no sitting ended"),
+        ("seconds a fault", f"{sum(took.values()):.1f}: {each}" if took else "not known"),
         *((what, f"{begin:g} at begin, {end:g} at end") for what, begin, end in _grown(result)),
     ]
     lost = [
@@ -132,6 +156,7 @@ def table(result: Mapping[str, Any]) -> str:
         for one in result["not_survived"]
     ]
     told = [*(f"not survived: {one}" for one in lost), *(f"blamed: {one}" for one in healthy)]
+    told += [f"missed: {one}" for one in result["missed"]]
     told += [f"a sitting: {one[:300]}" for one in result["problems"]]
     return "\n".join([*(f"{name:<32}{found}" for name, found in rows), *told])
 
@@ -139,7 +164,7 @@ def table(result: Mapping[str, Any]) -> str:
 def _grown(result: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     """Return of each thing that a sitting used the begin and end of the one where it grew most."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for begin, end in result["at_begin_and_end"]:
+    for begin, end in (each for each in result["at_begin_and_end"] if len(each) == 2):
         first, last = _flat(begin), _flat(end)
         for what, used in first.items():
             found.setdefault(what, []).append((used, last[what]))

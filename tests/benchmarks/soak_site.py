@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
@@ -40,9 +40,13 @@ WORKERS_MIN: Final = 2
 ENDLESS, PACE_S = 1_000_000, 0.2
 #: Ray notices some losses after a minute, and a machine that it gave up comes back after that.
 ACT_S_MAX = 300.0
-_BEGIN_AGAIN_S, _LOOK_S = 5.0, 0.2
+_BEGIN_AGAIN_S, _LOOK_S = 5.0, 0.25
+#: Nodes that live briefly are noted so often: a look at all processes takes 20 ms.
+_NOTE_S = 1.0
 #: A second fault is made so late at most.
 _STRIKE_S_MAX = 10.0
+#: The step that is not a number comes so much later.
+_NAN_STEPS = 25
 #: A node is taken so long after it was said.
 _NOTICE_S = 12
 #: Ray's own timers stop for as long as a clock was set back: with an hour a machine would take no
@@ -65,6 +69,7 @@ _STORAGE: Final[dict[str, tuple[Fault, ...]]] = {
     ),
 }  # fmt: skip
 
+T = TypeVar("T")
 Undo = Callable[[], None]
 
 
@@ -74,6 +79,10 @@ def _nothing() -> None:
 
 class Ended(Exception):  # noqa: N818  no error of ours
     """The run has ended, though no one stopped it."""
+
+
+class Away(Exception):  # noqa: N818  no error of ours
+    """The target of a fault is not there."""
 
 
 class Network:
@@ -95,15 +104,15 @@ class Network:
     def start(self, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         return self.cluster.start(HEAD, words, log)
 
-    def pid(self, machine: int, number: int) -> int:
+    def pid(self, machine: int, number: int) -> int | None:
         return self.cluster.pid(machine, number)
 
     def pids(self) -> list[int]:
         return [pid for machine in self.cluster.machines() for pid in self.cluster.pids(machine)]
 
-    def named(self, machine: int, name: str) -> int:
-        """Return the process of Ray with this name."""
-        return next(pid for pid in self.cluster.pids(machine) if _runs(pid, name))
+    def named(self, machine: int, name: str) -> int | None:
+        """Return the process of Ray with this name; None if it is away."""
+        return next((pid for pid in self.cluster.pids(machine) if _runs(pid, name)), None)
 
     def replace(self, machine: int) -> None:
         """End all processes of a machine and boot it again."""
@@ -116,11 +125,12 @@ class Network:
         return self.cluster.ray_logs()
 
     def folder_bytes(self) -> int:
-        return sum(
-            used.f_bsize * (used.f_blocks - used.f_bfree)
-            for machine in self.cluster.machines()
-            for used in [os.statvfs(self.cluster.inside(machine, _SHARED_MEMORY))]
-        )
+        total = 0
+        for machine in self.cluster.machines():
+            with contextlib.suppress(OSError):  # its first process has ended
+                used = os.statvfs(self.cluster.inside(machine, _SHARED_MEMORY))
+                total += used.f_bsize * (used.f_blocks - used.f_bfree)
+        return total
 
 
 class Local:
@@ -167,20 +177,23 @@ class Local:
             )
         return self._started[-1]
 
-    def pid(self, _: int, number: int) -> int:
-        return number
+    def pid(self, _: int, number: int) -> int | None:
+        return number if _words(number) else None
 
     def pids(self) -> list[int]:
         nodes = [node.encode() for node in self.cluster.nodes()]
         return [pid for pid in _all_pids() if any(node in _words(pid) for node in nodes)]
 
-    def named(self, machine: int, name: str) -> int:
-        node = next(node for node, number in self._numbers.items() if number == machine).encode()
-        return next(pid for pid in _all_pids() if _runs(pid, name) and node in _words(pid))
+    def _node(self, machine: int) -> str:
+        return next(node for node, number in self._numbers.items() if number == machine)
+
+    def named(self, machine: int, name: str) -> int | None:
+        node = self._node(machine).encode()
+        found = (pid for pid in _all_pids() if _runs(pid, name) and node in _words(pid))
+        return next(found, None)
 
     def replace(self, machine: int) -> None:
-        node = next(node for node, number in self._numbers.items() if number == machine)
-        self.cluster.kill_node(node)
+        self.cluster.kill_node(self._node(machine))
         self.cluster.add_node()
 
     def ray_logs(self) -> list[Path]:
@@ -219,6 +232,7 @@ class Operator:
     _pace_s: float = PACE_S
     _command: subprocess.Popen[bytes] | None = None
     _begun_s: float = 0.0
+    _noted_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.files = Run(self.url)
@@ -252,6 +266,22 @@ class Operator:
         except (UcpError, ValueError):
             return None
 
+    def look(self) -> dict[str, Any] | None:
+        """Return the run's status; None while it tells none."""
+        if time.monotonic() > self._noted_s + _NOTE_S:
+            self.site.nodes()
+            self._noted_s = time.monotonic()
+        with contextlib.suppress(RunNotFoundError, OrchestratorError, UcpError):
+            return self.files.ask("status")
+        return None
+
+    def controller(self) -> tuple[str, int]:
+        """Return which controller leads the run: its node, and its number there."""
+        with contextlib.suppress(RunNotFoundError, OrchestratorError, UcpError):
+            contact = self.files.contact()
+            return contact["node"], contact["pid"]
+        return "", 0
+
     def until(
         self,
         what: str,
@@ -262,10 +292,9 @@ class Operator:
         deadline_s = time.monotonic() + timeout_s
         status: dict[str, Any] | None = None
         while time.monotonic() < deadline_s:
-            self.site.nodes()
-            with contextlib.suppress(RunNotFoundError, OrchestratorError, UcpError):
-                status = self.files.ask("status") or status
-                if status is not None and condition(status):
+            if (seen_now := self.look()) is not None:
+                status = seen_now
+                if condition(status):
                     return status
             if summary := self.summary():
                 raise Ended(f"{summary['outcome']}: {summary['reason']}")
@@ -327,6 +356,8 @@ class Deed:
         self._step_s = _CLOCK_S if forward else -_CLOCK_S
         self.kind, self.what = kind, KINDS[kind]
         self._operator, self._site, self._status = operator, operator.site, status
+        self._controller = operator.controller()
+        self.missed = ""  #: Why it was not made, if it was not.
         self.machine, self._other = free[0], free[-1]
         strikes = self.what.strikes
         self.hurt: Collection[int] = frozenset(
@@ -336,7 +367,14 @@ class Deed:
             self.hurt = frozenset({self.machine, self._other})
 
     def do(self) -> Undo:
-        """Do it; return what undoes it."""
+        """Do it; return what undoes it. If it could not be made, ``missed`` says why."""
+        try:
+            return self._done()
+        except Exception as error:  # noqa: BLE001  the soak goes on, and its table tells
+            self.missed = str(error) if isinstance(error, Away) else repr(error)
+            return _nothing
+
+    def _done(self) -> Undo:
         process, _, how = self.kind.partition("-")
         if how in ("kill", "stop", "term") and self.kind != "node-kill":
             return self._signal(process, signal.Signals[f"SIG{how.upper()}"])
@@ -348,33 +386,22 @@ class Deed:
         undo: Undo = getattr(self, f"_{name}")()
         return undo
 
-    def _now(self, condition: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
-        """Return a status that meets ``condition``, or the one of before if none comes.
-
-        A recovery may have replaced a process since; a controller that is stopped says nothing.
-        """
-        with contextlib.suppress(TimeoutError):
-            return self._operator.until("what is struck", condition, _STRIKE_S_MAX)
-        return self._status
-
-    def _rank(self) -> dict[str, Any]:
-        return self._ranks(self._now(self._ranks))[0]
+    def has_shown(self, status: Mapping[str, Any]) -> bool:
+        """Return whether the run has dealt with it and trains."""
+        if status["phase"] != "training" or not status["step"]:
+            return False
+        if self.what.shows == "keeper":
+            keepers = self._keepers(status)
+            return bool(keepers) and not set(keepers) & set(self._keepers(self._status))
+        if self.what.shows == "controller":
+            return self._operator.controller() not in (self._controller, ("", 0))
+        if self.what.shows == "steps":
+            return bool(status["step"] > self._status["step"] + _NAN_STEPS)
+        return bool(status["attempt"] > self._status["attempt"])
 
     def _ranks(self, status: Mapping[str, Any]) -> list[dict[str, Any]]:
         nodes = self._site.nodes()
         return [each for each in ranks(status) if nodes.get(each["node"]) == self.machine]
-
-    def _pid(self, process: str) -> int:
-        if process == "worker":
-            return int(self._site.pid(self.machine, self._rank()["pid"]))
-        if process == "controller":
-            return int(self._site.pid(HEAD, self._operator.files.contact()["pid"]))
-        if process == "keeper":
-            keepers = self._keepers(self._now(self._keepers))
-            return int(self._site.pid(self.machine, keepers[-1]))
-        if process == "head":
-            return int(self._site.named(HEAD, "gcs_server"))
-        return int(self._site.named(self.machine, process))
 
     def _keepers(self, status: Mapping[str, Any]) -> list[int]:
         """Return the keepers on the machine; one that is starting has no number yet."""
@@ -382,9 +409,46 @@ class Deed:
         here = [view for view in status["nodes"] if nodes.get(view["node"]) == self.machine]
         return [view["keeper_pid"] for view in here if view["keeper_pid"]]
 
+    def _pid(self, process: str, status: Mapping[str, Any]) -> int | None:
+        """Return the process as this one numbers it; None if it is away."""
+        if process in ("worker", "keeper"):
+            here = self._keepers(status)[-1:]
+            if process == "worker":
+                here = [each["pid"] for each in self._ranks(status)]
+            found = self._site.pid(self.machine, here[0]) if here else None
+        elif process == "controller":
+            found = self._site.pid(HEAD, self._operator.controller()[1])
+        elif process == "head":
+            found = self._site.named(HEAD, "gcs_server")
+        else:
+            found = self._site.named(self.machine, process)
+        return None if found is None else int(found)
+
+    def _strike(self, what: str, strike: Callable[[Mapping[str, Any]], T | None]) -> T:
+        """Return what ``strike`` returns for a status, as soon as that is not None.
+
+        A recovery may have replaced a process since, and a process may end between a look and a
+        signal. A controller that is away says nothing: then the status of before counts.
+        """
+        deadline_s = time.monotonic() + _STRIKE_S_MAX
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(OSError):
+                found = strike(self._operator.look() or self._status)
+                if found is not None:
+                    return found
+            time.sleep(_LOOK_S)
+        raise Away(f"no {what} on machine {self.machine} within {_STRIKE_S_MAX:g} s")
+
+    def _rank(self) -> dict[str, Any]:
+        return self._strike("rank", lambda status: next(iter(self._ranks(status)), None))
+
     def _signal(self, process: str, number: signal.Signals) -> Undo:
-        pid = self._pid(process)
-        os.kill(pid, number)
+        def strike(status: Mapping[str, Any]) -> int | None:
+            if (found := self._pid(process, status)) is not None:
+                os.kill(found, number)
+            return found
+
+        pid = self._strike(process, strike)
         # ``ray start --block`` does not end when its raylet obeys SIGTERM.
         if process == "raylet" and (number == signal.SIGTERM or not self._site.revives):
             return partial(self._site.replace, self.machine)
@@ -400,15 +464,19 @@ class Deed:
 
     def _nan(self) -> Undo:
         # Far enough for all ranks to see it in time.
-        (self._operator.orders / f"nan-{self._status['step'] + 25}").touch()
+        (self._operator.orders / f"nan-{self._status['step'] + _NAN_STEPS}").touch()
         return _nothing
 
     def _memory(self) -> Undo:
-        pid = self._pid("worker")
-        used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
-        before = resource.prlimit(pid, resource.RLIMIT_AS)
-        resource.prlimit(pid, resource.RLIMIT_AS, (used, before[1]))
-        return partial(_unlimit, pid, before)
+        def strike(status: Mapping[str, Any]) -> Undo | None:
+            if (pid := self._pid("worker", status)) is None:
+                return None
+            used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+            before = resource.prlimit(pid, resource.RLIMIT_AS)
+            resource.prlimit(pid, resource.RLIMIT_AS, (used, before[1]))
+            return partial(_unlimit, pid, before)
+
+        return self._strike("worker", strike)
 
     def _shared_memory(self) -> Undo:
         path = self._site.cluster.inside(self.machine, f"{_SHARED_MEMORY}/filler")
@@ -501,6 +569,8 @@ def storage_and_site(folder: Path, *, local: bool) -> Iterator[tuple[Any, Proxy]
     with ExitStack() as stack:
         server = stack.enter_context(s3_server(folder / "s3.log"))
         os.environ.update({**known, "AWS_ENDPOINT_URL": server})
+        # A process that may not keep what it compiles takes half as long again to start.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         put = urllib.request.Request(f"{server}/bucket", method="PUT")  # noqa: S310  http
         urllib.request.urlopen(put, timeout=60).close()  # noqa: S310
         if local:
@@ -524,13 +594,15 @@ def kept_journal(operator: Operator, to: Path) -> str:
         name = path.removeprefix(root).lstrip("/")
         if not name.startswith("checkpoints/"):
             (to / name).parent.mkdir(parents=True, exist_ok=True)
-            files.get_file(path, str(to / name))
+            with contextlib.suppress(OSError):  # a run that goes on deletes files
+                files.get_file(path, str(to / name))
     to.mkdir(parents=True, exist_ok=True)
     (to / "run.log").write_text(operator.log.read_text(errors="replace"))
     for path in operator.site.ray_logs():
         machine = to / "ray" / path.parts[-4]
         machine.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, machine / path.name)
+        with contextlib.suppress(OSError):
+            shutil.copy(path, machine / path.name)
     with contextlib.suppress(OrchestratorError, UcpError):
         (to / "status.json").write_text(json.dumps(operator.files.ask("status"), indent=1))
     return str(to)

@@ -478,23 +478,24 @@ class NetworkCluster:
         return Path(f"/proc/{self._machines[machine].init_pid}/root") / path.lstrip("/")
 
     def pids(self, machine: int) -> list[int]:
-        """Return the processes of a machine, as this process numbers them."""
-        space = _space(self._machines[machine].init_pid)
-        return [pid for pid in _processes() if _space(pid) == space]
+        """Return the processes of a machine, as this process numbers them; none if it is off."""
+        off = machine not in self._machines
+        space = 0 if off else _space(self._machines[machine].init_pid)
+        return [pid for pid in _processes() if space and _space(pid) == space]
 
     def ray_logs(self) -> list[Path]:
         """Return what all Rays wrote of themselves, those of machines that are off included."""
         found = self._folder.glob("*/session_2*/logs/*")
         return [path for path in found if path.name.startswith(("gcs_server", "raylet", "debug_"))]
 
-    def pid(self, machine: int, number: int) -> int:
-        """Return the process that a machine itself numbers ``number``."""
+    def pid(self, machine: int, number: int) -> int | None:
+        """Return the process that a machine itself numbers ``number``; None if it is away."""
         for pid in self.pids(machine):
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/{pid}/status").read_text()
                 if int(text.partition("NSpid:")[2].partition("\n")[0].split()[-1]) == number:
                     return pid
-        raise ProcessLookupError(f"machine {machine} has no process {number}")
+        return None
 
     def start(self, machine: int, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         """Start a command on a machine; what it prints goes to ``log``."""

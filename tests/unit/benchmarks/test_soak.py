@@ -1,8 +1,16 @@
 """The faults that a soak draws, and what it makes of what it saw."""
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.benchmarks.bench_soak import Journal, read_lines, soak, used_by
 from tests.benchmarks.soak_faults import KINDS, RECOVERING, TOGETHER, draw
 from tests.benchmarks.soak_ledger import ALL, blamed, next_index, summed, table, time_parts
 from tests.support.history import History
@@ -53,14 +61,21 @@ def test_a_worker_is_blamed_wrongly_if_no_fault_hurt_its_machine() -> None:
 
 
 def test_all_of_the_time_is_in_one_part() -> None:
-    """Steps that were redone, and what fewer workers took longer, are no goodput."""
+    """Slower steps of fewer workers are goodput, as in a run's summary; a part tells them."""
     lines = [
         {"attempt": attempt, "step": step, "step_s": step_s}
         for attempt, step, step_s in [(1, 1, 1.0), (1, 2, 1.0), (2, 2, 2.0), (2, 3, 0.5)]
     ]
     parts = time_parts(History(tuple(lines)), calm_s=1.0, wall_s=10.0)
-    assert parts == {"goodput": 0.25, "slower_steps": 0.1, "redone": 0.1, "pauses": 0.55}
-    assert sum(parts.values()) == 1.0
+    assert parts == {"goodput": 0.35, "slower_steps": 0.1, "redone": 0.1, "pauses": 0.55}
+    assert sum(parts.values()) - parts["slower_steps"] == 1.0
+
+
+def test_steps_of_the_start_are_no_part_of_it() -> None:
+    """The time is counted from a step on; a step before it would make more than the whole."""
+    lines = [{"attempt": 1, "step": step, "step_s": 1.0} for step in range(1, 11)]
+    parts = time_parts(History(tuple(lines)), calm_s=1.0, wall_s=8.0, after_step=4)
+    assert parts == {"goodput": 0.75, "slower_steps": 0.0, "redone": 0.0, "pauses": 0.25}
 
 
 def _fault(index: int, **changes: Any) -> dict[str, Any]:
@@ -116,3 +131,44 @@ def test_the_table_says_what_was_not_survived_and_what_grew() -> None:
     assert "faults in those                 2 of 2" in text
     assert text[-2:] == ["blamed: w1: x", "a sitting: no summary"]
     assert "no sitting ended" in table(summed([]))
+
+
+def test_a_process_that_is_away_uses_nothing() -> None:
+    """A fault ends processes between two looks: that is no error of the one who looks."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    assert used_by(ended.pid) is None
+    assert used_by(None) is None
+    own = used_by(os.getpid())
+    assert own is not None
+    assert min(own.values()) > 0.0
+
+
+def test_each_record_of_a_journal_is_read_once(tmp_path: Path) -> None:
+    """It grows by hundreds of segments: to read all of them for each fault slows the run down."""
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    journal = Journal(str(tmp_path))
+    assert journal.new() == []
+    (folder / "000001.jsonl").write_text('{"seq": 0}\n{"seq": 1}\n{"se')
+    assert [record["seq"] for record in journal.new()] == [0, 1]
+    (folder / "000001.jsonl").write_text('{"seq": 0}\n{"seq": 1}\n{"seq": 2}\n')
+    (folder / "000002.jsonl").write_text('{"seq": 3}\n')
+    assert [record["seq"] for record in journal.new()] == [2, 3]
+    assert journal.new() == []
+
+
+def test_a_sitting_that_cannot_begin_has_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A soak of a night would end at its first broken cluster, and without its table."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # it would start the storage server
+    results = tmp_path / "soak.jsonl"
+    written = soak([draw(7, 0)], 7, results, per_sitting=1, local=True)
+    assert read_lines(results) == json.loads(json.dumps(written))
+    assert [line["sitting"] for line in written] == [1, 2, 3]
+    assert all("the server ended" in line["why"] for line in written)
+    text = table(summed(written))
+    assert "sittings ended                  0 of 3" in text
+    assert "a sitting: AssertionError" in text
+    assert next_index(written, 7) == 0
