@@ -265,7 +265,7 @@ class CheckpointSettings:
             interval by measured checkpoint times and failures, up to 10 minutes of work. The last
             step is always saved, and the newest one if a run ends early. Recovery uses newer
             snapshots in memory.
-        keep: Number of committed checkpoints to keep; 0 keeps all.
+        keep: Number of committed checkpoints to keep, at least 2; 0 keeps all.
         best: Which others to keep.
         fsync: Whether to force files to disk before the commit. Without it a checkpoint survives
             the death of its process, but perhaps not of its machine.

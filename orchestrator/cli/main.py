@@ -210,8 +210,8 @@ def run(
     With --address or RAY_ADDRESS, the run belongs to that cluster. It continues after this command
     ends, and Ctrl-C only stops following it. Otherwise, this command starts simulated nodes on this
     machine, and they end with it. Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 or a closed terminal stops the
-    run at the next step boundary; a second Ctrl-C stops it at once. With --detach they live until
-    the run is over.
+    run at the next step boundary; a second Ctrl-C stops it at once. With --detach, the nodes live
+    until the run is over.
     """
     from orchestrator.config import load, run_preflight
 

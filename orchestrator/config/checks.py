@@ -1,7 +1,4 @@
-"""Check that the values of well-formed keys fit together.
-
-``orchestrator.config.preflight`` checks data, storage and memory.
-"""
+"""Check that the values of well-formed keys fit together."""
 
 import math
 import shlex

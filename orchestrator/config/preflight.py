@@ -1,7 +1,4 @@
-"""Find what would fail before anything starts: storage, data, files, memory.
-
-``orchestrator.config.loading`` checks the text and reports its problems together with these.
-"""
+"""Find what would fail before anything starts: storage, data, files, memory."""
 
 import math
 import uuid

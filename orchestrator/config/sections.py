@@ -60,7 +60,7 @@ class TopologySection(Section):
     Attributes:
         racks: The nodes of each rack, by address. A node that is not listed is its own rack.
         zones: The racks of each zone.
-        rails: Network cards of a node. Rank i of a node uses card i.
+        rails: Network cards of a node. Rank i of a node uses card i modulo ``rails``.
         node_gbit_s: Speed of a card, one way.
         spines: Equal-cost paths between two racks: uplinks of a rack for each rail.
         uplink_gbit_s: Speed of an uplink, one way. Default: ``node_gbit_s``.

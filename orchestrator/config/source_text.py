@@ -1,7 +1,4 @@
-"""The text of a configuration: YAML, and ``section.key=value`` overrides.
-
-``orchestrator.config.loading`` uses this module.
-"""
+"""The text of a configuration: YAML, and ``section.key=value`` overrides."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -222,7 +222,7 @@ def judge(
 def _progresses(state: Detector, members: Collection[str], limits: Limits) -> bool:
     """Return whether a member on a reporting node made progress; then no fault is proven.
 
-    While a run trains, the first member usually shows it.
+    While a run trains, looking at the first member is usually enough.
     """
     own = frozenset(members)
     return any(

@@ -2,7 +2,7 @@
 
 The destination is planned before a byte moves. A work item is a range of a target file; its bytes
 are read once, verified, hashed and written, block by block. A journal records finished items, so a
-killed conversion can continue. The manifest, written last, commits the result.
+killed conversion can continue.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The pickle stream of a torch file, for a tree of plain values and tensors.
 
 It is written opcode by opcode (protocol 2, which torch itself uses), so neither torch nor the
-classes need to be importable: a class is only named. Counterpart:
-``ucp_core.torch_files.pickle_reader``.
+classes need to be importable: a class is only named.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Write a file that ``torch.load`` reads, without torch and without its tensors in memory.
 
 The tree may hold plain values, ``Size``, tensors (``TensorData``, streamed), and objects of the
-allowed foreign classes (``Instance``, ``Named``). The file names these classes; nothing imports
-them.
-Counterpart: ``ucp_core.torch_files.torch_reader``.
+allowed foreign classes (``Instance``, ``Named``), which the file names and nothing imports.
 """
 
 from collections.abc import Iterator

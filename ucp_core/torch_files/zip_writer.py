@@ -1,7 +1,7 @@
 """Stream a zip file as torch writes it: records are aligned and not compressed.
 
 A record's crc32 is known only after its data. It is therefore in a data descriptor and in the
-central directory, where torch puts it, too. Counterpart: ``zip_reader``.
+central directory, where torch puts it, too.
 """
 
 import struct

@@ -237,7 +237,7 @@ class Capacity:
         )
 
     async def _held_gpus(self, group: PlacementGroup) -> tuple[int, ...] | None:
-        """Ask inside the group for its GPUs, which stay the same while it is placed.
+        """Ask a process in the group for its GPUs, which stay the same while the group is placed.
 
         Return None without an answer: the group was released in the meantime, or its node is lost.
         """

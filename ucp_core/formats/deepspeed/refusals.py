@@ -7,7 +7,7 @@ from ucp_core.errors import CheckpointCorruptError
 
 
 def corrupt(where: str, what: str, **facts: Any) -> CheckpointCorruptError:
-    """Return the error for a file or folder that DeepSpeed would not have written so."""
+    """Return the error for a file or folder that DeepSpeed would not have written like this."""
     return CheckpointCorruptError(f"{where}: {what}", path=where, **facts)
 
 

@@ -66,7 +66,7 @@ def test_a_claim_whose_process_ended_while_it_wrote_says_so(place: tuple[Store, 
     with pytest.raises(SupersededError, match=r"claim 2 has no record, .* run again") as caught:
         Owner(store, run, 1).require()
     assert "host" not in str(caught.value)
-    with pytest.raises(SupersededError, match="claim 2 holds no record"):
+    with pytest.raises(SupersededError, match="claim 2 has no record"):
         claim(store, run, 2, _record("b"))
     claim(store, run, next_claim(store, run), _record("b"))
 

@@ -127,7 +127,7 @@ def test_one_copy_of_several_ranks_counts_if_all_are_equal(tmp_path: Path, num: 
     assert torch.equal(loaded(checkpoint, f"norm{num - 1}"), torch.ones(2, 2))
 
     write(tmp_path / "other", tensors_of(1.0, num=num), 0, 2)
-    said = r"norm0 \(weight\): box .* other values in a0001-r00000.bin than in a0001-r00001.bin"
+    said = r"norm0 \(weight\): box .* different values in a0001-r00000.bin and in a0001-r00001.bin"
     with pytest.raises(CheckpointCorruptError, match=said):
         write(tmp_path / "other", tensors_of(2.0, num=num), 1, 2)
 
