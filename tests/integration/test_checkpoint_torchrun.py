@@ -1,4 +1,7 @@
-"""``everstep.checkpoint`` in scripts under torchrun, as a reader of the guide runs them."""
+"""``everstep.checkpoint`` in a script of several ranks, as a reader of the guide runs it.
+
+Two ranks run it under torchrun. Others are forked: each would import torch for seconds.
+"""
 
 import json
 import os
@@ -19,7 +22,7 @@ from everstep import checkpoint
 from tests.arch.tree import ROOT
 from tests.support.foreign_reading import loaded
 from tests.support.ranks import Place, running
-from tests.support.train_checkpointed import adamw, build, killed, sharded, train, whole
+from tests.support.train_checkpointed import adamw, build, killed, save, sharded, train, whole
 from ucp_core.geometry import TensorKey
 from ucp_core.storage import LocalStore
 
@@ -41,13 +44,20 @@ def torchrun(num_ranks: int, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def one_of_four(place: Place) -> None:
+    """Save; one rank is killed the last time, and all others end with an error."""
+    store = dist.TCPStore("127.0.0.1", place.port)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=4)
+    save(place.directory)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four ranks save, the last time only in part; then two ranks load and save."""
     made = tmp_path_factory.mktemp("torchrun")
-    status, printed = torchrun(4, "save", str(made))
-    assert status, f"no rank was killed:\n{printed}"
-    assert len([*made.glob("*.saved")]) == 4, printed
+    with running(one_of_four, 4, made) as ranks, pytest.raises(AssertionError, match="raised"):
+        ranks.results()
+    assert len([*made.glob("*.saved")]) == 4
     assert checkpoint.newest(made / "main") == str(made / "main/step-00000002")
     status, printed = torchrun(2, "load", str(made))
     assert not status, printed

@@ -38,12 +38,11 @@ SOURCES: dict[str, dict[str, Any]] = {
 #: Saved by us, of models of Hugging Face, which have q, k and v, gate and up apart; and experts.
 OURS = LLAMA, MIXTRAL = "llama", "mixtral"
 CASES: dict[str, dict[str, Any]] = {
-    "dense-to-one-rank": {"source": "dense", "num_ranks": 1},
+    # The same files for any number of tensor-parallel ranks: one is tried of each.
     "dense-to-tp2": {"source": "dense", "num_ranks": 2, "tp": 2},
     "dense-to-pp2-by-way-of-universal": {"source": "dense", "num_ranks": 2, "pp": 2},
     "bf16-to-dp2": {"source": "bf16", "num_ranks": 2, "bf16": True},
     "experts-to-one-rank": {"source": "experts", "num_ranks": 1, "experts": 4},
-    "llama-to-one-rank": {"source": LLAMA, "num_ranks": 1},
     "llama-to-tp2": {"source": LLAMA, "num_ranks": 2, "tp": 2},
     "mixtral-to-one-rank": {"source": MIXTRAL, "num_ranks": 1, "experts": 4},
     "mixtral-to-ep2": {"source": MIXTRAL, "num_ranks": 2, "experts": 4, "ep": 2},

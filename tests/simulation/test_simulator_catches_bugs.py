@@ -223,10 +223,10 @@ BUGS = {
         recovery, "_known_is_final", _trust_reports, ("S3", "S6", "L1", "S2")
     ),
     "takes an early read for final": Bug(
-        recovery, "_known_is_final", _take_an_early_read_for_final, ("S3", "L3"), first_seed=1000
+        recovery, "_known_is_final", _take_an_early_read_for_final, ("S3", "L3"), first_seed=1025
     ),
     "expects no last snapshots between the regular ones": Bug(
-        Tiers, "commit_every", property(_regular_interval), ("S3", "L3"), first_seed=550
+        Tiers, "commit_every", property(_regular_interval), ("S3", "L3"), first_seed=570
     ),
     "resumes where the attempt began": Bug(
         recovery, "wait", _resume_where_the_attempt_began, ("S3", "S6")
@@ -248,7 +248,7 @@ BUGS = {
     ),
     "has no bound for fencing": Bug(TABLE[BoundReached], Phase.FENCING, _wait_on, ("L1",)),
     "has no bound for forming": Bug(
-        TABLE[BoundReached], Phase.FORMING, _wait_on, ("L1",), first_seed=750
+        TABLE[BoundReached], Phase.FORMING, _wait_on, ("L1",), first_seed=810
     ),
     "has no bound for reading": Bug(TABLE[BoundReached], Phase.READING, _wait_on, ("L1",)),
     "has no bound for starting": Bug(on_time, "_look_at_workers", _never_look, ("L1",)),
@@ -266,9 +266,9 @@ BUGS = {
     "takes fenced snapshots for history": Bug(
         versions, "counts", _forget_the_lineage, ("S3",), first_seed=3100
     ),
-    "loads what is bad again": Bug(recovery, "leave_out", _never_look, ("S6",)),
+    "loads what is bad again": Bug(recovery, "leave_out", _never_look, ("S6",), first_seed=35),
     "loads what was read before it was known to be bad": Bug(
-        recovery, "leave_out", _take_what_was_being_read, ("S6",), first_seed=450
+        recovery, "leave_out", _take_what_was_being_read, ("S6",), first_seed=490
     ),
     "forgets the history of a run that is resumed": Bug(
         TABLE, ev.RunResumed, row(_restart, over=_restart), ("S1", "S3", "L1")
@@ -278,7 +278,7 @@ BUGS = {
         ev.RunResumed,
         row(_forget_what_was_committed, over=_forget_what_was_committed),
         ("S3", "L3"),
-        first_seed=550,
+        first_seed=570,
     ),
     "takes a stale state for that of a newer journal": Bug(
         Compaction, "behind", _take_it_for_the_end, ("L1",)
@@ -296,24 +296,26 @@ BUGS = {
         budgets, "overspent", _count_lost_peers, ("L1",), first_seed=150
     ),
     "takes lost links for whole": Bug(links, "apart", _no_pairs, ("L1",)),
-    "does not look for lost links": Bug(search, "begin", _never_look, ("L1",), first_seed=400),
+    "does not look for lost links": Bug(search, "begin", _never_look, ("L1",), first_seed=440),
     "never probes a lost link again": Bug(search, "probe_due_links", _never_look, ("L1",)),
     "does not replace who is not reached": Bug(
-        demand, "replace_unreached", _never_look, ("L1",), first_seed=120
+        demand, "replace_unreached", _never_look, ("L1",), first_seed=140
     ),
-    "begins where a node is about to be taken": Bug(reach, "due", _no_nodes, ("L3",)),
+    "begins where a node is about to be taken": Bug(
+        reach, "due", _no_nodes, ("L3",), first_seed=205
+    ),
     "strikes the ends of lost links": Bug(TABLE, ev.LinksProbed, row(_strike_the_ends), ("S5",)),
     "takes a run directory for its own for ever": Bug(
-        Storage, "owns", _always, ("S2",), first_seed=200
+        Storage, "owns", _always, ("S2",), first_seed=245
     ),
     "ends keepers before others hold what they do": Bug(
-        versions, "protects", _always, ("L3",), first_seed=400
+        versions, "protects", _always, ("L3",), first_seed=430
     ),
     "gives workers to runs that are less urgent": Bug(
-        sharing, "own_share", _hold_all_others_for_urgent, ("S5",), first_seed=1150
+        sharing, "own_share", _hold_all_others_for_urgent, ("S5",), first_seed=1205
     ),
     "gives workers that it needs to train": Bug(
-        sharing, "own_share", _need_no_workers, ("L1", "invariant")
+        sharing, "own_share", _need_no_workers, ("L1", "invariant"), first_seed=55
     ),
     "blames a healthy rank for being slow": Bug(live, "lagging", _first_lags, ("S5",)),
     "refuses a layout that lacked memory once": Bug(

@@ -149,9 +149,8 @@ def test_a_run_and_a_script_that_runs_alone_refuse_each_other(
     assert [path.name for path in other.iterdir()] == ["claims"]
 
 
-@pytest.mark.parametrize(
-    ("loss", "axis"), [("masked", "pp"), pytest.param("denoising", "cp", marks=pytest.mark.chaos)]
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize(("loss", "axis"), [("masked", "pp"), ("denoising", "cp")])
 def test_losses_that_draw_numbers_are_those_of_one_process(
     nodes: Any,
     make_config: Callable[..., RunConfig],
