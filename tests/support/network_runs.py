@@ -2,6 +2,7 @@
 
 import json
 import operator
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -72,7 +73,8 @@ class NetworkRun:
         has_metadata: Whether the machines have a metadata service; ``announce`` speaks for it.
         settings: Further ones, as on the command line.
         on: The machine on which the command runs that begins it.
-        as_job: Whether that command is ``ray job submit``.
+        as_job: Whether that command is ``ray job submit``. Ray brings no file along that
+            ``.gitignore`` names, so a run of ``mine.yaml`` is refused before.
     """
 
     def __init__(
@@ -101,8 +103,11 @@ class NetworkRun:
         command = ["everstep", "run", "local/small", *words]
         if as_job:
             (project := directory.with_suffix(".project")).mkdir(parents=True)
+            for name, text in ((".gitignore", "mine.yaml\n"), ("mine.yaml", "run: {}\n")):
+                (project / name).write_text(text)
             submit = ["ray", "job", "submit", "--address", cluster.jobs]
-            command = [*submit, "--working-dir", str(project), "--", *command]
+            words = ["sh", "-c", f"everstep run mine.yaml; {shlex.join(command)}"]
+            command = [*submit, "--working-dir", str(project), "--", *words]
         else:
             command += ["--address", cluster.address]
         self._said = directory.with_suffix(".metadata")

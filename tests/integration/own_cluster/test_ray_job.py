@@ -15,7 +15,7 @@ import yaml
 from orchestrator.config import RunConfig
 from tests.support.run_command import ACT_S_MAX, wait
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 
 def _answers(port: int) -> bool:
