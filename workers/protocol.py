@@ -43,7 +43,7 @@ SAVED: Final = "saved"
 #: An export to Hugging Face has these beside the weights: configurations, tokenizer. Written once.
 BESIDE: Final = "huggingface"
 
-#: Written by rank 0 when the script's code behind ``everstep.run`` has ended.
+#: Written by rank 0 when the script's code after ``everstep.run`` has ended.
 BEHIND: Final = "behind.json"
 
 #: A source of a state: ``(step, attempt, node, arena, buffer, sequence)`` of a buffer in the memory
@@ -81,7 +81,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Covered:
-    """The parts behind a node's parities of a version; see ``workers.parity.rebuild``."""
+    """The parts that a node's parities of a version cover; see ``workers.parity.rebuild``."""
 
     tolerance: int  #: 1 or 2: how many nodes may be lost, and how many parities each keeps.
     place: int  #: The node's place in the group.
@@ -138,8 +138,7 @@ class Peer:
     node: str
     host: str
     port: int
-    #: The secret that clients must prove to know; the keeper makes it, and its ``hello`` returns
-    #: it.
+    #: The secret that clients must know; the keeper makes it, and its ``hello`` returns it.
     secret: bytes = field(repr=False)
 
 
@@ -266,7 +265,7 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLost:
-    """A collective of the worker failed: a hint that a peer died, no proof which one."""
+    """A collective of the worker failed: a hint that a peer died, but no proof of which one."""
 
     attempt: int
     step: int  #: The last completed step.

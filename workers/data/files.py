@@ -166,7 +166,7 @@ def cached_arrays(
         return {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in names}
     except OSError as error:
         raise DataError(
-            f"what is computed from the data cannot be kept in {directory}: {error}; name a "
-            f"directory that can be written with {setting}",
+            f"cannot keep what was computed from the data in {directory}: {error}; set {setting} "
+            "to a directory that can be written",
             path=str(directory),
         ) from error

@@ -79,7 +79,7 @@ def _refuse_batches(data: Any) -> None:
     is_loader = isinstance(data, torch.utils.data.DataLoader)
     if is_loader and (data.batch_size is not None or data.batch_sampler is not None):
         raise DataError(
-            "a DataLoader of torch makes batches, in an order of its own, and here the run "
+            "a DataLoader of torch makes batches in an order of its own, but here the run "
             "does both: train.micro_batch samples each, in an order that kills do not change. "
             "Pass its dataset: everstep.DataLoader(loader.dataset, "
             f"collate_fn=loader.collate_fn, num_workers={data.num_workers})"

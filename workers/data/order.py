@@ -72,7 +72,7 @@ class DataOrder:
                 found[mine] = self.given(epoch)[places[mine]]
             return found
         first, last = int(epochs.flat[0]), int(epochs.flat[-1])
-        # Shape (rounds, epochs): a position's keys are a column.
+        # The shape is (rounds, epochs): each column has the keys of an epoch.
         keys = np.array(
             [
                 [_mix(self.seed, epoch, number) for epoch in range(first, last + 1)]

@@ -31,7 +31,7 @@ _F_SETPIPE_SZ: Final = 1031
 
 
 class Readers:
-    """Processes forked from this one; they end with it, and with ``close``.
+    """Processes forked from this one. They end when it ends, or at ``close``.
 
     ``begin`` is called first in each; it returns the first argument for every function. A call
     raises ``DataError`` if its process has died.
@@ -159,7 +159,7 @@ def _close_sockets() -> None:
 
 
 class _Pickler(ForkingPickler):
-    """Copies small tensors, for each of which torch would make shared memory."""
+    """Copies small tensors; torch would create shared memory for each."""
 
     def reducer_override(self, value: Any) -> Any:
         """Return a recipe that rebuilds a small tensor, or leave the tensor to torch."""

@@ -48,8 +48,8 @@ class Sampled:
         first = self.epoch(0)
         if not np.array_equal(first, self._drawn(0)):
             raise DataError(
-                f"the sampler {self._name} gives another order when it gets the same epoch "
-                "again, so a run that resumes would lose samples: leave out its generator "
+                f"the sampler {self._name} gives a different order for the same epoch, "
+                "so a run that resumes would lose samples: leave out its generator "
                 "(torch, NumPy and random are seeded by the epoch here), or seed it in "
                 "set_epoch(epoch)"
             )

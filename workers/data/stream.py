@@ -17,7 +17,7 @@ from workers.data.fingerprint import fingerprint
 from workers.data.randomness import drawn, random_seed, seed_all
 from workers.errors import DataError
 
-#: Most bytes of a stream's state, because a version keeps it among its small values.
+#: Maximum size of a stream's state, which a version keeps among its small values.
 _STATE_BYTES_MAX: Final = 256 << 10
 #: The digest covers one of this many samples of a step, and the first of an epoch. That is enough,
 #: because a lost sample shifts all later ones.
@@ -58,7 +58,7 @@ class Stream:
     def __init__(self, dataset: Iterable[Any], *, seed: int, global_batch: int) -> None:
         if not hasattr(dataset, "__iter__") or isinstance(dataset, Iterator):
             raise DataError(
-                f"DataLoader: {type(dataset).__name__} can be iterated only once at most; give an "
+                f"DataLoader: {type(dataset).__name__} can be iterated at most once; give an "
                 "object whose __iter__ begins again, such as an IterableDataset"
             )
         _refuse_unseeded(dataset)
@@ -122,7 +122,7 @@ class Stream:
             try:
                 text = json.dumps(self._dataset.state_dict())
             except (TypeError, ValueError) as error:
-                raise DataError(f"{told} has other values than JSON's: {error}") from error
+                raise DataError(f"{told} has values that JSON cannot hold: {error}") from error
             if len(text) > _STATE_BYTES_MAX:
                 raise DataError(
                     f"{told} has {len(text)} bytes; at most {_STATE_BYTES_MAX} are kept. Without "

@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 from typing import Final
 
-#: Most threads to list individually; Ray alone has some dozens.
+#: Maximum number of threads to list individually; Ray alone has some dozens.
 _NUM_THREADS_MAX: Final = 256
 
 

@@ -207,7 +207,7 @@ class Keeper:
         return True
 
     async def ending(self, pid: int) -> Ending:
-        """Return how a process of this node ended, as far as that is known within a second."""
+        """Return how a process of this node ended, if that is known within a second."""
         return await asyncio.to_thread(self._watch.endings.of, pid, ENDED_S)
 
     async def clear(self) -> None:
@@ -336,7 +336,7 @@ class Keeper:
     def _ended(task: asyncio.Task[None]) -> None:
         """Exit if the reports failed, which is a bug; Ray then starts another keeper."""
         if not task.cancelled() and task.exception() is not None:
-            log.critical("the keeper ends, its reports failed", exc_info=task.exception())
+            log.critical("the keeper ends because its reports failed", exc_info=task.exception())
             os._exit(1)
 
     async def _tend(self, report: NodeReport) -> None:

@@ -335,7 +335,7 @@ class ArenaTable:
 
     def _claim(self, name: str, need_bytes: int) -> None:
         if name in self._claims:
-            raise ArenaError(f"{name} is being reserved already; ask again", arena=name)
+            raise ArenaError(f"{name} is already being reserved; try again", arena=name)
         used = sum(arena.size_bytes for arena in self._arenas.values())
         used += sum(self._claims.values())
         left = self._available() - _SPARE_BYTES - sum(self._claims.values())

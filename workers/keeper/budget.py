@@ -22,7 +22,7 @@ class Budget:
     memory. The keeper locks the file while it lives, so that others know that the share counts.
 
     Args:
-        directory: Directory of the run on the node: ``ROOT/RUN/NODE``, for every run on the node.
+        directory: Directory of the run on the node; every run there has its own ``ROOT/RUN/NODE``.
         node_memory_mib: The user's limit; 0 selects the default.
     """
 

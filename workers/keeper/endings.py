@@ -112,7 +112,7 @@ class Endings:
             self._thread.start()
 
     def of(self, pid: int, wait_s: float) -> Ending:
-        """Return how ``pid`` ended, as far as that is known within ``wait_s``.
+        """Return how ``pid`` ended, if that is known within ``wait_s``.
 
         The result is empty for a process that has not ended by then: it may still be freeing its
         memory.

@@ -32,7 +32,7 @@ _SECRET_BYTES: Final = 32
 _NICENESS_SENDING: Final = 15
 _NICENESS_COPYING: Final = 19
 
-#: Most lines of a report; people read them.
+#: Maximum number of lines of a report; people read them.
 _NUM_MAX: Final = 32
 
 

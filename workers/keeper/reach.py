@@ -27,8 +27,8 @@ _CONNECT_S: Final = 0.5
 #: Pause before connecting again. A server closes a connection that is silent for long. A dead or
 #: silent server is also tried again, in case its port outlived the connection.
 _RECALL_S: Final = 0.5
-#: Most threads, which only wait. A rack of machines may vanish at once, and machines behind a cut
-#: are tried repeatedly.
+#: Maximum number of threads, which only wait. A rack of machines may vanish at once, and machines
+#: behind a cut are tried repeatedly.
 _ASKING: Final = ThreadPoolExecutor(32, thread_name_prefix="reach")
 #: Bytes that a server sends first are ignored.
 _GREETING_BYTES: Final = 1 << 10

@@ -142,7 +142,7 @@ class MemorySources:
         except ParityError as error:
             reason = str(error)
         except StorageError as error:
-            # Its node answered when the record was read.
+            # The node still answered when the record was read, so it failed since.
             self._give_up_on(_places(each for each in parities if each.is_lost), error)
             return self._choose()
         for rank in missing:

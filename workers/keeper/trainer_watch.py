@@ -37,8 +37,8 @@ SCAN_S = 0.25
 #: A directory that was listed this long after its last change is not listed again before the next
 #: change: its time has a resolution of 10 ms.
 SETTLED_S = 0.1
-#: How long a dead worker is reported. By then its attempt was judged; a longer time would cost
-#: memory, and time in every look and report.
+#: Time for which a dead worker is reported. By then its attempt was judged; a longer time would
+#: cost memory, and time in every look and report.
 FORGET_S = 60.0
 #: A new child counts after this at the latest. A search takes 0.3 ms in a process of 30 threads.
 _SEARCH_S = 1.0
@@ -236,7 +236,7 @@ class NodeWatch:
         return tuple(found)
 
     def lives(self, worker: str) -> bool:
-        """Return whether the process of ``worker`` lives, as far as the keeper knows."""
+        """Return whether the keeper knows that the process of ``worker`` lives."""
         view = self._view(worker)
         return view is not None and _runs(view.pid, view.started_ticks)
 

@@ -78,7 +78,7 @@ class Arena:
 
     Attributes:
         fd: The memfd; owned by this object.
-        body_bytes: The most bytes of a buffer's data and record together.
+        body_bytes: Maximum size of a buffer's data and record together.
     """
 
     def __init__(self, fd: int) -> None:

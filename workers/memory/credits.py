@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-#: The most credits: four copies at once fill four pinned buses, and leave memory bandwidth.
+#: Maximum number of credits: four copies at once fill four pinned buses, and leave memory
+#: bandwidth.
 _NUM_MAX: Final = 4
 _FOLDER: Final = "credits"
 #: Time that a rank waits for a credit. Another rank holds it for some 10 ms.

@@ -35,7 +35,7 @@ _SOCKET: Final = "fds"
 PACKET_BYTES: Final = 4096
 #: Faulting in an arena of 100 GB takes half a minute. A refusal comes at once.
 _RESERVE_S: Final = 120.0
-#: Limit for every other exchange, at either end, in seconds.
+#: Time limit in seconds for every other exchange, at either end.
 ANSWER_S: Final = 5.0
 
 

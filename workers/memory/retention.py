@@ -83,7 +83,7 @@ def in_use(
     listed: Mapping[str, Collection[str]],
     attempt: int = 0,
 ) -> frozenset[str]:
-    """Return those of a node's arenas that a worker writes, and their copies and parities.
+    """Return the node's arenas that a worker writes, and their copies and parities.
 
     Args:
         living: The newest generation, or 0, that each living worker of this node has reserved.
@@ -108,11 +108,11 @@ def in_use(
 def reapable(
     arenas: Sequence[HeldArena], *, lineage: Sequence[tuple[int, int]], stored_step: int = 0
 ) -> list[str]:
-    """Return the names of those of a node's unused arenas that may be freed.
+    """Return the names of the unused arenas that may be freed.
 
-    An arena is freed if no version in it can be needed: the arenas that stay (for a copy or
-    parities: those of that kind, if any) hold two newer versions of a later attempt; or storage has
-    a newer version; or nothing in it counts and a later attempt holds a version.
+    An arena may be freed if no version in it can be needed. That is so if the arenas that stay (for
+    a copy or parities: those of that kind, if any) hold two newer versions of a later attempt, if
+    storage has a newer version, or if nothing in it counts and a later attempt holds a version.
 
     ``stored_step`` is the newest step that is committed to storage and counts; 0 if none.
     """

@@ -22,7 +22,7 @@ __all__ = [
 
 
 class NoGroup:
-    """Replaces the group of a module without parameters of its own."""
+    """Replaces the parameter group of a module without parameters of its own."""
 
     fsdp_params: tuple[Any, ...] = ()
     reduce_grads = False

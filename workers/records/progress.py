@@ -278,7 +278,7 @@ def report_on(
         view: The worker's progress record; None counts as a process that is gone.
         ring: The content of the worker's record ring; ignored if it is from another attempt.
         now_ns: The machine's monotonic clock, up to which ages count.
-        children_s: Processor time of the worker's children, as far as known.
+        children_s: Processor time of the worker's children, if known.
         digest: The worker's own work from its record ring; ignored if it is from another attempt.
     """
     if view is None:

@@ -85,7 +85,7 @@ class Waited(NamedTuple):
 
 
 class _GroupWriter:
-    """The writer's memory of one group."""
+    """The state of one group in the writer's memory."""
 
     __slots__ = (
         "call", "called", "entered", "finished", "history", "in_flight", "name", "offset",

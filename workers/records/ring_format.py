@@ -12,12 +12,12 @@ from typing import Final
 MAGIC: Final = b"everring"
 VERSION: Final = 3
 
-#: Most groups of a ring; further groups are counted but not recorded. A rank of a 5-axis mesh is in
-#: about 10 groups, and pipeline pairs add 2 per neighbour.
+#: Maximum number of groups of a ring; further groups are counted but not recorded. A rank of a
+#: 5-axis mesh is in about 10 groups, and pipeline pairs add 2 per neighbour.
 NUM_GROUPS_MAX: Final = 128
-#: The fewest records of a ring: a few steps in 256 KiB.
+#: Minimum number of records of a ring: a few steps in 256 KiB.
 NUM_RECORDS: Final = 4096
-#: The most records of a ring: 8 MiB.
+#: Maximum number of records of a ring: 8 MiB.
 NUM_RECORDS_MAX: Final = 131072
 #: Suffix for the ring of the previous attempt.
 LAST_SUFFIX: Final = ".last"

@@ -51,7 +51,8 @@ from workers.snapshot.buckets import BUCKET_BYTES, Asked, Plan, TensorRange, int
 IN_FLIGHT_MAX: Final = 2
 #: Bytes that leave on one credit, which takes some 10 ms, before it is another rank's turn.
 _TURN_BYTES: Final = 512 << 20
-#: Fewest buckets of a turn: a new turn takes the interpreter from training, and the bus waits.
+#: Minimum number of buckets in a turn: each turn takes the interpreter from training, and the bus
+#: waits.
 _TURN_BUCKETS_MIN: Final = 4
 #: Bound on the number of buckets of a state, with marks and without. Division at blocks adds a few,
 #: and so does a state of more GiB than this.
@@ -98,11 +99,12 @@ def bucket_releases(num_buckets: int, gaps_s: Sequence[float], bucket_s: float) 
 class Leaving:
     """How a state leaves a device. No measurement on a GPU has shown yet which way costs least."""
 
-    #: Whether in pieces with a small computation between any two. A copy engine takes copies in the
-    #: order in which they are ready, whatever the priority of their streams; in such a gap it takes
-    #: those of other streams (meta-pytorch/torchrec, issues 4303, 4315 and 4339).
+    #: Whether buckets leave in pieces, with a small computation between any two. A copy engine
+    #: takes copies in the order in which they are ready, whatever the priority of their streams; in
+    #: such a gap it takes those of other streams (meta-pytorch/torchrec, issues 4303, 4315 and
+    #: 4339).
     pieces: bool = False
-    #: Whether behind the passes of every model, not only of a pipeline stage.
+    #: Whether buckets wait for the passes of any model, not only for those of a pipeline stage.
     passes: bool = False
 
 

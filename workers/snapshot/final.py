@@ -31,7 +31,7 @@ def is_quick(size_bytes: int, measured_s: float | None) -> bool:
 
 
 class Fallback:
-    """The versions that the run can fall back on, as far as one rank of an attempt knows.
+    """The versions that the run can fall back on, as known to one rank of an attempt.
 
     Attributes:
         safe: ``(attempt, step)`` of the newest version that all ranks and their peers have, at

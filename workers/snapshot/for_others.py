@@ -72,7 +72,7 @@ class ForOthers:
         )
 
     def prepare(self, state: Captured, *, for_cuda: bool) -> None:
-        """Reserve memory for states like this one, as far as the keeper grants it."""
+        """Reserve as much memory for states like this one as the keeper grants."""
         assignment, worker = self._assignment, self._memory.worker
         self._others = [
             (rank, BufferLayout(replace(state, entries=entries), replace(assignment, rank=rank)))

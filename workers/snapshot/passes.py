@@ -61,7 +61,7 @@ class _Hooks:
 
     @torch.compiler.disable
     def behind(self, _block: nn.Module, _arguments: Any, output: Any) -> None:
-        """Report that a forward pass ends; arrange the report of the backward pass's beginning."""
+        """Report that a forward pass ends; set up the report that its backward pass begins."""
         if not torch.is_grad_enabled():
             return
         # A forward pass within a backward pass (recomputation) continues the latter.

@@ -236,7 +236,7 @@ class TrainingState:
         self._names = {id(parameter): fqn for fqn, parameter in parameters.items()}
 
     def add(self, entries: Sequence[StateEntry]) -> None:
-        """Save these values too, beside weights and optimizer. Their memory must stay the same."""
+        """Also save these values, always in the same memory, with weights and optimizer."""
         self._beside += entries
         self._entries = None
 

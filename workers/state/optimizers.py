@@ -194,7 +194,7 @@ def adopt(
     shards: Sequence[LocalShard],
     parameters: Mapping[str, nn.Parameter],
 ) -> None:
-    """Make a new optimizer over the model's parameters update the shards instead.
+    """Make a new optimizer update the shards instead of the model's parameters.
 
     An optimizer that was made over ``parameters``, as it should be, does not change. Raise
     ``StateError`` if it has parameters of neither, or already has state for the model's.

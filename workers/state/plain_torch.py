@@ -26,7 +26,7 @@ from workers.state.entries import DTYPES, TrainingState, set_scalars
 #: Boxes, and ranks with the same elements, by how a DTensor is placed. Finding the ranks takes
 #: 150 us, and most tensors of a model are placed alike.
 _Places = dict[Hashable, tuple[tuple[Box, ...], tuple[int, ...]]]
-#: A module's own value beside its tensors has this name in its state dict.
+#: Name in a state dict of a module's value that is not a tensor.
 _EXTRA_STATE = "_extra_state"
 
 

@@ -24,7 +24,7 @@ from workers.errors import TaskError
 
 #: Limit for all registered objects together: they are written after every step, as text.
 _BYTES_MAX: Final = 256 << 10
-#: Keys of dictionaries that stand for values that JSON lacks.
+#: Keys of the dictionaries that represent values that JSON lacks.
 _TAGS: Final = ({"tensor", "shape", "base64"}, {"array", "shape", "base64"}, {"base64"},
                 {"items"}, {"tuple"}, {"float"}, {"as", "of"})  # fmt: skip
 

@@ -212,7 +212,7 @@ def _parts(before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
     if not is_dict and (isinstance(after, _NO_STATE) or not hasattr(after, "__dict__")):
         return
     mine, theirs = (one if is_dict else getattr(one, "__dict__", {}) for one in (before, after))
-    # Values are compared by position, because keys may be parameters, of which there are copies.
+    # Values are compared by position, because keys may be parameters, which were copied.
     held = iter(mine.values() if isinstance(mine, dict) else ())
     for key, value in theirs.items():
         said = f"[{key!r}]" if isinstance(key, str | int) else "[...]"

@@ -257,8 +257,8 @@ def _check(model: nn.Module, averaged: Sequence[str], mesh: Mesh) -> None:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise TaskError(
                 f"module {name} ({type(module).__name__}) has get_extra_state, which no checkpoint "
-                "keeps: hold that in a persistent buffer or session.register it, and have the "
-                "class say get_extra_state = nn.Module.get_extra_state",
+                "keeps: hold that in a persistent buffer or session.register it, and set "
+                "get_extra_state = nn.Module.get_extra_state in the class",
                 module=name,
             )
         if isinstance(getattr(module, "running_mean", None), torch.Tensor):

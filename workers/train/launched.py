@@ -1,4 +1,4 @@
-"""The ranks of a training without a controller: this process, or all that a launcher started.
+"""Connect the ranks of a training without a controller: alone, or under a launcher.
 
 Under torchrun, rank 0 decides what the controller of ``everstep run`` would: the attempt and the
 version from which it resumes. The ranks exchange messages in the launcher's store. If one ends, the

@@ -313,7 +313,7 @@ class Session:
     ) -> Iterator[Step]:
         """Yield the remaining steps, one at a time; call ``train_step`` in each.
 
-        Between two steps the session saves, reports, and leaves if asked.
+        Between two steps the session saves, reports, and leaves on request.
 
         Args:
             data: The number of samples of the training data, whose indices are below it; or a
@@ -581,7 +581,7 @@ def _by_index(
         return loss_of, read
     if read.is_stream:
         raise DataError(
-            "session.evaluate reads samples by index, and a stream has none: hand over a list of "
+            "session.evaluate reads samples by index, and a stream has none: pass a list of "
             "held-out samples"
         )
     if read.sampled is not None:

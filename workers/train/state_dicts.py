@@ -98,7 +98,7 @@ def _meet(what: str) -> None:
         raise ApartError(
             f"{what} was called at {line} by some workers only: "
             f"{collectives.described(apart)}. It would hold this worker's part of each weight, and "
-            f"the others would wait for ever. {_ADVICE}; else call it on all workers"
+            f"the others would wait forever. {_ADVICE}; else call it on all workers"
         )
 
 
@@ -112,8 +112,8 @@ def _refuse_pickling(part: DTensor, protocol: Any) -> Any:
 def _pickled(what: str) -> TaskError:
     line = collectives.script_line(sys._getframe(2))  # noqa: SLF001
     return TaskError(
-        f"{line} pickles this worker's {what}: a file of it, as torch.save writes it, is no model. "
-        f"{_ADVICE}"
+        f"{line} pickles this worker's {what}: a file of it, as torch.save writes it, is not a "
+        f"model. {_ADVICE}"
     )
 
 
@@ -122,8 +122,8 @@ def _whole_number(made: Callable[..., Any]) -> Callable[..., Any]:
         if any(placement.is_partial() for placement in part.placements):
             line = collectives.script_line(sys._getframe(1))  # noqa: SLF001
             raise TaskError(
-                f"{line} makes a number of a tensor of which each worker has computed a part, as a "
-                "norm or a sum of weights: call .full_tensor() on all workers first"
+                f"{line} converts to a number a tensor of which each worker has computed a part, "
+                "such as a norm or a sum of weights: call .full_tensor() on all workers first"
             )
         return made(part, *arguments)
 

@@ -197,7 +197,7 @@ class Steps:
         if self._stream is not None:
             raise TaskError(
                 "train.recheck has all workers compute the same micro-batch, and from a stream "
-                "each reads its own: hand over samples by index, or write train.recheck: 0"
+                "each reads its own: pass samples by index, or write train.recheck: 0"
             )
         size = train.micro_batch
 

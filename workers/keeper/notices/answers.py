@@ -24,8 +24,8 @@ def aws(action: str | None, rebalance: str | None) -> Notice | None:
     """Return EC2's notice about a spot instance.
 
     ``action`` is the answer of ``spot/instance-action``, None if there is none. ``rebalance`` is
-    that of ``events/recommendations/rebalance``: the instance is likelier than others to be taken,
-    at an unknown time.
+    that of ``events/recommendations/rebalance``: the instance is more likely than others to be
+    taken, at an unknown time.
     """
     if action is not None:
         said = _mapping(action)

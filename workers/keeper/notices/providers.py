@@ -31,7 +31,7 @@ FAILURES: Final = (Exception,)
 _ENDPOINT: Final = "http://169.254.169.254"
 #: A service on the machine's own link answers in milliseconds.
 _ANSWER_S: Final = 5.0
-#: Most bytes of an answer. The events of a thousand machines take about half of this.
+#: Maximum size of an answer. The events of a thousand machines take about half of this.
 _ANSWER_BYTES_MAX: Final = 1 << 20
 #: Seconds for which Google's service holds back the answer until it changes.
 _HANG_S: Final = 5

@@ -39,7 +39,7 @@ from workers.protocol import Held
 
 #: Tries to read a range; each continues where the last one broke off.
 _TRIES: Final = 3
-#: Most requests to send ahead: the server reads none while it sends.
+#: Maximum number of requests to send ahead: the server reads none while it sends.
 _AHEAD_MAX: Final = 64
 
 

@@ -158,7 +158,7 @@ def _send_all(
 def limit_waits(
     connection: socket.socket, *, sending_s: float | None, receiving_s: float | None
 ) -> None:
-    """Make the kernel give up on a silent peer; None waits for ever.
+    """Make the kernel give up on a silent peer; None waits forever.
 
     ``settimeout`` would poll before each call and move one buffer at a time, at half the speed.
     """

@@ -140,7 +140,7 @@ class Mirror(Replication):
         return True
 
     def _note_overtaken(self, name: str, source: Held) -> None:
-        """Report ranks that do not wait for copies. A new attempt may do this once."""
+        """Report ranks that outrun their copies; once may happen in a new attempt."""
         self._overtaken[name] = self._overtaken.get(name, 0) + 1
         if self._overtaken[name] >= _OVERTAKEN_MAX:
             self._note_problem(
@@ -168,7 +168,7 @@ class Mirrors:
             self._running.pop(each).stop()
         for each in wanted_now:
             if each not in self._running:
-                # If no thread can be started, a repeated order tries again.
+                # If no thread can be started, the next order with the same peers tries again.
                 self._running[each] = (
                     Mirror(self._table, each, each.secret, self._niceness)
                     if isinstance(each, Peer)

@@ -65,7 +65,7 @@ class ParityMirror(Replication):
         super().__init__(what, peers, niceness)
         self._table = table
         self._group = group
-        #: The newest version that all ranks have, and of which all nodes have their parities.
+        #: The newest version that all ranks have, with parities on all nodes.
         self._kept: tuple[int, int] | None = None
         self._thread.start()
 

@@ -18,13 +18,13 @@ from workers.keeper.peers.frames import family_of, num_queued
 
 #: Seconds for a probe: the kernel repeats a lost packet after a second.
 PROBE_S: Final = 1.2
-#: Most connections open at once: few compared with the descriptors that a process may have.
+#: Maximum number of open connections: few compared with the descriptors that a process may have.
 _BATCH: Final = 256
 #: A listener closes a connection that sends such bytes after it has read the first packet.
 _ANSWERS: Final = frozenset({0, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE})
 #: More than a packet holds, and less than a kernel accepts for a process that does not read.
 SIZE_BYTES: Final = 16 << 10
-#: Period of asking the kernel whether the bytes have arrived.
+#: Period of checking with the kernel whether the bytes have arrived.
 _LOOK_S: Final = 0.005
 
 

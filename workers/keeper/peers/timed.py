@@ -30,7 +30,7 @@ WITHIN_S: Final = 0.2
 _STRETCH_S: Final = 0.05
 #: Time limit for the connection, and for the proof.
 _GREET_S: Final = 0.25
-#: Period of asking the kernel for the arrived bytes.
+#: Period of reading from the kernel how many bytes have arrived.
 _LOOK_S: Final = 0.001
 
 

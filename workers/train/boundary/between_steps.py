@@ -306,7 +306,7 @@ class Boundary:
         )
 
     def _compared(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captured:
-        """Return the state of a step, of which all copies are equal."""
+        """Return the state of a step, once all its copies are known to be equal."""
         # Otherwise it is the state of no step, and gets no final snapshot.
         live, self._live = self._live, None
         refuse_diverged(step, sharded)

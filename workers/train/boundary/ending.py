@@ -65,7 +65,9 @@ class Ending:
 
     def end(self, step: int) -> None:
         """Record that the run ends with the version of ``step`` and of this attempt."""
-        self.reason = self._wish or collectives.places().heard(_STOP) or "another worker asked"
+        self.reason = (
+            self._wish or collectives.places().heard(_STOP) or "another worker requested it"
+        )
         if self._assignment.rank == 0:
             log.warning("the run ends with step %s: %s", step, self.reason)
             told = {"step": step, "attempt": self._assignment.attempt, "reason": self.reason}

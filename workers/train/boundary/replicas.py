@@ -25,8 +25,8 @@ _NUM_NAMED = 3
 def refuse_diverged(step: int, sharded: ShardedModel) -> None:
     """Raise on all ranks if copies of the weights after ``step`` differ.
 
-    Every rank calls it. On machines that do not compute alike it makes them equal. Without copies
-    (``dp_replicate`` of 1) there is nothing to compare.
+    Every rank calls it. On machines that do not compute alike, it makes the copies equal. Without
+    copies (``dp_replicate`` of 1) there is nothing to compare.
     """
     layout, device = sharded.mesh.layout, sharded.device
     if layout.dp_replicate == 1:

@@ -88,8 +88,8 @@ class Finiteness:
                 self._tell(
                     step.number,
                     where,
-                    f"step {step.number} is not finite: {where.text}. The update was made all the "
-                    "same, as train.not_finite.action=ignore says",
+                    f"step {step.number} is not finite: {where.text}. The update was applied, "
+                    "because of train.not_finite.action=ignore",
                 )
             return
         where = find_origin(step, parts, sharded, self._num_micro_batches)
@@ -141,11 +141,11 @@ class Finiteness:
 def _advice(*, broken: bool) -> str:
     if broken:
         return (
-            "Later weights are not finite: lower the learning rate or mend the data, and "
+            "Later weights are not finite: lower the learning rate or fix the data, and "
             "run it again with run.resume_from=finite; a script that runs alone resumes from "
             "the step before once the newer folders in checkpoints/ are deleted"
         )
     return (
-        "The weights are those of that step: mend the data or the model and run it again; or allow "
+        "The weights are those of that step: fix the data or the model and run it again; or allow "
         "more with train.not_finite.most"
     )

@@ -130,7 +130,7 @@ class Recheck:
         sound = self._sound_step
         return CorruptError(
             f"step {step}: {told}. The run goes back to its newest version up to step {sound}, "
-            "whose state was right by the last check",
+            "whose state the last check confirmed",
             step=step,
             ranks=ranks,
             sound_step=sound,

@@ -32,7 +32,7 @@ class BuiltModel:
     #: The object that the script calls: ``model``, or a stage that stands for the whole model.
     called: nn.Module
     shapes: Mapping[str, tuple[int, ...]]  #: Shapes of all parameters of the whole model, by name.
-    shards: Sequence[LocalShard]  #: This rank's shard of every parameter of which it has a part.
+    shards: Sequence[LocalShard]  #: This rank's shards of parameters.
     buffers: PersistentBuffers  #: Persistent buffers of ``model``.
     keeps_gathered: bool  #: Whether parameters stay gathered until the last pass of a step.
     sequence: SequenceParts  #: This rank's parts of sequences.
@@ -43,7 +43,7 @@ class BuiltModel:
     used: Used  #: The parameters that the step used.
     mesh: Mesh  #: The ranks over which the model is sharded.
     device: torch.device
-    #: Files that Hugging Face keeps beside the weights of such a model.
+    #: Files that Hugging Face keeps next to the weights of such a model.
     documents: Mapping[str, bytes]
     #: Persistent buffers of the whole model by name, and its parameters' other names.
     relations: Mapping[str, Any]

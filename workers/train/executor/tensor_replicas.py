@@ -28,7 +28,7 @@ _NUM_SUMS: Final = 2
 
 
 class TensorReplicas:
-    """The parameters of which all ranks of a tensor-parallel group have the same elements."""
+    """The parameters whose elements are the same on all ranks of a tensor-parallel group."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

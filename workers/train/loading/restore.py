@@ -47,7 +47,7 @@ from workers.train.executor import all_agree
 
 #: A kind of source, in addition to those of ``workers.keeper``.
 STORAGE: Final = "storage"
-#: Marks a final snapshot among the small named values of a version.
+#: Key that marks a final snapshot among a version's small named values.
 LIVE_STATE: Final = "live_state"
 #: The slot of a parameter itself; all others are the optimizer's.
 WEIGHT: Final = "weight"

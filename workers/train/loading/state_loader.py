@@ -135,7 +135,7 @@ class StateLoader:
         return restored
 
     def restore_average(self, sharded: ShardedModel) -> None:
-        """Load the average of the weights from the version, as far as it has one.
+        """Load those averages of weights that the version has.
 
         Every worker calls it.
         """

@@ -89,8 +89,11 @@ def counted() -> Any:
             "DistributedSampler gives a rank only its part",
         ),
         (BatchSampler(range(10), 2, drop_last=False), r"gives \[0, 1\], which is not an index"),
-        (RandomSampler(DATA, generator=torch.Generator()), "another order .* leave out its gener"),
-        (counted(), "another order when it gets the same epoch again"),
+        (
+            RandomSampler(DATA, generator=torch.Generator()),
+            "a different order .* leave out its gener",
+        ),
+        (counted(), "a different order for the same epoch"),
         (range(11), "gives the index 10 in epoch 0, and the data has 10 samples"),
         ([], "gives no index in epoch 0"),
         (3, "sampler=3 gives no indices"),

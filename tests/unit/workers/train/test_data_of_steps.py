@@ -92,7 +92,7 @@ def test_a_loader_of_batches_is_refused_with_what_to_hand_over(tmp_path: Path, l
 @pytest.mark.parametrize("data", [{"text": ["a"]}, "train.jsonl", iter(ROWS)])
 def test_what_is_no_dataset_is_refused_by_name(tmp_path: Path, data: Any) -> None:
     """A dictionary has a length and is indexed, by other things than numbers."""
-    with pytest.raises(TaskError, match=r"DataError: .*(not a dataset|only once)"):
+    with pytest.raises(TaskError, match=r"DataError: .*(not a dataset|at most once)"):
         seen_in(tmp_path, data)
 
 
@@ -115,7 +115,7 @@ def test_other_data_is_refused_with_what_to_hand_over(
 
 def test_a_stream_cannot_be_rechecked_and_the_error_names_the_ways_out(tmp_path: Path) -> None:
     """Its samples are read once, so no worker could compute those of another one again."""
-    ways = r"train\.recheck has .* from a stream .*: hand over samples by index, .*recheck: 0"
+    ways = r"train\.recheck has .* from a stream .*: pass samples by index, .*recheck: 0"
     with pytest.raises(TaskError, match=ways):
         seen_in(tmp_path, Rows(), recheck=2, deterministic=True)
     assert len(seen_in(tmp_path, list(ROWS), recheck=2, deterministic=True)) == 8

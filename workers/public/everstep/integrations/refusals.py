@@ -18,7 +18,7 @@ _ARGUMENTS: Final = {
     "torch_compile": "compile the model where it is made",
     "use_liger_kernel": "apply the kernels where the model is made",
     "auto_find_batch_size": "set per_device_train_batch_size",
-    "enable_jit_checkpoint": "everstep saves when a worker is asked to leave",
+    "enable_jit_checkpoint": "everstep saves when a worker must leave",
     "restore_callback_states_from_checkpoint": "everstep restores them",
     "debug": "everstep skips and reports updates that are not finite: train.not_finite",
 }

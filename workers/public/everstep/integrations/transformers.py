@@ -355,7 +355,7 @@ class ElasticTrainer(Trainer):
         self._earlier = Earlier.at(self._resume) if self._resume and not session.step else None
         if self._earlier is not None:
             self._earlier.begin(self, session)
-        # Deep copies replace the parameter by this one with its values, so a tied one stays tied.
+        # Deep copies use these parameters in place of the source's, so tied ones stay tied.
         empty = {
             id(one): nn.Parameter(torch.empty_like(one, dtype=torch.float32, device="meta"))
             for one in source.parameters()
@@ -397,7 +397,7 @@ class ElasticTrainer(Trainer):
                 self._tell("on_epoch_begin")
             begins_epoch = self._step(step, self.model, scheduler)
             if self.control.should_training_stop and step.number < session.settings.train.steps:
-                session.stop("a callback of the trainer asked for it (should_training_stop)")
+                session.stop("a callback of the trainer requested it (should_training_stop)")
         self.log(self._train_metrics())
         self._tell("on_train_end")
 
