@@ -248,7 +248,8 @@ class WorkerLeft:
     detail: str
     #: Sources of the version to resume from whose bytes differ from those that were written.
     damaged: tuple[Source, ...] = ()
-    unread: tuple[Source, ...] = ()  #: Sources of that version that could not be read this time.
+    #: Sources of the version to resume from that could not be read this time.
+    unread: tuple[Source, ...] = ()
     skipped: tuple[str, ...] = ()  #: One line for people for each source that failed.
     #: With ``PEER_LOST``: the node that its transport could not reach; "" if it named none.
     unreached: str = ""

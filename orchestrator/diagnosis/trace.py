@@ -135,7 +135,7 @@ class _Drawing:
                 self._arrow(ends["send"], ends["recv"])
 
     def verdict(self, verdict: Verdict, at_s: float) -> None:
-        """Draw a verdict on the row of verdicts and on the rows of the guilty ranks."""
+        """Draw a verdict on the row for verdicts and on the rows of the guilty ranks."""
         if 0 not in {event["pid"] for event in self.events if event["ph"] == "M"}:
             self._process(0, "verdicts", -1)
             self._thread(0, "verdicts", 0)

@@ -68,7 +68,7 @@ def _phase(phase: str, summary: Mapping[str, Any]) -> str:
 def replay_run(url: str) -> dict[str, Any]:
     """Replay the journal of ``url``; raise ``JournalCorruptError`` if the actions differ.
 
-    Each resume of the run may have other settings; its part of the journal is folded with those.
+    Each resume of the run may have its own settings; its part of the journal is folded with these.
     """
     run = Run(url)
     segments = read_segments(run.store, run.path)

@@ -92,9 +92,9 @@ def tell(
     """Return the document of a run.
 
     In its status, unknown values are null. In ``capacity`` each alternative that was requested has
-    a row: ``waits_s`` counts from the first request that is open, or from the last grant,
-    ``grant_s`` is how long a machine takes to come, and times are 0 while no request is open.
-    ``incidents`` lists the newest ones in order; ``found_s`` is the seconds since each was found.
+    a row: ``waits_s`` counts from the first open request or the last grant, and ``grant_s`` is how
+    long a machine takes to come. Times are 0 while no request is open. ``incidents`` lists the
+    newest ones in order; ``found_s`` is the seconds since each was found.
     """
     at_s, is_seen = seen.at_s, math.isfinite(seen.at_s)
     is_priced = any(each.usd_per_hour for each in config.alternatives())

@@ -108,8 +108,8 @@ def complete_draft(made: Part, parts: Mapping[int, Part], body: memoryview) -> N
     It does nothing if they are there. No other process writes to the buffer until it is begun
     again, and then this version no longer counts.
 
-    Raise ``ParityError`` if the parity has other members, or no room for their records, and
-    ``StorageError`` if a part, or the buffer, was overwritten.
+    Raise ``ParityError`` if the parity's members differ or it has no room for their records, and
+    ``StorageError`` if a part or the buffer was overwritten.
     """
     draft, held = _read(made), made.held
     if not draft.is_draft:

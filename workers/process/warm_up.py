@@ -108,7 +108,7 @@ def run_top_level(settings: Settings) -> bool:
     """
     try:
         task_of(settings)
-    except Exception:  # noqa: BLE001  the attempt raises it again, and tells of it
+    except Exception:  # noqa: BLE001  the attempt raises it again, and reports it
         return False
     return True
 

@@ -152,7 +152,7 @@ class HostTensors:
         """
         if self._tensors and self._tensors[0].is_cuda:
             return None
-        # A tensor with the same name and shape may have other memory than before.
+        # A tensor with the same name and shape may have moved in memory.
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
             if any(t.is_cuda or not t.is_contiguous() for t in self._tensors):

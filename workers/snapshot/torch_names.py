@@ -14,7 +14,7 @@ NO_BACKWARD = -1
 
 def current_backward() -> int:
     """Return the id of the backward call that this thread is in; ``NO_BACKWARD`` if in none."""
-    return int(torch._C._current_graph_task_id())  # noqa: SLF001  nothing else tells
+    return int(torch._C._current_graph_task_id())  # noqa: SLF001  torch has no public name for it
 
 
 def call_behind_backward(callback: Callable[[], None]) -> None:

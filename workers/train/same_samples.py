@@ -71,7 +71,7 @@ class SameSamples:
         each = size or 1
         num = each * -(-_SPREAD // each)
         spread = [(order.num_samples - 1) * place // (num - 1) for place in range(num)]
-        # With ``parallel.cp`` a loss function reads parts, and other ones after a resume.
+        # With ``parallel.cp`` a loss function reads parts, which differ after a resume.
         is_of_parts = size and mesh.layout.cp > 1
         self._spread = [] if is_of_parts else _cut(spread, each)
 

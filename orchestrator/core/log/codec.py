@@ -122,7 +122,7 @@ def _record(kind: Any) -> Decoder:
 
     def decode(value: Any) -> Any:
         if value.keys() != decoders.keys():
-            raise KeyError(f"{kind.__name__} has other fields than {sorted(value)}")
+            raise KeyError(f"the fields of {kind.__name__} are not {sorted(value)}")
         return kind(**{name: each(value[name]) for name, each in decoders.items()})
 
     return decode

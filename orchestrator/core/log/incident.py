@@ -42,7 +42,7 @@ class Incident:
     #: Cost of the reservations while the run waited and while it redid steps; 0.0 without a
     #: known price.
     cost_usd: float = 0.0
-    layout_before: str = ""  #: Layout of that attempt, for people.
+    layout_before: str = ""  #: Layout of the attempt that it ended, for people.
     layout_after: str = ""  #: Layout of the next one, "" if there was none.
     #: Layouts that were not chosen then, each with the reason, for people.
     other_layouts: tuple[tuple[str, str], ...] = ()

@@ -54,7 +54,7 @@ def other_layouts(
     for degrees in candidates(rules):
         layout = fit(degrees, rooms, num_max, rules)
         if layout == chosen:
-            # The candidates before it are nearer to the user's layout.
+            # The candidates before the chosen one are nearer to the user's layout.
             is_slower = False
             continue
         if layout is None:

@@ -76,7 +76,7 @@ def local_clusters() -> list[LocalEntry]:
     """
     found: list[tuple[float, LocalEntry]] = []
     for folder, entry, began_s in _entries():
-        # Processes of another container that shares this folder have other pids here.
+        # A container that shares this folder may count its processes differently.
         is_hosted = _accepts(str(folder / "control"))
         if is_hosted or _group_lives(entry.host_pid):
             found.append((began_s, replace(entry, is_hosted=is_hosted)))

@@ -8,8 +8,8 @@ that training or another copy fills, the handshake waits in a queue. Three rules
   only if all streams together became faster. So two streams are on two paths, and a single path has
   one stream.
 - A stream that loses a third of its speed, or never had its share, is suspended, because other
-  traffic came or the path became slow. Then its path is measured without it. An idle path is only
-  slow, and is used again. Otherwise other traffic fills it, and the stream stays off it.
+  traffic came or the path became slow. Then its path is measured without it. If the path is idle,
+  it is only slow, and is used again. Otherwise other traffic fills it, and the stream stays off it.
 - After each path that was left, the next search waits longer, so that searches rarely disturb
   bursts of training.
 

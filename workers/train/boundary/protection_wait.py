@@ -1,6 +1,6 @@
 """Wait at the start of an attempt until its state is protected against the loss of a node.
 
-A new attempt has other ranks and sizes, so its snapshot memory is prepared in the background. Until
+Ranks and sizes change with the attempt, so its snapshot memory is prepared in the background. Until
 a peer has copied the first snapshot, the loss of a node would lose all steps since the start. So
 after the first step with a snapshot due, all ranks wait once until they took it and peers copied
 it. The wait is short and bounded; training continues in any case.

@@ -123,7 +123,7 @@ def _described(
 def _ranks(
     layout: ParallelLayout, found: Iterable[int], sent: Iterable[int], *, first_stage: bool
 ) -> tuple[int, ...]:
-    """Return the ranks that had it first: other ranks of a pipeline got it from another stage.
+    """Return the ranks that had the number first: other pipeline ranks got it from another stage.
 
     ``found`` are ranks with losses or gradients that are not finite, ``sent`` are ranks with such
     outputs. Outputs go to later stages in a forward pass, and to earlier ones in a backward pass.

@@ -163,7 +163,7 @@ def initial_values(
 
 
 def _buffers_alone(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor] | None:
-    """Return the buffers, made without parameters; None if they might then have other values.
+    """Return the buffers, made without parameters; None if that might change their values.
 
     Parameters have no values, so none are initialised. A buffer that depends on one has no value
     either, and a random one depends on all random numbers before it.

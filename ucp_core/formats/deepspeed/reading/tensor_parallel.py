@@ -125,7 +125,7 @@ class Info:
         return name.startswith("tied_modules.") or self.has(_PIPELINE, name)
 
     def unsupported(self, name: str) -> str | None:
-        """Return why a parameter cannot be resharded, if the checkpoint says that of it."""
+        """Return why a parameter cannot be resharded, if the checkpoint marks it so."""
         pattern = self.match(_UNSUPPORTED, name)
         return None if pattern is None else self._reasons.get(pattern) or "without a reason"
 

@@ -121,7 +121,7 @@ def require_groups(model: Model, who: str) -> None:
 
 
 def describe(checkpoint: Checkpoint) -> Model:
-    """Return the state of ``checkpoint``, after checks that DeepSpeed can hold it.
+    """Return the state of ``checkpoint``; check first that DeepSpeed can hold it.
 
     Tensors with the role ``extra`` are not part of the model and are skipped. A slot that a
     parameter lacks is zeros, as DeepSpeed has it for a parameter that never had a gradient.

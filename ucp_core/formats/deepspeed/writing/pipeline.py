@@ -31,7 +31,7 @@ class Pipeline:
         self._tied = {key: tuple(layers) for key, layers in tied_layers.items()}
 
     def place(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return the layers that have a tensor, and its name in the file of the first of them."""
+        """Return the layers that have a tensor, and its name in the first layer's file."""
         match = _NAME.fullmatch(name)
         if match is None:
             raise UcpError(

@@ -128,7 +128,7 @@ class Earlier:
             ) from error
 
     def begin(self, trainer: Any, session: Session) -> None:
-        """Let the session begin after its step; the script's model gets Trainer's weights."""
+        """Make the session begin after the checkpoint's step; load Trainer's weights."""
         if not self.is_trainers:
             session.continue_from(self.path)
             return
