@@ -10,6 +10,7 @@ from orchestrator.core.rules import RunRules
 from orchestrator.core.state import EDGES, Cause, MutableRunState, Phase, RunOutcome
 from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import LayoutRules
+from ucp_core.numerics import shortened
 
 #: Handles an event or a consequence. ``phase_table`` has one for each type and phase.
 Handler: TypeAlias = Callable[["Transition", Any], None]
@@ -84,9 +85,8 @@ class Transition:
         self.run.faults_seen = self.run.faults_seen.and_incident(fault.kind)
         evidence = " ".join((*self._suspected(fault), fault.evidence))
         if killed:
-            named = (f"rank {rank} ({worker} on {node})" for rank, worker, node in killed[:_NAMED])
-            more = f" and {len(killed) - _NAMED} more" if len(killed) > _NAMED else ""
-            evidence += f"; stayed after the fence, so killed: {', '.join(named)}{more}"
+            named = (f"rank {rank} ({worker} on {node})" for rank, worker, node in killed)
+            evidence += f"; stayed after the fence, so killed: {shortened(named, _NAMED)}"
         self.actions.append(
             ReportIncident(
                 attempt=self.run.attempt.number,

@@ -35,7 +35,12 @@ def trace(
     ahead = _clocks(records.operations)
     rows = sorted(
         (
-            (one.enter_s - ahead[one.clock], _end_s(one) - ahead[one.clock], one)
+            # An operation in flight ends at infinity.
+            (
+                one.enter_s - ahead[one.clock],
+                math.inf if one.exit_s is None else one.exit_s - ahead[one.clock],
+                one,
+            )
             for one in records.operations
             if one.op and math.isfinite(one.enter_s)
         ),
@@ -61,11 +66,6 @@ def trace(
         "displayTimeUnit": "ms",
         "otherData": {"began_s": began_s, "source": "everstep diagnose"},
     }
-
-
-def _end_s(one: Operation) -> float:
-    """Return when an operation ended; infinity while it is in flight."""
-    return math.inf if one.exit_s is None else one.exit_s
 
 
 def _clocks(operations: Iterable[Operation]) -> dict[str, float]:

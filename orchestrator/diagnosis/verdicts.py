@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.fault_kinds import FaultKind
+from ucp_core.numerics import shortened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,4 @@ def waiting(ranks: Iterable[int]) -> str:
 def listed(ranks: Iterable[int]) -> str:
     """Return ranks for people: the first eight, and the number of the others."""
     ordered = sorted(set(ranks))
-    more = f" and {len(ordered) - 8} more" if len(ordered) > 8 else ""  # noqa: PLR2004
-    word = "rank" if len(ordered) == 1 else "ranks"
-    return f"{word} {', '.join(map(str, ordered[:8]))}{more}"
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {shortened(ordered, 8)}"

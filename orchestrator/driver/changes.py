@@ -19,7 +19,7 @@ from workers.protocol import CHECKPOINTS, STOPPED
 from workers.settings import IGNORE
 
 #: Sections and keys that determine committed steps.
-_FIXED = ("model", "data", "train.seed", "train.global_batch")
+_FIXED = ("model.", "data.", "train.seed.", "train.global_batch.")
 #: Keys in those sections that affect no step.
 _FREE = frozenset({"data.cache_directory", "data.validation_samples"})
 #: Keys that do not matter to a command that only attaches to the run.
@@ -67,7 +67,11 @@ def require_resumable(config: RunConfig) -> None:
     _refuse(
         f"the run in {url} cannot resume from its last step with these changes; undo them, or name "
         "another run.directory:",
-        [line for path, line in _changes(run.settings(), config) if _is_fixed(path)],
+        [
+            line
+            for path, line in _changes(run.settings(), config)
+            if f"{path}.".startswith(_FIXED) and path not in _FREE
+        ],
     )
 
 
@@ -100,12 +104,6 @@ def _require_finite(config: RunConfig, run: Run) -> None:
             else "run.directory: no version there has finite weights; name another directory"
         )
         _refuse(f"the weights after step {newest} of {run.url} are not finite:", [line])
-
-
-def _is_fixed(path: str) -> bool:
-    return path not in _FREE and any(
-        path == fixed or path.startswith(f"{fixed}.") for fixed in _FIXED
-    )
 
 
 def _changes(then: RunConfig, now: RunConfig) -> list[tuple[str, str]]:

@@ -254,10 +254,8 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
     step = f", about {_duration(plan.step_s_after)} a step" if plan.step_s_after else ""
     after = f"{plan.workers_after} ({plan.layout_after}{step})"
     if not plan.workers_after:
-        after = "too few left"
+        after = "too few left\ntraining waits for new capacity"
     lines.append(f"workers: {plan.workers_before} now, then {after}")
-    if not plan.workers_after:
-        lines.append("training waits for new capacity")
     say(console, "\n".join(lines))
 
 
@@ -418,7 +416,7 @@ def _details(status: Mapping[str, Any], *, verbose: bool) -> Iterator[str]:
         for name in filter(None, path.split(".")):
             found = found[name]
         for one in found if isinstance(found, list) else [found]:
-            text = lines_of(one)
+            text = lines_of(one) or ""
             lines = [text] if isinstance(text, str) else text
             yield from (f"{label}{line}" for line in lines if line)
 
@@ -439,20 +437,6 @@ def _shared(shared: Mapping[str, Any] | None) -> str:
         return ""
     runs = ", ".join(shared["runs"])
     return f"at most {counted(shared['limit'], 'worker')}: other runs need the rest ({runs})"
-
-
-def _in_memory(redundancy: Mapping[str, Any]) -> str:
-    step = redundancy["step"]
-    return f"step {step}, {what_survives(redundancy)[0]}" if step else ""
-
-
-def _last_change(status: Mapping[str, Any]) -> str:
-    """Return why the run does not train, unless an incident reports that."""
-    return "" if status["incidents"] or not status["cause"] else _cause_line(status["cause"])
-
-
-def _waits_for(status: Mapping[str, Any]) -> str:
-    return "" if status["controller"] == "alive" else str(status["waits_for"])
 
 
 def _incident_line(one: Mapping[str, Any]) -> str:
@@ -523,12 +507,16 @@ def _known(number: int | None) -> str:
 
 #: The lines of a status beside its tables: a label, a path into the status, and a function that
 #: turns the value there into one text or several. For a list it is called with each item. An empty
-#: text makes no line.
-_DETAILS: Final[tuple[tuple[str, str, Callable[[Any], str | Iterable[str]]], ...]] = (
+#: text, or another false value, makes no line.
+_DETAILS: Final[tuple[tuple[str, str, Callable[[Any], Any]], ...]] = (
     ("", "", lambda status: map(_incident_line, reversed(status["incidents"]))),
     ("", "capacity", _capacity),
     ("cost: ", "cost", _cost),
-    ("in memory: ", "redundancy", _in_memory),
+    (
+        "in memory: ",
+        "redundancy",
+        lambda r: r["step"] and f"step {r['step']}, {what_survives(r)[0]}",
+    ),
     ("notice: ", "", lambda status: _notices(status).values()),
     ("in storage: ", "redundancy.stored_step", lambda n: f"step {n}" if n else "nothing yet"),
     ("redundancy: ", "redundancy.reason", str),
@@ -541,8 +529,9 @@ _DETAILS: Final[tuple[tuple[str, str, Callable[[Any], str | Iterable[str]]], ...
     ("evidence: ", "", _evidence),
     ("", "shared", _shared),
     ("suspected: ", "", lambda status: _suspected(status).values()),
-    ("last change: ", "", _last_change),
-    ("waits for: ", "", _waits_for),
+    # Unless an incident reports it.
+    ("last change: ", "", lambda s: not s["incidents"] and s["cause"] and _cause_line(s["cause"])),
+    ("waits for: ", "", lambda s: "" if s["controller"] == "alive" else str(s["waits_for"])),
     ("ended: ", "reason", str),
     ("bounds of waits: ", "bounds_s", _bounds_text),  # the last one: shown only with --verbose
 )

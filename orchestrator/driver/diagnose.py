@@ -426,7 +426,6 @@ def _of_entries(rank: int, dump: Mapping[str, Any]) -> Iterator[Operation]:
         created_s = entry["time_created_ns"] / 1e9
         ended_ns = entry["time_discovered_completed_ns"]
         is_over = entry["retired"] or entry["state"] == "completed"
-        dtype = ",".join(entry["input_dtypes"])
         yield Operation(
             rank=rank,
             op=op,
@@ -439,5 +438,5 @@ def _of_entries(rank: int, dump: Mapping[str, Any]) -> Iterator[Operation]:
                 math.prod(sizes) * _WIDTHS.get(kind, 1)
                 for sizes, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
             ),
-            dtype=dtype,
+            dtype=",".join(entry["input_dtypes"]),
         )

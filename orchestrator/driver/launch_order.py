@@ -28,14 +28,11 @@ def one_launch(directory: str, *, say: Callable[[str], None]) -> Iterator[None]:
         return
     made = [each for each in (Path(path), *Path(path).parents) if not each.exists()]
 
-    def on_wait() -> None:
-        say(f"another command is launching the run in {directory}; waiting for it ...")
-
     while True:
         store.makedirs(path)
         with contextlib.suppress(FileNotFoundError):
             place = retried(lambda: os.open(path, os.O_RDONLY))
-            has_locks = _is_locked(place, on_wait)
+            has_locks = _is_locked(place, directory, say)
             if not has_locks or os.path.samestat(os.fstat(place), Path(path).stat()):
                 break
             os.close(place)
@@ -50,12 +47,12 @@ def one_launch(directory: str, *, say: Callable[[str], None]) -> Iterator[None]:
         os.close(place)
 
 
-def _is_locked(place: int, on_wait: Callable[[], None]) -> bool:
+def _is_locked(place: int, directory: str, say: Callable[[str], None]) -> bool:
     """Lock an open directory; return whether its file system has locks."""
     try:
         fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        on_wait()
+        say(f"another command is launching the run in {directory}; waiting for it ...")
         fcntl.flock(place, fcntl.LOCK_EX)
     except OSError:
         return False

@@ -24,6 +24,8 @@ from ucp_core.errors import UcpError
 
 #: A controller answers in 1 to 50 ms; one that Ray is starting again takes a second or two.
 ANSWER_S = 5.0
+#: Facts that only a controller knows.
+_UNKNOWN = ("step", "workers", "standbys", "since", "page")
 
 
 def list_runs(address: str | None) -> list[dict[str, Any]]:
@@ -113,16 +115,8 @@ def _page(directory: str) -> str | None:
 
 def _row(address: str, entry: LocalEntry | None, *, note: str, **known: Any) -> dict[str, Any]:
     directory = entry.run_directory or None if entry is not None else None
-    row = {"directory": directory, "phase": "no run", "step": None, "workers": None}
-    return {
-        **row,
-        "standbys": None,
-        "since": None,
-        "page": None,
-        "address": address,
-        "note": note,
-        **known,
-    }
+    row = {"directory": directory, "phase": "no run", **dict.fromkeys(_UNKNOWN)}
+    return {**row, "address": address, "note": note, **known}
 
 
 def _note(entry: LocalEntry | None) -> str:

@@ -54,7 +54,10 @@ def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
             f"-L {port}:{host}:{port} {gate}, or ask again if it restarts",
             address=page,
         )
-    if browser and answers and _has_screen():
+    # A browser in the terminal cannot show the page.
+    windows = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
+    has_screen = sys.platform in ("darwin", "win32") or any(map(os.environ.get, windows))
+    if browser and answers and has_screen:
         webbrowser.open(page)
     pod = f"kubectl port-forward POD {port}:{port}"
     needs = "" if host in _LOOPBACKS else "  (needs cluster.metrics_host: loopback)"
@@ -64,12 +67,6 @@ def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
         "kubernetes": f"{pod}  (the pod of the Ray head){needs}",
         "token": join(url, TOKEN),
     }
-
-
-def _has_screen() -> bool:
-    """Return whether a browser would open a window; one in the terminal cannot show the page."""
-    windows = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
-    return sys.platform in ("darwin", "win32") or any(map(os.environ.get, windows))
 
 
 class RunIndex:

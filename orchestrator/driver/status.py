@@ -1,7 +1,6 @@
 """The status of a run: from its controller, otherwise from its journal."""
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.config import RunConfig
@@ -46,7 +45,7 @@ def read_status(url: str) -> dict[str, Any]:
             nodes=[{**_NO_PIDS, **row} for row in described["nodes"]],
             node_states=Counter(row["state"] for row in described["nodes"]),
         ),
-        phase=_phase(described["phase"], summary or {}),
+        phase="stopped" if summary and summary["outcome"] == "stopped" else described["phase"],
         step=step or described["step"],
         loss=loss,
         best=run.best(state.lineage),
@@ -58,11 +57,6 @@ def read_status(url: str) -> dict[str, Any]:
         logging={},
         controller="over" if over else "down",
     ).status
-
-
-def _phase(phase: str, summary: Mapping[str, Any]) -> str:
-    """Return the phase for people, which differs for a run that was stopped."""
-    return "stopped" if summary.get("outcome") == "stopped" else phase
 
 
 def replay_run(url: str) -> dict[str, Any]:

@@ -69,9 +69,10 @@ def plan_traffic(
     sent = sent_bytes(layout, job)
     best = near_order(topology, names)
     orders = {"one node of each rack in turn": in_turn(topology, names), "rack by rack": best}
-    loads = {
-        plan: _step(topology, layout, order, node_size, sent) for plan, order in orders.items()
-    }
+    loads: dict[str, Load] = {}
+    for plan, order in orders.items():
+        nodes = [node for node in order for _ in range(node_size)]
+        loads[plan] = load_of(topology, step_flows(layout, nodes, sent, topology.rails).values())
     facts = RedundancyFacts(
         nodes=tuple(node for node in best for _ in range(node_size)),
         budgets_bytes={},
@@ -90,17 +91,6 @@ def plan_traffic(
         gain=_gain(loads),
         copies_gain=_gain(copies),
     )
-
-
-def _step(
-    topology: Topology,
-    layout: ParallelLayout,
-    order: Sequence[str],
-    node_size: int,
-    sent: dict[str, float],
-) -> Load:
-    nodes = [node for node in order for _ in range(node_size)]
-    return load_of(topology, step_flows(layout, nodes, sent, topology.rails).values())
 
 
 def _copies(topology: Topology, flows: Sequence[Flow]) -> dict[str, Load]:

@@ -10,7 +10,6 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from signal import Signals
 from typing import Any, NamedTuple
@@ -22,8 +21,7 @@ from orchestrator.errors import CapacityError
 from ucp_core.errors import UcpError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
+class Watched(NamedTuple):
     """How a run ended."""
 
     code: int | None  #: Exit code of the command that reported the end; None if none did.

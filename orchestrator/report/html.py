@@ -127,7 +127,9 @@ def report_document(run: RunRecord, other: RunRecord | None = None, **more: Any)
         incidents=run.all_incidents,
         name=run.name,
         url=run.url,
-        begun=_date(run),
+        begun=f"{dt.datetime.fromtimestamp(stats.began_at, dt.UTC):%Y-%m-%d %H:%M} UTC"
+        if stats.began_at
+        else "",
         facts=[[label, *(_fact(each, name) for each in runs)] for label, name in _FACTS.items()],
         config=run.config_text,
         **more,
@@ -178,13 +180,6 @@ def _goal(run: RunRecord) -> int:
     with contextlib.suppress(ConfigError):
         return load(run.config_text).train.steps
     return 0
-
-
-def _date(run: RunRecord) -> str:
-    """Return when the run began, in UTC; "" if unknown."""
-    if not run.stats.began_at:
-        return ""
-    return f"{dt.datetime.fromtimestamp(run.stats.began_at, dt.UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def _logs(store: Store, path: str, run: RunRecord) -> dict[str, str]:

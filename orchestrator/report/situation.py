@@ -13,7 +13,8 @@ def what_it_does(status: Mapping[str, Any]) -> str:
     phase, states = status["phase"], _states(status)
     num = states["training"] + states["forming"]
     if phase == "training":
-        return f"Trains on {counted(num, 'worker')}{_in_layout(status)}.{_asks(status)}"
+        layout = f" ({status['layout']})" if status["layout"] not in ("", "1 worker") else ""
+        return f"Trains on {counted(num, 'worker')}{layout}.{_asks(status)}"
     if phase == "waiting":
         return f"Waits for {status['waits_for'] or 'workers'}.{_fleet(status)}{_asks(status)}"
     if phase == "forming":
@@ -47,10 +48,6 @@ def _states(status: Mapping[str, Any]) -> Counter[str]:
     """Return the number of processes in each state; in a large run not all have rows."""
     rows = (*status["workers"], *status["standbys"])
     return Counter(status.get("processes") or (row["state"] for row in rows))
-
-
-def _in_layout(status: Mapping[str, Any]) -> str:
-    return f" ({status['layout']})" if status["layout"] not in ("", "1 worker") else ""
 
 
 def _asks(status: Mapping[str, Any]) -> str:

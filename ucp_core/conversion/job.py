@@ -22,7 +22,7 @@ from ucp_core.formats import (
 from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, to_bytes
 from ucp_core.native import MANIFEST_NAME, UNFINISHED_NAME, Checkpoint
-from ucp_core.numerics import BLOCK_BYTES, combine, combine_blocks, crc32
+from ucp_core.numerics import BLOCK_BYTES, combine, combine_blocks, crc32, shortened
 from ucp_core.reading import Collector, plan_extents
 from ucp_core.storage import Store, is_link, is_local, join
 
@@ -220,9 +220,8 @@ def _check_contents(store: Store, directory: str, targets: Sequence[TargetFile])
     except UcpError:
         known = None
     what = f"a checkpoint of {known}" if known else "other files"
-    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
     raise UcpError(
-        f"{directory} holds {what} ({', '.join(names[:_NAMES_TOLD])}{more}): give a new or empty "
+        f"{directory} holds {what} ({shortened(names, _NAMES_TOLD)}): give a new or empty "
         "folder as destination",
         path=directory,
         names=names,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
 from ucp_core.geometry.boxes import Box, packed_strides, reach
+from ucp_core.numerics import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -274,9 +275,7 @@ def _hole(whole: Box, fragments: Sequence[Fragment]) -> Box | None:
 
 
 def _names(fragments: Sequence[Fragment]) -> str:
-    names = sorted({fragment.file for fragment in fragments})
-    shown = ", ".join(names[:4]) or "(none)"
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"  # noqa: PLR2004
+    return shortened(sorted({fragment.file for fragment in fragments}), 4) or "(none)"
 
 
 def _facts(entry: TensorEntry, box: Box | None, *files: str) -> dict[str, object]:

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ucp_core.errors import PatternError
 from ucp_core.geometry import Box
 from ucp_core.language.affine import Affine, AffinePiece, piece_boxes
+from ucp_core.numerics import shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +307,7 @@ def _cut_problems(cut: Cut) -> Iterator[str]:
 
 def _listed(values: Sequence[object]) -> str:
     """Return the first few shapes or numbers, for messages."""
-    shown = ", ".join(str(list(v) if isinstance(v, tuple) else v) for v in values[:4])
-    return shown if len(values) <= 4 else f"{shown} and {len(values) - 4} more"  # noqa: PLR2004
+    return shortened((list(v) if isinstance(v, tuple) else v for v in values), 4)
 
 
 class _Segment(NamedTuple):

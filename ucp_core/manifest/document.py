@@ -22,7 +22,7 @@ from ucp_core.errors import (
 )
 from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey, copies_differ
 from ucp_core.manifest.validation import FORMATS, load_json, validate
-from ucp_core.numerics import combine_blocks, crc32
+from ucp_core.numerics import combine_blocks, crc32, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -126,10 +126,9 @@ def parse(document: Any, *, where: str = "manifest") -> Manifest:
             )
     problems = validate(document)
     if problems:
-        lines = "; ".join(str(problem) for problem in problems[:8])
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""  # noqa: PLR2004
+        lines = shortened(problems, 8, "; ")
         raise CheckpointCorruptError(
-            f"{where} is not valid: {lines}{more}", where=where, problems=tuple(problems)
+            f"{where} is not valid: {lines}", where=where, problems=tuple(problems)
         )
     kind = Kind(document["format"])
     entries: dict[TensorKey, TensorEntry] = {}

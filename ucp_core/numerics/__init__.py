@@ -18,7 +18,7 @@ from ucp_core.numerics.dtypes import FLOATS, WIDER
 
 if TYPE_CHECKING:
     from ucp_core.numerics.casts import cast, decode, encode, numpy_dtype
-    from ucp_core.numerics.sizes import counted, format_bytes, grouped, parse_bytes
+    from ucp_core.numerics.sizes import counted, format_bytes, grouped, parse_bytes, shortened
 
 
 __getattr__ = lazy_door(__name__)

@@ -53,6 +53,12 @@ def format_bytes(num_bytes: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def shortened(items: Iterable[object], most: int, separator: str = ", ") -> str:
+    """Return the first ``most`` items, and the number of the others: ``a, b and 3 more``."""
+    named = list(map(str, items))
+    return separator.join(named[:most]) + (f" and {len(named) - most} more" if named[most:] else "")
+
+
 def counted(num: int, what: str) -> str:
     """Return a number of things as text: ``1 worker``, ``2 workers``."""
     return f"{num} {what}{'' if num == 1 else 's'}"

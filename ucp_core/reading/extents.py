@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.errors import ChecksumMismatchError
 from ucp_core.geometry import Extent
-from ucp_core.numerics import combine, crc32
+from ucp_core.numerics import combine, crc32, shortened
 from ucp_core.reading.gather import is_plain
 from ucp_core.storage import Store, join
 
@@ -57,8 +57,7 @@ def _mismatch(
             for f in entry.fragments
         )
     )
-    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-    whose = f"{keys[0]}{more}: " if keys else ""
+    whose = f"{shortened(keys, 1)}: " if keys else ""
     return ChecksumMismatchError(
         f"{whose}file {path} is damaged in bytes {low} to {high}; use another checkpoint",
         path=path,

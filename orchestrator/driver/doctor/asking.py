@@ -65,7 +65,11 @@ def examine(
         address = config.cluster.address
     address = address or os.environ.get("RAY_ADDRESS")
     watched = _watched(config, address)
-    here = replace(facts_of("this machine", watched), resources=_own_resources(config))
+    here = facts_of("this machine", watched)
+    if config is not None:
+        # Simulated nodes have enough for all workers.
+        num, needed = config.workers.max, config.worker_resources()
+        here = replace(here, resources={name: amount * num for name, amount in needed.items()})
     nodes: list[NodeFacts] = [here]
     silent: list[str] = []
     findings = _settings(config) if config is not None else []
@@ -153,14 +157,6 @@ def facts_of(node: str, watched: Mapping[str, str]) -> NodeFacts:
     )
 
 
-def _own_resources(config: RunConfig | None) -> dict[str, float]:
-    """Return the resources that simulated nodes would have: enough for all workers."""
-    if config is None:
-        return {}
-    needed = config.worker_resources()
-    return {name: amount * config.workers.max for name, amount in needed.items()}
-
-
 class Examiner:
     """A process on one node, for ``_ask_nodes``."""
 
@@ -231,7 +227,7 @@ def _ask_nodes(run_url: str, watched: dict[str, str]) -> tuple[list[NodeFacts], 
     nodes = [
         replace(
             facts,
-            clock_ahead_s=_beyond(clock_s - asked_s - slack_s, slack_s),
+            clock_ahead_s=min(clock_s - asked_s, 0.0) or max(clock_s - asked_s - 2 * slack_s, 0.0),
             resources=_amounts(available.get(node, {})),
             holds_workers=node in holders,
             unreachable=cut_off.get(node, ()),
@@ -327,11 +323,6 @@ def _answers(calls: dict[str, Any]) -> dict[str, Any]:
             except (RayError, GetTimeoutError):
                 continue
     return found
-
-
-def _beyond(offset_s: float, slack_s: float) -> float:
-    """Return the part of an offset that the duration of the request does not explain."""
-    return max(0.0, abs(offset_s) - slack_s) * (1 if offset_s > 0 else -1)
 
 
 def _amounts(resources: dict[str, Any]) -> dict[str, float]:

@@ -174,12 +174,6 @@ def _versions(_: Sequence[NodeFacts], here: NodeFacts) -> str:
     return ", ".join(f"{name} {version}" for name, version in here.versions.items())
 
 
-def _little_shared_memory(facts: NodeFacts, _: NodeFacts) -> str:
-    if facts.shared_memory_bytes >= SHARED_MEMORY_BYTES_MIN:
-        return ""
-    return f"{facts.shared_memory_bytes / (1 << 20):.0f} MiB are free in /dev/shm"
-
-
 def _watched(nodes: Sequence[NodeFacts], _: NodeFacts) -> str:
     """Return the message about sources of notices."""
     if watched := sorted({name for facts in nodes for name in facts.watched}):
@@ -210,7 +204,11 @@ _OF_EACH = (
     ),
     _NodeCheck(
         "shared memory",
-        _little_shared_memory,
+        lambda f, _: (
+            f"{f.shared_memory_bytes >> 20} MiB are free in /dev/shm"
+            if f.shared_memory_bytes < SHARED_MEMORY_BYTES_MIN
+            else ""
+        ),
         f"at least {SHARED_MEMORY_BYTES_MIN >> 20} MiB are free in /dev/shm",
         "start containers with a larger --shm-size",
     ),
@@ -282,11 +280,8 @@ def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str])
     gloo = environment.get("GLOO_SOCKET_IFNAME", "")
     unknown = [name for name in gloo.split(",") if name and name not in interfaces]
     if unknown:
-        why = (
-            "which is not an interface"
-            if unknown[0][0] not in "^="
-            else "and Gloo takes whole names"
-        )
+        is_plain = unknown[0][0] not in "^="
+        why = "which is not an interface" if is_plain else "and Gloo takes whole names"
         found.append(f"GLOO_SOCKET_IFNAME={gloo} has {unknown[0]}, {why}")
     nccl = environment.get("NCCL_SOCKET_IFNAME", "")
     is_exact = nccl.lstrip("^").startswith("=")

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError
+from ucp_core.numerics import shortened
 
 
 def corrupt(where: str, what: str, **facts: Any) -> CheckpointCorruptError:
@@ -19,10 +20,9 @@ def two_saves(where: str, what: str, **facts: Any) -> CheckpointCorruptError:
 def missing(directory: str, names: Iterable[str]) -> CheckpointCorruptError:
     """Return the error for a folder without some of its files."""
     lacking = list(names)
-    shown = ", ".join(lacking[:4]) + (f" and {len(lacking) - 4} more" if lacking[4:] else "")
     return CheckpointCorruptError(
-        f"{directory} lacks {shown}: the checkpoint was not copied or saved completely; use "
-        "another one",
+        f"{directory} lacks {shortened(lacking, 4)}: the checkpoint was not copied or saved "
+        "completely; use another one",
         path=directory,
         missing=tuple(lacking),
     )

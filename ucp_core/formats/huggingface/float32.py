@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ucp_core.formats.huggingface.reader import EXTRA_NAME
 from ucp_core.native import Checkpoint
+from ucp_core.numerics import shortened
 
 _NARROW = ("F16", "BF16")
 #: A note names this many tensors and counts the others.
@@ -58,8 +59,7 @@ def kept_in_float32(checkpoint: Checkpoint, dtype: str | None) -> Kept:
 
 
 def _told(names: list[str], why: str) -> str:
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    return f"{', '.join(names[:_TOLD])}{more} stay float32 ({why})"
+    return f"{shortened(names, _TOLD)} stay float32 ({why})"
 
 
 def _patterns(kind: Any, dtype: str) -> list[re.Pattern[str]]:

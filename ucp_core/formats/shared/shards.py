@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from ucp_core.errors import CheckpointCorruptError, PatternError
 from ucp_core.geometry import DTYPE_BYTES, Box, Fragment, TensorEntry, TensorKey, flat_range
 from ucp_core.language import Cut, Pattern, Placement, extract, place, plain, strip_padding, union
+from ucp_core.numerics import shortened
 from ucp_core.torch_files import TensorRef
 
 
@@ -194,9 +195,7 @@ class Shards:
                 )
         if unknown:
             names = [str(error.facts["unknown"]) for error in unknown.values()]
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""  # noqa: PLR2004
-            first = next(iter(unknown.values()))
-            told = f"{first} (tensors: {', '.join(names[:5])}{more})"
+            told = f"{next(iter(unknown.values()))} (tensors: {shortened(names, 5)})"
             raise PatternError(told, unknown=tuple(names))
         return dict(sorted(made.items()))
 

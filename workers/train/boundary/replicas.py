@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ucp_core.layout import ParallelLayout
+from ucp_core.numerics import shortened
 from workers.collectives import on_host, settled
 from workers.errors import DivergedError
 from workers.train.executor import ShardedModel, by_rank, machine_kind, odd_results, sum_of_words
@@ -42,13 +43,12 @@ def refuse_diverged(step: int, sharded: ShardedModel) -> None:
     if not ranks:
         return
     names = _differing(sharded, sums[1:])
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     which = ", ".join(map(str, ranks))
     is_known = layout.dp_replicate > 2  # noqa: PLR2004  with two it is unknown which is right
     told = f"those of rank {which}" if is_known else f"rank {which}, of which one is wrong"
     raise DivergedError(
         f"step {step}: copies of the weights differ, {told}: "
-        f"{', '.join(names[:_NUM_NAMED])}{more}. Its state was not saved: the last saved "
+        f"{shortened(names, _NUM_NAMED)}. Its state was not saved: the last saved "
         "version is the last one with equal copies",
         step=step,
         ranks=ranks,

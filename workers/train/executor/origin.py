@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ucp_core.layout import ParallelLayout
+from ucp_core.numerics import shortened
 from workers.collectives import on_host
 from workers.train.executor.quotas import Pass
 from workers.train.executor.sharded_model import ShardedModel
@@ -152,13 +153,10 @@ def _positions(step: Reduced, found: Sequence[int], num: int) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _TOLD} more" if len(ranks) > _TOLD else ""
-    word = "ranks" if ranks[1:] else "rank"
-    return f"{word} {', '.join(map(str, ranks[:_TOLD]))}{more}"
+    return f"{'ranks' if ranks[1:] else 'rank'} {shortened(ranks, _TOLD)}"
 
 
 def described_numbers(found: Sequence[int], num: int) -> str:
     """Return micro-batches for people, counted from 1."""
-    named = ", ".join(str(at + 1) for at in found[:_TOLD])
-    more = f" and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
-    return f"micro-batch{'es' if found[1:] else ''} {named}{more} of {num}"
+    named = shortened((at + 1 for at in found), _TOLD)
+    return f"micro-batch{'es' if found[1:] else ''} {named} of {num}"

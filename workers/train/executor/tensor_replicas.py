@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ucp_core.numerics import shortened
 from workers.collectives import on_host
 from workers.errors import LayoutRefusedError
 from workers.parallel import LocalShard, Mesh
@@ -57,11 +58,10 @@ class TensorReplicas:
             if bool(((high - low) > _RTOL * high[0]).any())
         ]
         if apart:
-            more = f" and {len(apart) - _NUM_NAMED} more" if len(apart) > _NUM_NAMED else ""
             raise LayoutRefusedError(
                 f"parallel.tp={layout.tp}: ranks {', '.join(map(str, sorted(group)))} have the "
                 f"same weights and got different gradients in step {step}, here with their norms: "
-                f"{', '.join(apart[:_NUM_NAMED])}{more}; the plan lacks these modules or one "
+                f"{shortened(apart, _NUM_NAMED)}; the plan lacks these modules or one "
                 "before them, or the ranks had different samples",
                 axis="tp",
             )

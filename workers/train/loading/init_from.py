@@ -20,7 +20,7 @@ from ucp_core.errors import UcpError
 from ucp_core.geometry import Box, TensorEntry, TensorKey
 from ucp_core.language import rename
 from ucp_core.native import Checkpoint
-from ucp_core.numerics import WIDER
+from ucp_core.numerics import WIDER, shortened
 from workers.errors import TaskError
 from workers.models import as_in_module
 from workers.parallel import own_names
@@ -125,7 +125,9 @@ def load_initial(
     }
     unused = {key.fqn for key in held if key.slot == WEIGHT} - needed.keys() - doubles.keys()
     if unused and tell:
-        log.warning("%s has %s, which the model lacks", run.init_from, _some(sorted(unused)))
+        log.warning(
+            "%s has %s, which the model lacks", run.init_from, shortened(sorted(unused), _TOLD)
+        )
     need = [entry for entry in entries() if entry.fqn not in missing]
     need = [entry for entry in need if entry.slot == WEIGHT or entry.fqn not in bare]
     need = [part for entry in need if (part := _common_rows(entry, rows)) is not None]
@@ -318,9 +320,9 @@ def _refuse_misfits(
     )
     found: list[str] = []
     if refused:
-        found.append(f"it lacks {_some(refused)}")
+        found.append(f"it lacks {shortened(refused, _TOLD)}")
         if unexpected:
-            found.append(f"and has {_some(unexpected)}, which the model lacks")
+            found.append(f"and has {shortened(unexpected, _TOLD)}, which the model lacks")
     misfits = {
         name: entry
         for name, one in sorted(needed.items())
@@ -437,8 +439,3 @@ def read_whole(
     ]
     ucp_core.load(checkpoint, need, widen=True)
     return found
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    return ", ".join(names[:_TOLD]) + more
