@@ -61,10 +61,7 @@ def load(
             path = tuple(key.split("."))
             source.assign(path, value)
             source.places[path] = script
-    config = _validate(source, look)
-    if config is None:
-        raise _refused(source)
-    return _resolved(config)
+    return _resolved(_validated(source, look))
 
 
 def load_for_gpus(
@@ -90,11 +87,9 @@ def load_for_gpus(
     scripts: set[str] = set()
     if model is not None:
         source.document["model"] = dict(model)
-        scripts = {
-            f"run.{key}" for key in ("script", "arguments") if key in _section(source, "run")
-        }
-        for key in ("script", "arguments"):
-            _section(source, "run").pop(key, None)
+        for key in _section(source, "run").keys() & {"script", "arguments"}:
+            scripts.add(f"run.{key}")
+            del _section(source, "run")[key]
     source.override(overrides)
     named = {
         f"{name}.{key}"
@@ -104,9 +99,7 @@ def load_for_gpus(
     source.document.pop("capacity", None)
     source.assign(("cluster",), {"address": "auto"})
     source.assign(("workers", "max"), num_workers)
-    config = _validate(source, num_experts=num_experts)
-    if config is None:
-        raise _refused(source)
+    config = _validated(source, num_experts=num_experts)
     return _resolved(config), frozenset(named | scripts)
 
 
@@ -125,9 +118,7 @@ def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
     source = Source(text, "demo.yaml")
     source.assign(("run", "directory"), directory)
     source.override(overrides)
-    config = _validate(source)
-    if config is None:
-        raise _refused(source)
+    config = _validated(source)
     num_gpus = len(gpus_here())
     if num_gpus and "gpus_per_worker" not in config.cluster.model_fields_set:
         share = share_of_gpu(config.workers.max, config.cluster.local_nodes, num_gpus)
@@ -182,10 +173,10 @@ def _apply_environment(source: Source) -> None:
         source.places["cluster", "address"] = Place("RAY_ADDRESS")
 
 
-def _validate(source: Source, look: Look | None = None, num_experts: int = 0) -> RunConfig | None:
-    """Return the configuration, or None with every problem added to ``source``."""
+def _validated(source: Source, look: Look | None = None, num_experts: int = 0) -> RunConfig:
+    """Return the configuration; raise ``ConfigError`` with every problem of ``source``."""
     if any(not problem.path for problem in source.problems):
-        return None  # A text that is no mapping has no keys to check.
+        raise _refused(source)  # A text that is no mapping has no keys to check.
     for name, value in source.document.items():
         if value is None and name in RunConfig.model_fields and name != "capacity":
             source.document[name] = {}  # only comments below it
@@ -200,7 +191,9 @@ def _validate(source: Source, look: Look | None = None, num_experts: int = 0) ->
         doubtful = _doubtful(broken) | {problem.path for problem in found}
         found += look(_resolved(config), doubtful)
     source.problems += [source.problem(tuple(p.path.split(".")), p.message) for p in found]
-    return None if source.problems else config
+    if source.problems:
+        raise _refused(source)
+    return config
 
 
 def _refused(source: Source) -> ConfigError:

@@ -24,7 +24,7 @@ is never named. A rank with groups that did not fit its ring may wait in one of 
 named because others wait for it.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -62,13 +62,10 @@ _BEFORE_FAILING = 0.9
 class Hang:
     """An attempt makes no progress."""
 
-    attempt: int
-    #: Workers proven to hold up the others, sorted; empty if ``undecided``.
+    #: Workers proven to hold up the others, sorted; empty if none could be named.
     guilty: tuple[str, ...]
-    undecided: bool  #: Whether no worker could be named.
     rule: str  #: Name of the rule that fired, as in the module's docstring.
     evidence: str  #: One line for people.
-    waited_s: float  #: How long no member was seen to progress.
     kind: FaultKind = FaultKind.UNDECIDED  #: The kind of fault.
     is_program: bool = False  #: Whether ranks are proven to have called different collectives.
     at_odds: tuple[int, ...] = ()  #: The ranks whose calls differ from the majority's.
@@ -83,14 +80,12 @@ class NodeSilent:
     node: str
     workers: tuple[str, ...]  #: The members of the attempt on it, sorted.
     evidence: str  #: One line for people.
-    silent_s: float  #: How long it has been silent.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
     """Every member waits for others longer than usual. It proves nothing, but a probe may."""
 
-    attempt: int
     waited_s: float  #: How long no member was seen to progress.
 
 
@@ -136,12 +131,9 @@ class _JudgedAttempt:
         if kind is FaultKind.ABSENT and all(row is not None and device_behind(row) for row in rows):
             kind = FaultKind.DEVICE_STUCK
         return Hang(
-            attempt=self.attempt,
             guilty=tuple(sorted(self.members[rank] for rank in guilty)),
-            undecided=not guilty,
             rule=rule,
             evidence=f"{rule}: {evidence}; no progress for {self.still_s:.2f} s",
-            waited_s=self.still_s,
             kind=kind,
             maybe_well=tuple(
                 sorted(self.members[rank] for rank in guilty if self._may_be_well(rank))
@@ -215,7 +207,7 @@ def judge(
         verdict = _by_beat(case) or _by_waits(case) or _undecided(case)
     if verdict is None and still_s >= limits.suspect_s:
         all_wait = len(case.graph.waits_for) == len(members) and not case.unrecorded
-        return Stalled(attempt=attempt, waited_s=still_s) if all_wait else None
+        return Stalled(waited_s=still_s) if all_wait else None
     return verdict
 
 
@@ -258,7 +250,6 @@ def _silent_node(
                 node=node,
                 workers=tuple(workers),
                 evidence=f"no report from node {node} for {silent_s:.2f} s while others report",
-                silent_s=silent_s,
             )
     return None
 
@@ -288,7 +279,14 @@ def _by_beat(case: _JudgedAttempt) -> Hang | None:
     silent = [rank for rank, sign in case.signs.items() if sign is Sign.FROZEN]
     rule = "silent"
     if not silent and case.still_s >= case.limits.held_s:
-        rule, silent = "held", list(_held(case))
+        rule = "held"
+        silent = [
+            rank
+            for rank, sign in case.signs.items()
+            if sign is Sign.HELD
+            and (row := case.rows[rank]) is not None
+            and row.beat_age_s >= case.limits.held_s
+        ]
     beats = any(row and row.beat_age_s < case.limits.suspect_s for row in case.rows.values())
     # A single member can only be compared with its keeper, which reports.
     is_alone = len(case.members) == 1 and case.still_s >= case.limits.undecided_s
@@ -296,13 +294,6 @@ def _by_beat(case: _JudgedAttempt) -> Hang | None:
         why = f"{_shown(case, silent)}, and does not beat"
         return case.verdict(rule, silent, f"{_names(case, silent)}: {why}")
     return None
-
-
-def _held(case: _JudgedAttempt) -> Iterator[int]:
-    for rank, sign in case.signs.items():
-        row = case.rows[rank]
-        if sign is Sign.HELD and row is not None and row.beat_age_s >= case.limits.held_s:
-            yield rank
 
 
 def _by_waits(case: _JudgedAttempt) -> Hang | None:

@@ -12,9 +12,7 @@ def graph_of(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> Wai
 
     A member without a report or in another attempt has called nothing.
     """
-    present = {
-        rank: row for rank, row in reports.items() if row is not None and row.attempt == attempt
-    }
+    present = _present(reports, attempt)
     graph = wait_graph({rank: row.groups for rank, row in present.items()}, reports)
     # No group exists yet; forming ends when every member has come.
     not_come = frozenset(reports) - frozenset(present)
@@ -26,6 +24,10 @@ def graph_of(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> Wai
     return WaitGraph.of({**graph.waits_for, **forming}) if forming else graph
 
 
+def _present(reports: Mapping[int, WorkerReport | None], attempt: int) -> dict[int, WorkerReport]:
+    return {rank: row for rank, row in reports.items() if row and row.attempt == attempt}
+
+
 def waits(row: WorkerReport) -> Iterator[GroupState]:
     """Yield the groups in which the worker waits for a collective."""
     return (group for group in row.groups if group.waiting_s > 0.0)
@@ -33,9 +35,7 @@ def waits(row: WorkerReport) -> Iterator[GroupState]:
 
 def records_of(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> Iterator[Operation]:
     """Yield the last calls of the members, in the groups in which one of them waits."""
-    rows = {
-        rank: row for rank, row in reports.items() if row is not None and row.attempt == attempt
-    }
+    rows = _present(reports, attempt)
     names = {group.group for row in rows.values() for group in waits(row)}
     for rank, row in rows.items():
         for group in row.groups:

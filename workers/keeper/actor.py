@@ -292,7 +292,10 @@ class Keeper:
             # more.
             self._controller.observe.remote(report)
             self._reported_s = now_s
-            await self._tend(report)
+            if self._memory is not None:
+                living = {each.worker for each in report.workers if each.os_state not in GONE}
+                # In a thread, because freeing a large arena takes a while.
+                await asyncio.to_thread(self._memory.tend, living)
 
     def _report(self, now_s: float) -> NodeReport:
         report = replace(
@@ -338,12 +341,6 @@ class Keeper:
         if not task.cancelled() and task.exception() is not None:
             log.critical("the keeper ends because its reports failed", exc_info=task.exception())
             os._exit(1)
-
-    async def _tend(self, report: NodeReport) -> None:
-        if self._memory is not None:
-            living = {each.worker for each in report.workers if each.os_state not in GONE}
-            # In a thread, because freeing a large arena takes a while.
-            await asyncio.to_thread(self._memory.tend, living)
 
 
 def still_period_s(num_ranks: int) -> float:

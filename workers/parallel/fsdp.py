@@ -126,7 +126,12 @@ def shard_model(
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward and not is_small,
         )
-    for root in _without_warning(_roots(model)):
+    roots = _roots(model)
+    if len(roots) == 1:
+        # FSDP2 warns about `out += x` outside of a unit. With one model this raises an error in
+        # the backward pass of the unit or in the step; with several, one could get no gradients.
+        warnings.filterwarnings("ignore", _VIEW_WARNING)
+    for root in roots:
         for block in () if is_small or has_own else _blocks(root):
             fully_shard(
                 block,
@@ -297,18 +302,6 @@ def _roots(model: nn.Module) -> list[nn.Module]:
                 models=names,
             )
     return list(model.values())
-
-
-def _without_warning(roots: list[nn.Module]) -> list[nn.Module]:
-    """Return ``roots``; hide FSDP2's warning about views if such a mistake raises an error anyway.
-
-    FSDP2 warns about `out += x` outside of a unit. With one model, the backward pass of the unit
-    raises an error, and the step refuses a model without gradients. With several models, one of
-    them could silently get none.
-    """
-    if len(roots) == 1:
-        warnings.filterwarnings("ignore", _VIEW_WARNING)
-    return roots
 
 
 def _experts(model: nn.Module, mesh: Mesh) -> list[nn.Module]:

@@ -347,7 +347,7 @@ class Pipeline:
         args, kwargs = model.called_with(lambda: loss_of(batches[0]))
         described = self._stages.described(model.numbers[-1], args, kwargs, self._dtype)
         stages = [self._stage(number, *described[number : number + 2]) for number in model.numbers]
-        given: dict[str, Any] = {"loss_fn": _loss_itself, "scale_grads": False}
+        given: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         schedule: _Schedule
         if len(stages) == 1:
             schedule = of_one(stages[0], len(batches), **given)
@@ -521,10 +521,6 @@ def _running(
         for one in passes:
             stack.enter_context(one.running(batches, loss_of, hooks, first))
         yield
-
-
-def _loss_itself(loss: Tensor, _target: Tensor) -> Tensor:
-    return loss
 
 
 def _differentiable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

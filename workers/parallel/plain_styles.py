@@ -34,7 +34,9 @@ def cut_plainly(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> No
     """Cut the weights of a module as ``style`` does, and make it compute on its part."""
     forward = _forward_of(module, style)
     assert forward is not None, f"{style} is not computed on plain tensors"
-    dims = _dims_of(module, style)
+    dims: dict[str, int | None] = {"weight": 0, "bias": 0}
+    if type(module) is nn.Linear and type(style) is not ColwiseParallel:
+        dims = {"weight": 1, "bias": None}  # None: whole on every rank.
     part, num_parts = mesh.get_local_rank(), mesh.size()
     for name, parameter in list(module.named_parameters(recurse=False)):
         dim = dims[name]
@@ -79,13 +81,6 @@ def _forward_of(module: nn.Module, style: ParallelStyle) -> _Forward | None:
 
 def _is_usual(module: nn.Embedding) -> bool:
     return module.padding_idx is None and not module.sparse and not module.scale_grad_by_freq
-
-
-def _dims_of(module: nn.Module, style: ParallelStyle) -> dict[str, int | None]:
-    """Return the dim along which each parameter is cut; None if it is whole on every rank."""
-    if type(module) is nn.Embedding or type(style) is ColwiseParallel:
-        return {"weight": 0, "bias": 0}
-    return {"weight": 1, "bias": None}
 
 
 def _column(module: Any, group: ProcessGroup, given: Tensor) -> Tensor:

@@ -104,16 +104,15 @@ def _cut_by_styles(
         if _is_named(name, pattern)
     ]
     matrices = [(module, style) for module, style in styled if not is_cut(module, style)]
-    cut = cut_plainly if are_plain(matrices) else _cut_by_torch
+    is_plain = are_plain(matrices)
     for module, style in matrices:
-        cut(module, style, mesh)
+        if is_plain:
+            cut_plainly(module, style, mesh)
+        else:
+            parallelize_module(module, mesh, style)
     for module, style in styled:
         if is_cut(module, style):
             draw_by_part(module, mesh)
-
-
-def _cut_by_torch(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    parallelize_module(module, mesh, style)
 
 
 def _refuse_uneven(model: nn.Module, mesh: Mesh) -> None:

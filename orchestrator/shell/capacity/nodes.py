@@ -14,7 +14,7 @@ import ray
 
 from orchestrator.core import NodeJoined, NodeLost
 from orchestrator.shell.capacity.node_view import NodeView, view_of
-from orchestrator.shell.capacity.notices import Notices
+from orchestrator.shell.capacity.notices import CONTROLLER, Notices
 from orchestrator.shell.capacity.probes import accepts, is_silent
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.threads import RAY, Tasks, in_thread
@@ -100,7 +100,7 @@ class Nodes:
         for row in table:
             self._compare(row)
         self.notices.on_ray(notices)
-        self.notices.on_controller(self._own_notice())
+        self.notices.on_keeper(self.here, self._own_notice(), CONTROLLER)
         self.seen.set()
 
     def lost(self, node: str, cause: str) -> None:

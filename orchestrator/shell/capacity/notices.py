@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 #: A notice without a time: the run leaves once there is a replacement, at the latest after a year.
 FAR_S = 365 * 86400.0
 #: The sources of notices: Ray, the node's keeper, the controller for its own machine, a user.
-_RAY, _KEEPER, _CONTROLLER, _USER = "ray", "keeper", "controller", "user"
+_RAY, _KEEPER, CONTROLLER, _USER = "ray", "keeper", "controller", "user"
 #: The text of a user's notice; the page offers to withdraw it.
 DRAINED = "drained from the page"
 
@@ -83,13 +83,10 @@ class Notices:
             left_s = said / 1000.0 - wall_time() - ahead_s if said else 0.0
             self._note(node, _RAY, said, left_s, "drained by Ray")
 
-    def on_keeper(self, node: str, notice: Notice | None) -> None:
+    def on_keeper(self, node: str, notice: Notice | None, source: str = _KEEPER) -> None:
         """Take the notice that a node got for itself; None if it stays."""
-        self._note_own(node, _KEEPER, notice)
-
-    def on_controller(self, notice: Notice | None) -> None:
-        """Take the notice for the controller's machine; None if it stays."""
-        self._note_own(self._here, _CONTROLLER, notice)
+        left_s, what = (notice.left_s, notice.what) if notice else (math.inf, "")
+        self._note(node, source, notice, left_s, what)
 
     def on_user(self, node: str, left_s: float) -> None:
         """Record that a user wants the run to leave ``node`` within ``left_s``."""
@@ -100,10 +97,6 @@ class Notices:
         was = _USER in self._known.get(node, {})
         self._note(node, _USER, None, math.inf, "")
         return was
-
-    def _note_own(self, node: str, source: str, notice: Notice | None) -> None:
-        left_s, what = (notice.left_s, notice.what) if notice else (math.inf, "")
-        self._note(node, source, notice, left_s, what)
 
     def _note(self, node: str, source: str, said: Hashable, left_s: float, what: str) -> None:
         """Report the earliest end of a node if a notice is new, changed or withdrawn.

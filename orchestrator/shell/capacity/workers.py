@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
@@ -369,32 +369,25 @@ def _left(at_s: float, worker: str, outcome: protocol.Outcome, unreached: str) -
             error=error,
             traceback=error,
         )
-    left = core.WorkerLeft(
+    found = outcome.found if isinstance(outcome, protocol.Unloadable) else protocol.FoundBad()
+    detail = found.reasons[0] if found.reasons else ""
+    if isinstance(outcome, protocol.Completed):
+        detail = outcome.ended
+    elif isinstance(outcome, protocol.PeerLost):
+        detail = outcome.detail
+    return core.WorkerLeft(
         at_s=at_s,
         attempt=outcome.attempt,
         worker=worker,
         how=_HOW[type(outcome)],
         step=outcome.step,
-        detail=_detail(outcome),
+        detail=detail,
         told=outcome.why if isinstance(outcome, protocol.Yielded) else "",
         unreached=unreached,
-    )
-    if not isinstance(outcome, protocol.Unloadable):
-        return left
-    found = outcome.found
-    return replace(
-        left,
-        detail=found.reasons[0] if found.reasons else "",
         damaged=found.damaged,
         unread=found.unread,
         skipped=found.reasons,
     )
-
-
-def _detail(outcome: protocol.Outcome) -> str:
-    if isinstance(outcome, protocol.Completed):
-        return outcome.ended
-    return outcome.detail if isinstance(outcome, protocol.PeerLost) else ""
 
 
 def _first_line(error: BaseException) -> str:

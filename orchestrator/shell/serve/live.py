@@ -115,6 +115,8 @@ class Live:
         told, config = self._told(), self._config
         rows = (*told.status["workers"], *told.status["standbys"])
         self._shown = [row["worker"] for row in rows]
+        board = config.logging.tensorboard
+        board = join(config.run.directory, "tensorboard") if board is True else board or ""
         limits = {"min_workers": config.workers.min, "max_workers": config.workers.max}
         document = page_document(
             told,
@@ -122,7 +124,7 @@ class Live:
             incidents=told.stats.incidents,
             name=config.run.name,
             url=config.run.directory,
-            tensorboard=_tensorboard(config),
+            tensorboard=board,
             **live_part(told, self._seconds, **limits),
         )
         return json.dumps(document, separators=(",", ":")).encode()
@@ -146,9 +148,3 @@ class Live:
         except StorageError as error:
             # The page shows what is known; the next read finds the rest.
             self._failures.failed("the page lacks the newest points of its curves", error)
-
-
-def _tensorboard(config: RunConfig) -> str:
-    """Return the folder of TensorBoard's files; "" without one."""
-    asked = config.logging.tensorboard
-    return join(config.run.directory, "tensorboard") if asked is True else asked or ""

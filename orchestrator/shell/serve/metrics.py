@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -190,7 +190,8 @@ class RunCollector(Collector):
         """Return a function that makes the text of the current metrics, in any thread."""
         told = self._content()
         metrics = [row.metric(self._run, told) for row in _OF_RUN]
-        return lambda: _text([*metrics, *(row.metric(self._run, told) for row in _OF_WORKERS)])
+        made = (row.metric(self._run, told) for row in _OF_WORKERS)
+        return lambda: generate_latest(_Made([*metrics, *made]))
 
     def _content(self) -> dict[str, Any]:
         """Return the document that the paths of the table refer to."""
@@ -280,12 +281,6 @@ class _Made(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return the metrics."""
         return self._metrics
-
-
-def _text(metrics: Iterable[Metric]) -> bytes:
-    registry = CollectorRegistry()
-    registry.register(_Made(metrics))
-    return generate_latest(registry)
 
 
 def _label(row: Mapping[str, Any], name: str) -> str:

@@ -95,7 +95,9 @@ class Boundary:
                 memory,
                 assignment,
                 fenced=lambda: context.fenced(assignment.attempt),
-                told=self._wait_metrics,
+                told=lambda: (
+                    storage.wait_appended(_METRICS_S_MAX) if assignment.rank == 0 else None
+                ),
             )
         train = settings.train
         #: Decides about updates that are not finite.
@@ -520,7 +522,3 @@ class Boundary:
         """Measure how long this rank takes to write a checkpoint itself."""
         is_busy = not self._storage.is_idle
         self._meter.look(time.monotonic(), is_snapshot_busy=False, is_checkpoint_busy=is_busy)
-
-    def _wait_metrics(self) -> None:
-        if self._assignment.rank == 0:
-            self._storage.wait_appended(_METRICS_S_MAX)

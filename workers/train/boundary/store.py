@@ -302,7 +302,8 @@ class StorageWriter:
             path = join(self._directory, name)
             # A full disk may take half of the text. If it is one line, that line is written again.
             ahead = self._lines.copy() if self.holds_lines else [self._lines[0]]
-            lines = _of_one_file(ahead)
+            _, first = next(itertools.groupby(ahead, key=itemgetter(0)))
+            lines = [text for _, text in first]
             if path not in self._ends_line and not self.holds_lines:
                 _end_line(self._line_store, path)
             self._ends_line.discard(path)
@@ -367,12 +368,6 @@ class StorageWriter:
                 log.warning(
                     "old checkpoints are not deleted; the next checkpoint tries again: %s", error
                 )
-
-
-def _of_one_file(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the texts of the first lines that go to the same file."""
-    _, first = next(itertools.groupby(lines, key=itemgetter(0)))
-    return [text for _, text in first]
 
 
 def _end_line(store: Store, path: str) -> None:

@@ -5,8 +5,7 @@ their number changes. It would also wait for ranks that have fewer micro-batches
 """
 
 import sys
-from collections.abc import Iterator
-from types import FrameType
+import traceback
 from typing import Any, Final
 
 from torch import nn
@@ -63,7 +62,7 @@ class RankCalls:
 
     def _asked(self, *args: Any) -> Any:
         """Stand in for the function that every function about ranks calls."""
-        frames = list(_outward(sys._getframe(1)))  # noqa: SLF001
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]  # noqa: SLF001
         names = [str(frame.f_globals.get("__name__", "")) for frame in frames]
         at = next((n for n, name in enumerate(names) if name not in _WITHIN), len(names))
         if at < len(names) and (names[at].startswith(_DYNAMO) or not names[at].startswith(_OWN)):
@@ -80,9 +79,3 @@ class RankCalls:
                 self._found.setdefault(modules[0], told)
         assert _REAL is not None, "it was replaced"
         return _REAL(*args)
-
-
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

