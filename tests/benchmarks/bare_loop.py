@@ -29,7 +29,7 @@ from workers.protocol import Assignment, Completed
 from workers.records import ProgressRecord
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings, TrainSettings
 from workers.train import Session, WorkerContext, run_attempt
-from workers.train.executor import Reduction, use_all_to_all
+from workers.train.executor import reduction_of
 from workers.train.lm import adamw
 
 WAYS: Final = ("bare", "alike", "session")
@@ -108,7 +108,7 @@ def plain_loop(kind: Kind, mesh: DeviceMesh, job: Job, *, alike: bool) -> Loop:
             model, ours, precision=job.precision, reshard_after_forward=True
         )
         if device.type == "cpu":
-            use_all_to_all(model, Reduction())
+            reduction_of(model, torch.device("cpu"), deterministic=False)
     else:
         is_bf16 = job.precision == "bf16"
         policy = MixedPrecisionPolicy(

@@ -33,16 +33,13 @@ from workers.train.executor import (
     Average,
     BuiltModel,
     RankCalls,
-    Reduction,
     ShardedModel,
     TensorReplicas,
     Trained,
     WholeGradients,
     exchanged,
+    reduction_of,
     refuse_hooks,
-    use_all_to_all,
-    use_own,
-    use_tree,
 )
 from workers.train.loading import aliases_of
 
@@ -86,7 +83,7 @@ def build_model(
     materialize(model, device)
     if pipeline is not None:
         pipeline.model.share_buffers()
-    reduction = _reduction(model, settings.train, device)
+    reduction = reduction_of(model, device, deterministic=settings.train.deterministic)
     shards = local_shards(model, mesh)
     if settings.train.deterministic:
         reserve(shards)
@@ -126,18 +123,6 @@ def _relations(model: nn.Module) -> dict[str, Any]:
         if key not in module._non_persistent_buffers_set  # noqa: SLF001
     ]
     return {"buffers": buffers, "ties": aliases_of(model)}
-
-
-def _reduction(model: nn.Module, train: TrainSettings, device: torch.device) -> Reduction:
-    """Make the units of a sharded model reduce as the settings require."""
-    reduction = Reduction()
-    if train.deterministic:
-        use_tree(model, reduction)
-    elif device.type == "cpu":
-        use_all_to_all(model, reduction)
-    else:
-        use_own(model, reduction)
-    return reduction
 
 
 def _refuse_averaged(mesh: Mesh, averaged: Sequence[str]) -> None:

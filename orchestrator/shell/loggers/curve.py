@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import nan
 from typing import Any, Final
-
-from pydantic import TypeAdapter
 
 from workers.protocol import METRICS, VALIDATION, VALUES
 
@@ -87,15 +85,6 @@ class Curve:
         if steps:
             self.given = steps[-1]
         return [self.pending.pop(step) for step in steps]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the curve's state as plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Curve:
-        """Return the curve that ``to_json`` was called on."""
-        return TypeAdapter(Curve).validate_python(document)
 
 
 def _document(line: str) -> dict[str, Any] | None:

@@ -10,8 +10,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Final
+
+from pydantic import TypeAdapter
 
 from orchestrator.config import RunConfig
 from orchestrator.run_directory import LOGGERS, Tail
@@ -102,7 +105,7 @@ class Loggers:
         known = noted.get("services", {})
         resumed = [one.resume(*known.get(name, ("", -1))) for name, one in self._channels.items()]
         if all(resumed):
-            self._curve = Curve.from_json(noted["curve"])
+            self._curve = TypeAdapter(Curve).validate_python(noted["curve"])
             for name, at_bytes in noted["read"].items():
                 self._tails[name].at_bytes = at_bytes
         else:
@@ -128,7 +131,7 @@ class Loggers:
     def _note(self) -> None:
         document = {
             "services": self._noted(),
-            "curve": self._curve.to_json(),
+            "curve": asdict(self._curve),
             "read": {name: tail.at_bytes for name, tail in self._tails.items()},
         }
         data = json.dumps(document, indent=1).encode()

@@ -50,7 +50,7 @@ class _Range(NamedTuple):
     held: Held
     offset_bytes: int
     size_bytes: int
-    is_unchecked: bool
+    unchecked: bool
 
 
 class WireClient:
@@ -246,13 +246,7 @@ class WireClient:
         return asked
 
     def _send(self, wanted: _Range) -> None:
-        request = {
-            "arena": wanted.arena,
-            "held": fields_of(wanted.held),
-            "offset_bytes": wanted.offset_bytes,
-            "size_bytes": wanted.size_bytes,
-            "unchecked": wanted.is_unchecked,
-        }
+        request = wanted._asdict() | {"held": fields_of(wanted.held)}
         send_json(self._connection(), request)
 
     def _rested(self) -> socket.socket:

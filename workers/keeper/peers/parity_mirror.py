@@ -203,11 +203,9 @@ class ParityMirror(Replication):
         The old arenas protect the older versions until the attempt is over.
         """
         names = (parity_name(row, self._group.attempt, number) for number in itertools.count())
-        for name in names:
-            arena = self._table.arena(name)
-            if arena is None or arena.body_bytes >= body_bytes:
-                return self._table.reserve(name, body_bytes=body_bytes)
-        raise AssertionError("itertools.count never ends")
+        found = ((name, self._table.arena(name)) for name in names)
+        name = next(name for name, one in found if one is None or one.body_bytes >= body_bytes)
+        return self._table.reserve(name, body_bytes=body_bytes)
 
     def _tell(self, listed: Mapping[int, Mapping[str, Listed]], made: int) -> None:
         """Report to the peers the newest versions that their ranks need not wait for."""

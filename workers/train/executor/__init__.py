@@ -20,13 +20,7 @@ if TYPE_CHECKING:
     from workers.train.executor.quotas import quota
     from workers.train.executor.rank_calls import RankCalls
     from workers.train.executor.recheck import Recheck, odd_results, sum_of_words
-    from workers.train.executor.reduction import (
-        Reduction,
-        use_all_to_all,
-        use_deterministic_kernels,
-        use_own,
-        use_tree,
-    )
+    from workers.train.executor.reduction import reduction_of, use_deterministic_kernels
     from workers.train.executor.sharded_model import BuiltModel, ShardedModel
     from workers.train.executor.signals import Signals
     from workers.train.executor.step import Step

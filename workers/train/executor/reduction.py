@@ -84,29 +84,24 @@ class Reduction:
         self.nodes, self.is_last = nodes, is_last
 
 
-def use_tree(model: nn.Module, reduction: Reduction) -> None:
-    """Make each FSDP group of a sharded ``model`` reduce by its own tree."""
-    for module in fsdp_modules(model):
-        reducer = _TreeReduceScatter(reduction)
-        module.set_custom_reduce_scatter(reducer)
-        # A group of one rank skips the reduce-scatter; the hook replaces it.
-        module.set_all_reduce_hook(reducer.reduce_alone)
+def reduction_of(model: nn.Module, device: torch.device, *, deterministic: bool) -> Reduction:
+    """Return the reduction of a sharded ``model``, which each of its FSDP groups now uses.
 
-
-def use_all_to_all(model: nn.Module, reduction: Reduction) -> None:
-    """Make each FSDP group of a sharded ``model`` reduce by an all-to-all and a local sum.
-
-    gloo's reduce-scatter is an all-reduce of a copy: 0.6 to 0.8 GB/s with 2 to 4 ranks, against
-    2.6 GB/s for the all-to-all and the sum (torch 2.13, loopback).
+    In deterministic mode each group has its own tree. Without a GPU a group reduces by an
+    all-to-all and a local sum: gloo's reduce-scatter is an all-reduce of a copy, with 0.6 to 0.8
+    GB/s for 2 to 4 ranks, against 2.6 GB/s (torch 2.13, loopback).
     """
+    reduction = Reduction()
     for module in fsdp_modules(model):
-        module.set_custom_reduce_scatter(_SumReduceScatter(reduction))
-
-
-def use_own(model: nn.Module, reduction: Reduction) -> None:
-    """Make each FSDP group of a sharded ``model`` reduce as usual, under the probe."""
-    for module in fsdp_modules(model):
-        module.set_custom_reduce_scatter(_ProbedReduceScatter(reduction))
+        if deterministic:
+            tree = _TreeReduceScatter(reduction)
+            module.set_custom_reduce_scatter(tree)
+            # A group of one rank skips the reduce-scatter; the hook replaces it.
+            module.set_all_reduce_hook(tree.reduce_alone)
+        else:
+            kind = _SumReduceScatter if device.type == "cpu" else _ProbedReduceScatter
+            module.set_custom_reduce_scatter(kind(reduction))
+    return reduction
 
 
 class _ProbedReduceScatter(DefaultReduceScatter):

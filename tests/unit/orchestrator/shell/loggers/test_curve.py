@@ -1,8 +1,11 @@
 """One curve of many attempts, and what is given out when."""
 
 import json
+from dataclasses import asdict
 from math import isnan
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from orchestrator.shell.loggers import Curve
 from workers.protocol import METRICS, VALIDATION, VALUES
@@ -56,7 +59,7 @@ def test_what_a_script_said_before_another_attempt_began_counts() -> None:
     curve = Curve()
     curve.add(METRICS, [line(step, loss=step) for step in (1, 2, 3)])
     curve.add(METRICS, [line(3, 2, loss=30), line(4, 2, loss=40)])
-    curve = Curve.from_json(json.loads(json.dumps(curve.to_json())))
+    curve = TypeAdapter(Curve).validate_json(json.dumps(asdict(curve)))
     curve.add(VALIDATION, [line(2, loss=2.5), line(3, loss=3.5)])
     lines = [line(step, values={"accuracy": step}) for step in (1, 2, 3)]
     curve.add(VALUES, [*lines, line(3, 2, values={"accuracy": 33})])
@@ -71,7 +74,7 @@ def test_a_curve_continues_from_its_document_and_skips_torn_lines() -> None:
     lines = [line(1, loss=1), '{"step": 2, "att', line(2, loss=2), line(3, 2, loss=3)]
     whole.add(METRICS, lines)
     cut.add(METRICS, lines[:3])
-    again = Curve.from_json(json.loads(json.dumps(cut.to_json())))
+    again = TypeAdapter(Curve).validate_json(json.dumps(asdict(cut)))
     again.add(METRICS, lines[3:])
 
     assert whole.take(is_final=True) == again.take(is_final=True) != []
