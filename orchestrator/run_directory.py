@@ -320,10 +320,11 @@ def appended_text(store: Store, path: str) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    return _document(text) or {}
+    return json_object(text) or {}
 
 
-def _document(line: str) -> dict[str, Any] | None:
+def json_object(line: str) -> dict[str, Any] | None:
+    """Return the JSON object in a line; None if it holds none, as a line that is cut short."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -337,7 +338,7 @@ def _journal(store: Store, directory: str) -> Iterator[dict[str, Any]]:
     for name, text in zip(sorted(found), segments, strict=True):
         lines = text.decode(errors="replace").splitlines()
         for number, line in enumerate(lines, start=1):
-            record = _document(line)
+            record = json_object(line)
             if record is not None:
                 yield record
             elif number < len(lines):
@@ -377,7 +378,7 @@ def log_tail(store: Store, path: str, *, attempt: int, rank: int, size_bytes: in
 def _counted(text: str, attempt: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield attempt, step and content of the lines that count, from ``attempt`` on."""
     for line in text.splitlines():
-        document = _document(line)
+        document = json_object(line)
         own = int(document.get("attempt", 0)) if document else 0
         # A process of a fenced attempt may wake up and write late.
         if document is not None and "step" in document and own >= attempt:

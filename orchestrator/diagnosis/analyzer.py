@@ -19,7 +19,7 @@ def diagnose(records: Records) -> tuple[Verdict, ...]:
     """Return what is wrong, the cause of a hang first; empty if nothing is."""
     if not records.operations:
         nothing = "There are no records of any operation."
-        return (Verdict(kind=FaultKind.UNDECIDED, confidence=1.0, since_s=None, evidence=nothing),)
+        return (Verdict(kind=FaultKind.UNDECIDED, confidence=1.0, evidence=nothing),)
     rows = _by_rank(records)
     stopped = _stopped(records, rows)
     found = next(filter(None, map(overlap, rows.values())), None)
@@ -33,7 +33,7 @@ def diagnose(records: Records) -> tuple[Verdict, ...]:
         )
         return (
             *stopped,
-            Verdict(kind=FaultKind.UNDECIDED, confidence=1.0, since_s=None, evidence=mixed),
+            Verdict(kind=FaultKind.UNDECIDED, confidence=1.0, evidence=mixed),
         )
     return (*stopped, *slow_ranks(rows), *slow_transfers(rows))
 

@@ -214,7 +214,6 @@ def _verdict(
         kind=kind,
         guilty=guilty,
         confidence=0.6 if alternatives else 0.9,
-        since_s=None,
         evidence=f"Keepers sent {1e-6 * rates[worst]:.3g} MB/s from node {told}, and "
         f"{1e-6 * usual:.3g} MB/s between others.",
         alternatives=alternatives,

@@ -105,7 +105,6 @@ def _by_history(comm: str, by_seq: _BySeq) -> Verdict | None:
             kind=FaultKind.DESYNC if len(calls) == len(last) else FaultKind.MISMATCH,
             guilty=Guilty.of(guilty),
             confidence=0.9 if guilty else 0.6,
-            since_s=None,
             evidence=f"Up to call number {seq} of {comm}{where}, {told} "
             "made different calls: the hashes of all of their calls differ.",
         )

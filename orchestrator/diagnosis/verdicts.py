@@ -47,7 +47,7 @@ class Verdict:
     guilty: Guilty = Guilty()  #: Empty if nothing can be named.
     #: From 0 to 1: how certain kind and guilty are, by the rule that found them.
     confidence: float
-    since_s: float | None  #: When it began, on the clock of the records; None if unknown.
+    since_s: float | None = None  #: When it began, on the clock of the records; None if unknown.
     evidence: str  #: Sentences for people.
     alternatives: tuple[Alternative, ...] = ()  #: Other possible kinds, the likeliest first.
 

@@ -140,7 +140,6 @@ def _told(incident: Incident) -> Iterator[Verdict]:
             kind=FaultKind(verdict),
             guilty=Guilty.of(ranks, (), nodes),
             confidence=1.0 if ranks and incident.verdict else 0.5,
-            since_s=None,
             evidence=incident.evidence,
         )
 
@@ -162,7 +161,6 @@ def _seen(incident: Path, told: Sequence[Verdict]) -> Iterator[Verdict]:
             kind=kind,
             guilty=Guilty.of(ranks),
             confidence=1.0,
-            since_s=None,
             evidence=(
                 f"The kernel reported the process of {named} as {word} (os_state in {path})."
             ),
@@ -174,7 +172,6 @@ def _left_out(cut: Sequence[_Truncated]) -> Iterator[Verdict]:
         yield Verdict(
             kind=FaultKind.UNDECIDED,
             confidence=1.0,
-            since_s=None,
             evidence=f"{path} is truncated and skipped; everything else was read: {error}",
         )
 

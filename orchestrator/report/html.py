@@ -56,18 +56,12 @@ class Comparison(NamedTuple):
     detail: str  #: The numbers behind it.
 
 
-def write_report(
-    run_dir_url: str,
-    *,
-    compare: str | None = None,
-    summary: Mapping[str, Any] | None = None,
-    stats: RunStats | None = None,
-) -> str:
+def write_report(run_dir_url: str, **given: Any) -> str:
     """Write ``report.html`` into the run directory and return its path.
 
     Arguments and errors are those of ``report_of``.
     """
-    text = report_of(run_dir_url, compare=compare, summary=summary, stats=stats)
+    text = report_of(run_dir_url, **given)
     store, path = open_store(run_dir_url)
     store.write_atomic(join(path, REPORT_NAME), text.encode(), fsync=False)
     return join(run_dir_url, REPORT_NAME)

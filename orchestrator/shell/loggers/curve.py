@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any, Final
 
+from orchestrator.run_directory import json_object
 from workers.protocol import METRICS, VALIDATION, VALUES
 
 #: Keys of a step's line, and their names for people.
@@ -51,8 +51,8 @@ class Curve:
     def add(self, path: str, lines: Iterable[str]) -> None:
         """Add whole lines of a file of metrics; ``FILES`` has the order of the files."""
         for line in lines:
-            document = _document(line)
-            if document is None:
+            document = json_object(line)
+            if document is None or not {"step", "attempt"} <= document.keys():
                 continue
             attempt, step = int(document["attempt"]), int(document["step"])
             # Files are read one after another, so older attempts' lines of another file may come
@@ -85,15 +85,6 @@ class Curve:
         if steps:
             self.given = steps[-1]
         return [self.pending.pop(step) for step in steps]
-
-
-def _document(line: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    is_line = isinstance(value, dict) and {"step", "attempt"} <= value.keys()
-    return value if is_line else None
 
 
 def _number(value: Any) -> float:
