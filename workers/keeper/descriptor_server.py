@@ -8,17 +8,14 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from workers.errors import ArenaError
 from workers.keeper.arena_table import ArenaTable
+from workers.keeper.peers import accepted
 from workers.memory import ANSWER_S, PACKET_BYTES, notice_socket, owner_of
-
-#: Pause before the next ``accept`` when the process cannot open another file.
-_ACCEPT_S: Final = 0.1
 
 
 class DescriptorServer:
@@ -64,15 +61,7 @@ class DescriptorServer:
             self._table.tell()
 
     def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                # Out of descriptors or memory: try again later.
-                time.sleep(_ACCEPT_S)
-                continue
+        for connection in accepted(self._listener, lambda: self._closed):
             try:
                 # Each client has its own thread, so that a client that is stopped half-way does not
                 # block the others.

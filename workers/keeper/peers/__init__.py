@@ -6,6 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.keeper.peers.client import RemotePart, WireClient
+    from workers.keeper.peers.frames import accepted
     from workers.keeper.peers.mirror import Mirrors
     from workers.keeper.peers.probe import unreached
     from workers.keeper.peers.server import WireServer

@@ -32,6 +32,8 @@ _VIEWS_MAX: Final = 512
 #: takes less than ``_FILE_S``, it may move more in one call.
 _FILE_BYTES: Final = 64 << 10
 _FILE_S: Final = 0.05
+#: Pause before the next ``accept`` when the process cannot open another file.
+_ACCEPT_S: Final = 0.1
 _HELD: Final = tuple(field.name for field in fields(Held))
 _values_of: Final = operator.attrgetter(*_HELD)
 _SILENT: Final = "the peer sends nothing"
@@ -200,6 +202,20 @@ def fit_buffers(connection: socket.socket) -> None:
     if round_trip_s(connection) <= _NEAR_S:
         for option, size_bytes in _NEAR_BYTES:
             connection.setsockopt(socket.SOL_SOCKET, option, size_bytes)
+
+
+def accepted(listener: socket.socket, is_closed: Callable[[], bool]) -> Iterator[socket.socket]:
+    """Yield each connection to ``listener`` until that is closed."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            if is_closed():
+                return
+            # Out of descriptors or memory: try again later.
+            time.sleep(_ACCEPT_S)
+        else:
+            yield connection
 
 
 def has_hung_up(connection: socket.socket) -> bool:

@@ -51,6 +51,7 @@ from workers.keeper.peers.frames import (
     Listing,
     RateLimit,
     Refused,
+    accepted,
     family_of,
     fit_buffers,
     has_hung_up,
@@ -83,8 +84,6 @@ _DROP_BYTES: Final = 256 << 10
 STALL_S: Final = 5.0
 #: A peer that receives some bytes within this time counts as present for the ranks.
 _SIGN_S: Final = 1.0
-#: Pause before the next ``accept`` when the process cannot open another file.
-_ACCEPT_S: Final = 0.1
 #: A peer that lists may pause this long between two requests, because ranks wait for it.
 _FOLLOW_STALL_S: Final = 2.0
 #: Period of checks whether the peer is still there while there is no news.
@@ -146,15 +145,7 @@ class WireServer:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                # Out of descriptors or memory: try again later.
-                time.sleep(_ACCEPT_S)
-                continue
+        for connection in accepted(self._listener, lambda: self._closed):
             self._open.add(connection)
             try:
                 threading.Thread(
