@@ -239,8 +239,8 @@ def run(
         _say_ended(interrupt, f"`everstep status {place}` says whether a run was started")
         raise
     if verbose:
-        bounds_s = bounds_document(settings, limits_from(0.0, patience=settings.patience))
-        print_bounds(bounds_s, settings.patience, console)
+        bounds_s = bounds_document(settings, limits_from(0.0, patience=settings.recovery.patience))
+        print_bounds(bounds_s, settings.recovery.patience, console)
     if detach:
         say(
             f"the run continues; look at it with `everstep status {place}` or `everstep logs "

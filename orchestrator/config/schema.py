@@ -63,14 +63,9 @@ class RunConfig(Section):
     logging: LoggingSection = LoggingSection()
 
     @property
-    def patience(self) -> float:
-        """Return how many times the observed p99 a step may take."""
-        return self.recovery.patience
-
-    @property
     def controller_stopped_s(self) -> float:
         """Return how long a signal may stop the controller before it is killed."""
-        return _CONTROLLER_STOPPED_S * self.patience / PATIENCE
+        return _CONTROLLER_STOPPED_S * self.recovery.patience / PATIENCE
 
     @property
     def is_page_local(self) -> bool:

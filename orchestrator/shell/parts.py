@@ -157,7 +157,7 @@ class Parts:
             self.inbox,
             on_formed=self.workers.note_formed,
             node_silent=self.nodes.silent,
-            patience=config.patience,
+            patience=config.recovery.patience,
             parallel=config.parallel,
         )
         self.evidence = Evidence(

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from workers.keeper.arena_table import meminfo_bytes
 from workers.protocol import Ending
 from workers.records import process_state
 
@@ -197,9 +198,8 @@ def _shortage(process: _Process, status: int | None) -> str:
     if status != signal.SIGKILL or _num_killed(process.group) <= process.num_killed:
         return ""
     if process.group is None:
-        rows = [row.split() for row in _read(Path("/proc/meminfo")).splitlines()]
-        have = {row[0]: _size(int(row[1]) << 10) for row in rows}
-        free, all_of_it = have.get("MemAvailable:"), have.get("MemTotal:")
+        names = "MemAvailable", "MemTotal"
+        free, all_of_it = (_size(meminfo_bytes(name) or 0) for name in names)
         return (
             "no limit of a control group is known, and the machine has "
             f"{free} of {all_of_it} available without it"

@@ -348,12 +348,10 @@ class Pipeline:
         described = self._stages.described(model.numbers[-1], args, kwargs, self._dtype)
         stages = [self._stage(number, *described[number : number + 2]) for number in model.numbers]
         given: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
-        schedule: _Schedule
+        passes = [stage.submod for stage in stages]
         if len(stages) == 1:
-            schedule = of_one(stages[0], len(batches), **given)
-        else:
-            schedule = of_several(list(stages), len(batches), **given)
-        return schedule, [stage.submod for stage in stages]
+            return of_one(stages[0], len(batches), **given), passes
+        return of_several(list(stages), len(batches), **given), passes
 
     def _stage(
         self, number: int, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]

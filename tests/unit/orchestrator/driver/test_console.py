@@ -209,10 +209,10 @@ def test_a_pipe_gets_plain_lines_though_colours_are_forced(
 def test_every_wait_is_printed_at_the_start_the_shortest_first() -> None:
     """A bound that is not told is a surprise later; two that are out of order hide each other."""
     config = load("run: {directory: runs/x}\nworkers: {max: 2}\nrecovery: {patience: 6}\n")
-    limits = limits_from(0.0, patience=config.patience)
+    limits = limits_from(0.0, patience=config.recovery.patience)
     bounds_s = bounds_document(config, limits)
     output = io.StringIO()
-    print_bounds(bounds_s, config.patience, Console(file=output, width=1000))
+    print_bounds(bounds_s, config.recovery.patience, Console(file=output, width=1000))
 
     waits = {
         *Limits.__slots__,
