@@ -45,7 +45,7 @@ def read_status(url: str) -> dict[str, Any]:
             nodes=[{**_NO_PIDS, **row} for row in described["nodes"]],
             node_states=Counter(row["state"] for row in described["nodes"]),
         ),
-        phase="stopped" if summary and summary["outcome"] == "stopped" else described["phase"],
+        phase="stopped" if (summary or {}).get("outcome") == "stopped" else described["phase"],
         step=step or described["step"],
         loss=loss,
         best=run.best(state.lineage),
