@@ -8,7 +8,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Final, Protocol
+from typing import Final
 
 from orchestrator.core import LinksTimed
 from orchestrator.diagnosis import Flows, Guilty, Verdict, links
@@ -33,27 +33,12 @@ _AGAIN_S: Final = 10.0
 _AGAIN_S_MAX: Final = 600.0
 
 
-class Suspect(Protocol):
-    """The type of ``Observer.suspect_links``."""
-
-    def __call__(
-        self,
-        attempt: int,
-        found: Sequence[Verdict],
-        *,
-        since_s: float,
-        times: float,
-        is_confirmed: bool,
-    ) -> None:
-        """Replace the suspicions of links by ``found``."""
-
-
 class LinkWatch:
     """Compares the traffic between nodes.
 
     Args:
         inbox: Takes the links that the next order of nodes should avoid.
-        suspect: Takes the keepers' findings.
+        suspect: ``Observer.suspect_links``, which takes the keepers' findings.
         attempt: Returns the attempt that trains and the node of each rank; () while none trains.
     """
 
@@ -62,7 +47,7 @@ class LinkWatch:
         flows: Flows,
         inbox: Inbox,
         *,
-        suspect: Suspect,
+        suspect: Callable[..., None],
         views: Mapping[str, NodeView],
         attempt: Callable[[], tuple[int, Sequence[str]]],
     ) -> None:
