@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from workers.state.buffers import PersistentBuffers
     from workers.state.entries import (
         DTYPES,
+        TORCH_DTYPES,
         HoldsState,
         HostBuffer,
         StateEntry,

@@ -37,6 +37,7 @@ DTYPES: Final = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
+TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class HoldsState(Protocol):

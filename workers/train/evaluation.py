@@ -15,7 +15,7 @@ from workers.collectives import on_host
 from workers.data import random_seed, seed_all, seeded
 from workers.errors import TaskError
 from workers.parallel import PassHooks
-from workers.state import DTYPES
+from workers.state import DTYPES, TORCH_DTYPES
 from workers.train.executor import ShardedModel, exchanged, quota, summed
 
 
@@ -81,12 +81,11 @@ def _gathered(
     }
     rows = exchanged(mine, sharded.device)
     there = {int(number): one for each in rows for number, one in each.items()}
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
     found: dict[int, list[Tensor]] = {}
     for number in sorted(there):
         found[number] = []
         for place, (dtype, shape) in enumerate(there[number]):
-            whole = torch.zeros(shape, dtype=dtypes[dtype], device=sharded.device)
+            whole = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=sharded.device)
             if number in held:
                 whole.copy_(held[number][place])
             found[number].append(summed(whole).cpu())

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,8 @@ from ucp_core.native import Checkpoint, checkpoint_name, find_committed, open_ch
 from ucp_core.storage import Store, join
 from workers.errors import StateError
 from workers.protocol import CHECKPOINTS
-from workers.state import DTYPES, decode
+from workers.state import TORCH_DTYPES, decode
 from workers.train.loading import read_whole
-
-_TORCH: Final = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,5 +52,5 @@ def fill(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
             entry = entries.get(TensorKey(ties.get(name, name), "weight"))
             if entry is None:
                 continue
-            (held,) = read_whole(checkpoint, [entry], _TORCH[entry.dtype])
+            (held,) = read_whole(checkpoint, [entry], TORCH_DTYPES[entry.dtype])
             tensor.copy_(held)

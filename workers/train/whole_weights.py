@@ -19,7 +19,7 @@ from workers import collectives
 from workers.errors import ApartError, TaskError
 from workers.parallel import drop_gathered, own_names
 from workers.protocol import SAVED
-from workers.state import DTYPES
+from workers.state import DTYPES, TORCH_DTYPES
 from workers.train.executor import ShardedModel, all_agree, exchanged, summed
 
 #: Names that a script may give to a file that it saves.
@@ -106,12 +106,11 @@ def _described(sharded: ShardedModel) -> list[_Tensor]:
     if sharded.pipeline is None:
         return mine
     found: dict[str, _Tensor] = {}
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
     for rows in exchanged(
         [[*one[:1], DTYPES[one.dtype], *one[2:]] for one in mine], sharded.device
     ):
         for name, dtype, shape, source, holder in rows:
-            found.setdefault(name, _Tensor(name, dtypes[dtype], tuple(shape), source, holder))
+            found.setdefault(name, _Tensor(name, TORCH_DTYPES[dtype], tuple(shape), source, holder))
     return list(found.values())
 
 
