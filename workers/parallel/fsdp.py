@@ -109,11 +109,9 @@ def shard_model(
             float32.
         reshard_after_forward: Whether to drop a unit's gathered parameters after its forward pass.
     """
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if precision == "bf16"
-        else MixedPrecisionPolicy()
-    )
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     size_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
     is_small = size_bytes <= SMALL_BYTES_MAX
     whole = {one for one in model.parameters() if is_whole(tuple(one.shape))}
