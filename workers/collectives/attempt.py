@@ -1,4 +1,4 @@
-"""Hold one attempt in this process: its groups, and the objects that must outlive it."""
+"""Hold one attempt of this process: its groups, and the objects that must outlive it."""
 
 from __future__ import annotations
 

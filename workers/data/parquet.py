@@ -19,7 +19,8 @@ class ParquetRows:
 
     Making the dataset reads only the footers. Reading a row reads its whole row group, which is
     kept for the next rows: with a random order and more row groups than ``cache_bytes`` holds, each
-    sample costs a row group. Write small row groups (a thousand rows), or a cache for all.
+    sample costs a row group. Write small row groups (a thousand rows), or make the cache hold all
+    of them.
 
     Args:
         paths: Paths, URLs or globs. Their order matters.

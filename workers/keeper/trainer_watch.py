@@ -40,7 +40,7 @@ SETTLED_S = 0.1
 #: Time for which a dead worker is reported. By then its attempt was judged; a longer time would
 #: cost memory, and time in every look and report.
 FORGET_S = 60.0
-#: A new child counts after this at the latest. A search takes 0.3 ms in a process of 30 threads.
+#: Maximum time until a new child counts. A search takes 0.3 ms in a process of 30 threads.
 _SEARCH_S = 1.0
 
 

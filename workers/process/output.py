@@ -20,7 +20,7 @@ from typing import Any, Final, TextIO
 from ucp_core.storage import LocalStore, Store, join
 from workers.protocol import LOGS
 
-#: Limit for a rank's output that waits for the storage.
+#: Limit for a rank's output that waits for storage.
 PENDING_BYTES_MAX: Final = 1 << 20
 #: Time between two writes: a person at a terminal notices no delay, and if each step prints a line,
 #: one write has those of about ten steps.

@@ -51,7 +51,7 @@ _READ_TRIES_MAX: Final = 100
 _WORD = struct.Struct("<Q")
 #: The kernel's state letters of a process whose first thread waits for something.
 _SLEEPS: Final = frozenset("SDI")
-#: The kernel's state letters of a thread that would run if it had a processor or a page of memory.
+#: The kernel's state letters of a thread that waits for a processor or a page of memory.
 _HELD_UP: Final = frozenset("RD")
 _LATE_BEATS: Final = 3
 

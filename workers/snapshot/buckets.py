@@ -9,9 +9,9 @@ from torch import Tensor
 
 from workers.memory import Question
 
-#: Bytes of a bucket, which take two thirds of a millisecond on a bus of 50 GB/s.
+#: Size of a bucket, which takes two thirds of a millisecond on a bus of 50 GB/s.
 BUCKET_BYTES: Final = 32 << 20
-#: Bytes of a piece of a bucket. Copies of other streams wait until a piece is copied.
+#: Size of a piece of a bucket. Copies of other streams wait until a piece is copied.
 PIECE_BYTES: Final = 32 << 20
 
 

@@ -1,4 +1,4 @@
-"""Do steps of an optimizer without changing it, to allocate its state and to find its values."""
+"""Step copies of an optimizer, to allocate its state and to find the values that it changes."""
 
 import copy
 import random

@@ -27,7 +27,7 @@ _LOOK_S_MAX: Final = 2.0
 def run_behind(
     completed: Completed, assignment: Assignment, context: WorkerContext
 ) -> Completed | Fenced:
-    """Return when rank 0 has run the code; raise the code's exception."""
+    """Wait until rank 0 has run the code; raise the code's exception."""
     run = context.settings.run
     path = join(context.directory, BEHIND)
     mark = json.dumps({"attempt": assignment.attempt, "step": completed.step}).encode()

@@ -143,7 +143,7 @@ def _groups_elsewhere(
 ) -> list[list[str]] | None:
     """Return the names of the parameters that only other stages have, by group of the optimizers.
 
-    None if the model is whole. Else every worker calls it.
+    Return None if the model is whole. Otherwise every worker must call this.
     """
     if built.pipeline is None:
         return None

@@ -82,9 +82,8 @@ def run_attempt(
 ) -> Outcome:
     """Train in ``assignment`` until this worker leaves it; return how it left.
 
-    Blocks. Always call this in the same thread, because DTensor keeps a cache per thread, which
-    must be cleared afterwards. By default the task is that of the settings' script, or the built-in
-    one.
+    Always call this in the same thread, because DTensor keeps a cache per thread, which must be
+    cleared afterwards. By default the task is that of the settings' script, or the built-in one.
     """
     context.progress.enter(WorkerPhase.FORMING)
     is_of_script = task is None and bool(context.settings.run.script)

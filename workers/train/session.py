@@ -188,8 +188,9 @@ class Session:
             make: Builds a torch optimizer over parameters given by name, or a list of several over
                 different ones. They have the shapes of the whole weights, and the values of this
                 worker's shards: an optimizer must treat every element alike, as SGD and Adam do.
-            elementwise: Declares that it does, if its class is not torch's own. An optimizer of
-                whole matrices (Muon, LAMB, SOAP, Shampoo) would depend on the number of workers.
+            elementwise: Declares that it treats every element alike, if its class is not torch's
+                own. An optimizer of whole matrices (Muon, LAMB, SOAP, Shampoo) would depend on the
+                number of workers.
 
         Raises:
             TaskError: There is no model yet, or something wrote to its weights before this fills

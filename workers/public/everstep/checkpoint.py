@@ -139,7 +139,7 @@ def save(
 ) -> None:
     """Write the state after ``step`` to the folder or URL ``path``; every rank calls it.
 
-    Returns when this rank's part is written. The checkpoint counts once all parts are. Saving a
+    It returns when this rank's part is written. The checkpoint counts once all parts are. Saving a
     step again does nothing, unless the first save failed, it was deleted, or ``load`` went back.
 
     Args:
@@ -187,7 +187,7 @@ def async_save(
 
 
 def wait() -> None:
-    """Return when the last ``async_save`` is written.
+    """Wait until the last ``async_save`` is written.
 
     Raises:
         CheckpointError: It failed.

@@ -316,20 +316,20 @@ class Boundary:
         return capture(step, sharded, extra)
 
     def commit(self, step: int) -> None:
-        """Return when the state after ``step``, which all ranks write to storage, is committed."""
+        """Wait until the state after ``step``, which all ranks write to storage, is committed."""
         self._context.progress.enter(WorkerPhase.SAVING)
         timeout_s = self._context.settings.parallel.patient_timeout_s
         self._storage.wait_committed(step, timeout_s=timeout_s)
 
     def commit_loaded(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
-        """Return when a best state that was loaded from memory is committed: its step waits."""
+        """Wait until a best state that was loaded from memory is committed."""
         if self._assignment.memory and step in dict(self.best.kept):
             self._store_again(step, sharded, extra)
             self.commit(step)
             self._state = None
 
     def end(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
-        """Return when the state after ``step`` is committed, and recorded as the end of the run.
+        """Record the state after ``step`` as the end of the run; wait until it is committed.
 
         ``extra`` has the small named values of the version that the attempt resumed from.
         """

@@ -84,7 +84,7 @@ def capture(step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captu
 class Marks:
     """Marks that detect a script's writes to weights: version counters, and a few values of each.
 
-    The values detect writes through ``.data``, which no counter sees. Takes about 10 us per
+    The values detect writes through ``.data``, which no counter sees. This takes about 10 us per
     parameter.
     """
 

@@ -51,7 +51,7 @@ class ProtectionWait:
         return all(is_ready for is_ready, _ in rows)
 
     def wait_copied(self, step: int) -> None:
-        """Return when peers have copied the snapshot of ``step``, or after the time limit."""
+        """Wait until peers have copied the snapshot of ``step``, at most until the time limit."""
         begun_s = time.monotonic()
         if self._has_peers and self._writer is not None:
             self._writer.wait_copied(step, self._until_s)

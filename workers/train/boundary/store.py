@@ -167,7 +167,7 @@ class StorageWriter:
         return lines
 
     def wait_appended(self, timeout_s: float) -> None:
-        """Return when all lines so far are written, or held back, or after ``timeout_s``."""
+        """Wait at most ``timeout_s`` until all lines so far are written or held back."""
         if not self.holds_lines and not self._is_closed_to_lines():
             written = threading.Event()
             self._tasks.put(written.set)
@@ -208,7 +208,7 @@ class StorageWriter:
         return self._idle.is_set()
 
     def wait_idle(self) -> None:
-        """Return when no save is under way."""
+        """Wait until no save is under way."""
         while not self._idle.wait(_LOOK_S):
             if self._fenced():
                 break
@@ -221,7 +221,7 @@ class StorageWriter:
             raise self._error
 
     def wait_committed(self, step: int, *, timeout_s: float) -> None:
-        """Return when the checkpoint of ``step`` is committed by this attempt."""
+        """Wait until this attempt has committed the checkpoint of ``step``."""
         self.wait_idle()
         directory = join(self._directory, CHECKPOINTS, checkpoint_name(step))
         deadline_s = time.monotonic() + timeout_s

@@ -235,7 +235,7 @@ class Step:
         collectives.span(op, step=self.number, micro_batch=number, tokens=tokens)
 
     def _begin_forward(self, stage: int, number: int, micro_batch: int | None = None) -> None:
-        # A fence ends a step here at the latest: not every pass has a collective.
+        # A fence must end a step here, because not every pass has a collective.
         collectives.check()
         if micro_batch is None:
             micro_batch = self._quota.passes[number].micro_batch

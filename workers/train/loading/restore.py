@@ -92,7 +92,7 @@ def restore_state(
 ) -> Restored:
     """Fill the state in place from the version from which the attempt resumes.
 
-    Every rank of the attempt calls it. Blocks for the slowest. If one rank could not load the
+    Every rank of the attempt calls it. It waits for the slowest. If one rank cannot load the
     version, all raise ``UnloadableSignal``.
 
     Args:
