@@ -286,18 +286,18 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotSettings:
-    """How often state goes to the memory of the node's keeper, and how it is protected there.
+    """How often state goes to the memory of the node's keeper, and its protection there.
 
     Attributes:
         every_steps: Steps between two snapshots; 0 for none, so that only storage holds state.
             "auto" starts with 1 and takes fewer if they would cost more than 2 % of step time.
-        node_memory_mib: Limit for all snapshots on a node, including copies from other nodes; 0 for
-            half of the memory that is available when the node's keeper starts, minus what other
-            runs on the node may still use.
-        send_mib_per_s: Limit for the rate at which a node's keeper sends to other nodes, for copies
-            and recovery; 0 for no limit.
-        tolerance: How many nodes of each group of at most 8 may be lost at once while the newest
-            snapshots stay complete in memory: 0, 1 or 2, if there are as many other nodes. A run
+        node_memory_mib: Limit in MiB for all snapshots on a node, including copies from other
+            nodes; 0 for half of the memory that is available when the node's keeper starts, minus
+            what other runs on the node may still use.
+        send_mib_per_s: Limit in MiB/s for what a node's keeper sends to other nodes, for copies and
+            recovery; 0 for no limit.
+        tolerance: Number of nodes of each group of at most 8 that may be lost at once while the
+            newest snapshots stay complete in memory: 0, 1 or 2. It needs as many other nodes. A run
             with fewer workers than places spreads over at least one node more than this.
         mechanism: "copy" keeps each snapshot on ``tolerance`` other nodes; it sends nothing if
             data-parallel replicas there have the same state. "parity" keeps 1/(k-1) of a snapshot
@@ -342,7 +342,7 @@ class ParallelSettings:
             same at every size.
         reshard_after_forward: Whether to drop a block's gathered parameters after its forward and
             backward pass: less memory, more gathers. Models of up to 64 MiB stay gathered.
-        collective_timeout_s: Time after which a collective fails; ten times as long while ranks
+        collective_timeout_s: Seconds after which a collective fails; ten times as long while ranks
             load or commit a version. It is a last resort, because faults are usually found much
             sooner. Raise it if one rank may work for longer while the others wait for it; otherwise
             that rank is judged to hang.

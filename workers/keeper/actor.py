@@ -51,7 +51,7 @@ LOOK_STEPPING_S = 0.25
 #: processor time at its two ends, and only stillness needs a close watch.
 MOVING_PERIOD_S = 1.0
 STILL_PERIOD_S = 0.1
-#: In a large run the second period is at least this much per rank: the controller receives the
+#: In a large run the second period is at least this much per rank. The controller receives the
 #: reports of all nodes, and 2,000 of them a second would take all its time.
 STILL_PERIOD_S_EACH = 5e-4
 #: Shortest period of reading connections, which takes 10 us for each connection of the machine.

@@ -15,8 +15,8 @@ from typing import Final
 
 from workers.keeper.peers import unreached
 
-#: A machine that vanishes counts as silent after at most this long: it has missed the answer to one
-#: of the probes that are sent each second, and then two new connections.
+#: Maximum time until a vanished machine counts as silent: it must fail to answer one of the probes
+#: that are sent each second, and then two new connections.
 SILENT_S: Final = 3.0
 _ASK_S: Final = 1
 _MISSED_MS: Final = 1500

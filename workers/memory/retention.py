@@ -110,9 +110,12 @@ def reapable(
 ) -> list[str]:
     """Return the names of the unused arenas that may be freed.
 
-    An arena may be freed if no version in it can be needed. That is so if the arenas that stay (for
-    a copy or parities: those of that kind, if any) hold two newer versions of a later attempt, if
-    storage has a newer version, or if nothing in it counts and a later attempt holds a version.
+    An arena may be freed if no version in it can be needed, for one of these reasons:
+
+    - The arenas that stay hold two newer versions of a later attempt. For a copy or parities only
+      arenas of that kind count, if there are any.
+    - Storage has a newer version.
+    - Nothing in it counts, and a later attempt holds a version.
 
     ``stored_step`` is the newest step that is committed to storage and counts; 0 if none.
     """
