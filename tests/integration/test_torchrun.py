@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+import torch.distributed as dist
 
 from everstep import ParallelSettings, SettingsError
 from tests.arch.tree import ROOT
 from tests.support.attempts import curve
-from tests.support.forking import run_script
+from tests.support.forking import begin_ranks, run_script
 from ucp_core.layout import ParallelLayout
 from workers.train.launched import layout_for
 
@@ -34,11 +34,23 @@ def launched(directory: Path, num_ranks: int, *arguments: str) -> subprocess.Pop
         )
 
 
-def kill_all(job: subprocess.Popen[str]) -> None:
-    """End the launcher and its ranks at once, as a machine does that loses power."""
-    for process in [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]:
-        process.kill()
-    job.wait()
+def begun_and_killed(directory: Path, num_ranks: int, step: int) -> None:
+    """Train until a step is saved, and end all ranks at once, as a machine does that loses power.
+
+    Nothing that they do depends on a launcher, so they are forked.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = begin_ranks(SCRIPT, directory, num_ranks, store.port, str(step + 2))
+    deadline_s = time.monotonic() + SECONDS_MAX
+    try:
+        while not (directory / f"run/checkpoints/step-{step:08d}/manifest.json").exists():
+            is_at_work = all(one.is_alive() for one in ranks) and time.monotonic() < deadline_s
+            assert is_at_work, (directory / "0").read_text()
+            time.sleep(0.05)
+    finally:
+        for one in ranks:
+            one.kill()
+            one.join()
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
@@ -85,13 +97,7 @@ def test_a_job_that_is_killed_goes_on_under_torchrun_with_another_number_of_rank
         directory.mkdir()
     run_script(SCRIPT, alone)
 
-    job = launched(together, 4, "20")
-    deadline_s = time.monotonic() + SECONDS_MAX
-    while not (together / "run/checkpoints/step-00000018/manifest.json").exists():
-        is_at_work = job.poll() is None and time.monotonic() < deadline_s
-        assert is_at_work, (together / "printed").read_text()
-        time.sleep(0.05)
-    kill_all(job)
+    begun_and_killed(together, 4, 18)
     bad = damage_newest(together)
     again = launched(together, 2)
     assert again.wait(SECONDS_MAX) == 0, (together / "printed").read_text()

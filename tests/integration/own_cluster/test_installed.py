@@ -96,6 +96,7 @@ def test_an_example_of_the_wheel_trains_among_files_of_others_and_ends_with_slur
 ) -> None:
     """Everything that a run needs must be in the wheel, also in the processes of workers.
 
+    Prints of a script were in Ray's own log folder only, which is gone with the cluster.
     attrs.py in the working directory, a long TMPDIR and RANK each ended or hung a run. SIGUSR1,
     which srun sends to all processes, ended all of them in the middle of a step.
     """
@@ -125,6 +126,8 @@ def test_an_example_of_the_wheel_trains_among_files_of_others_and_ends_with_slur
 
     assert process.returncode == 143, output
     assert "project beside []" in output
+    logs = installed.run("everstep", "logs", str(tmp_path / "runs/a"))
+    assert (logs.returncode, logs.stdout) == (0, "project beside []\n"), logs.stderr
     assert "0 steps lost" in output
     assert len(group) > 4, "the workers were among them"
     step = last_step(str(tmp_path / "runs/a"))
