@@ -184,7 +184,6 @@ class Stream:
         return sample
 
     def _first_samples(self) -> deque[int]:
-        """Return fingerprints of the first samples of a separate reading."""
         other = Stream(self._dataset, seed=self._seed, global_batch=self._global_batch)
         other._begin_epoch(0)
         found: deque[int] = deque()

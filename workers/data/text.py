@@ -123,7 +123,6 @@ def _walk(root: str) -> Iterator[str]:
 
 
 def _fixed_part(pattern: str) -> str:
-    """Return the directories of a glob before its first wildcard."""
     parts = pattern.split("/")
     fixed = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts) - 1)
     return "/".join(parts[:fixed]) or ("/" if pattern.startswith("/") else "")

@@ -189,7 +189,6 @@ class MemorySources:
     def _reject(
         self, chosen: _Chosen, checkpoint: Checkpoint | None, error: UcpError | ParityError
     ) -> None:
-        """Reject the holders whose bytes were missing or wrong."""
         every = [*chosen.parts.values(), *chosen.parities, *chosen.members]
         failed = _places(part for part in every if part.is_lost)
         part = _behind(chosen, checkpoint, error)
@@ -204,7 +203,6 @@ class MemorySources:
             raise error
 
     def _reject_parities(self, chosen: _Chosen, error: UcpError | ParityError) -> None:
-        """Reject the damaged sources that a part was computed from."""
         try:
             found = damaged(chosen.parities, chosen.members)
         except (UcpError, ParityError) as unread:
@@ -217,7 +215,6 @@ class MemorySources:
     def _give_up_on(
         self, places: Sequence[PartRef], error: Exception, *, is_damaged: bool = False
     ) -> None:
-        """Read no more from holders that failed."""
         away = {place.node for place in places if _is_silence(error)}
         for place in places:
             held = place.held

@@ -135,7 +135,6 @@ class Arena:
             self._map.madvise(_MADV_POPULATE_WRITE, self._map_start + start, size_bytes)
 
     def _make_huge(self) -> None:
-        """Use huge pages if the machine has them."""
         for start in range(0, len(self._memory) - _HUGE_BYTES + 1, _HUGE_BYTES):
             # The range needs a page that can become huge.
             self._memory[start] = 0

@@ -116,7 +116,6 @@ def _cut_by_styles(
 
 
 def _refuse_uneven(model: nn.Module, mesh: Mesh) -> None:
-    """Raise ``LayoutRefusedError`` unless tensor parallelism cuts every tensor evenly."""
     sizes: dict[str, int] = {}
     for name, parameter in sorted(own_names(model.named_parameters()).items()):
         for cut in mesh.cuts_of(parameter) if isinstance(parameter, DTensor) else ():

@@ -116,7 +116,6 @@ class Units:
 
 
 def _add(module: nn.Module, parent: _Inside, units: Units, seen: set[Any]) -> None:
-    """Add the units in ``module`` to ``parent``, in registration order."""
     if module in seen:
         return
     seen.add(module)

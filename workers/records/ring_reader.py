@@ -341,7 +341,6 @@ def _shared(name: str, ranks: Sequence[int]) -> _Named:
 
 
 def _as_range(ranks: tuple[int, ...]) -> Sequence[int]:
-    """Return ``ranks`` as a range if they are one."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     found = range(ranks[0], ranks[0] + step * len(ranks), step) if ranks and step else range(0)
     return found if tuple(found) == ranks else ranks

@@ -144,7 +144,6 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _step(optimizer: optim.Optimizer, gradient_of: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Do a step with these gradients, and return them."""
     trained = [
         one for group in optimizer.param_groups for one in group["params"] if one.requires_grad
     ]

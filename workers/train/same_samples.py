@@ -228,5 +228,4 @@ def _cut(indices: Sequence[int], size: int) -> list[Group]:
 
 
 def _short(content: Content) -> str:
-    """Return a digest to show."""
     return f"{zlib.crc32(repr([round(one, 3) for one in content]).encode()):08x}"

@@ -61,7 +61,6 @@ def script_settings(path: str, arguments: Sequence[str] = ()) -> Settings:
 
 
 def _run_to_call(path: str, arguments: Sequence[str]) -> _Handed:
-    """Run the script up to its call of ``everstep.run``."""
     before = sys.modules["__main__"]
     handed: _Handed | None = None
     _reading.active = True

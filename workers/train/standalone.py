@@ -229,7 +229,6 @@ def _skip_damaged(
     skipped: dict[str, str],
     steps_lost_max: int,
 ) -> None:
-    """Warn of damaged checkpoints newer than ``found``."""
     lost = unloadable(store, checkpoints, lineage=(), with_data=True) if found is None else ()
     rows = [(checkpoint_name(step), reason) for step, reason in lost]
     for name, reason in found.skipped if found is not None else rows:
@@ -254,7 +253,6 @@ def _warn(name: str, reason: str, skipped: dict[str, str]) -> None:
 
 
 def _raise_unless_damaged(directory: str, bad: FoundBad) -> None:
-    """Raise ``StateError`` unless the checkpoint is proven to be damaged."""
     if bad.misfits:
         raise MisfitError.of(directory, bad.misfits)
     if not bad.damaged:

@@ -149,7 +149,6 @@ class ParityMirror(Replication):
             raise ArenaError(f"the parity of rank {rank} cannot be used: {error}") from error
 
     def _part(self, index: int, found: _FoundVersion) -> Part:
-        """Return the part to read from a node."""
         if index in self._clients:
             return RemotePart(self._clients[index], found.arena, found.held)
         own = self._table.arena(found.arena)

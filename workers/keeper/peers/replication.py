@@ -93,12 +93,10 @@ class Replication(ABC):
         return news
 
     def _is_well(self) -> None:
-        """Note that the peers answer."""
         self._num_failures, self._failing_s = 0, float("inf")
         self._note_problem("", "")
 
     def _note_problem(self, subject: str, line: str) -> None:
-        """Set the problem of a subject; "" clears it."""
         if self.problems.get(subject, "") != line:
             others = {name: told for name, told in self.problems.items() if name != subject}
             self.problems = {**others, subject: line} if line else others

@@ -504,7 +504,6 @@ _Pairs = list[tuple[nn.Module, Sequence[optim.Optimizer]]]
 
 
 def _pairs(model: Model, optimizer: Optimizer) -> _Pairs:
-    """Return every part of the model with its optimizers."""
     optimizers = [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer or ())
     if isinstance(model, nn.Module):
         return [(model, optimizers)]

@@ -98,7 +98,6 @@ class Cadence:
         )
 
     def _note(self, step: int, *, takes: bool, is_behind: bool) -> None:
-        """Count a snapshot that was due."""
         if not takes:
             self._num_skipped += 1
             return

@@ -78,7 +78,6 @@ def quota(
 
 
 def _tree_syncs(parts: tuple[tuple[int, int], ...], num_passes: int) -> frozenset[int]:
-    """Return the passes to reduce after."""
     syncs: set[int] = set()
     number = 0
     while number < num_passes:

@@ -284,7 +284,6 @@ class Step:
         self.apply(optimizers)
 
     def _train_stages(self, pipeline: Pipeline, loss_of: Callable[[Any], Any]) -> None:
-        """Compute every micro-batch of this rank's pipeline stages."""
         if self._has_begun:
             raise TaskError(f"step {self.number} was already computed")
         self._begin()

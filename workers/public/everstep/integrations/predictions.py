@@ -56,7 +56,6 @@ class Predictions:
 
 
 def _leaves(tree: Any) -> list[Tensor]:
-    """Return the tensors of nested tuples, lists and dicts."""
     if isinstance(tree, Tensor):
         return [tree]
     parts = tree.values() if isinstance(tree, dict) else tree
@@ -64,7 +63,6 @@ def _leaves(tree: Any) -> list[Tensor]:
 
 
 def _rebuilt(tree: Any, leaves: Iterator[Tensor]) -> Any:
-    """Return the same nested structure with other tensors."""
     if isinstance(tree, Tensor):
         return next(leaves)
     if isinstance(tree, dict):

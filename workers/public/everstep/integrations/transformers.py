@@ -280,7 +280,6 @@ class ElasticTrainer(Trainer):
         return name if not name or name.startswith("eval_") else f"eval_{name}"
 
     def _take_results(self) -> None:
-        """Load the results of the complete run into the trainer."""
         args, done = self.args, finished_run()
         here = done or FinishedRun(*open_store(args.output_dir))
         best = args.load_best_model_at_end
@@ -402,7 +401,6 @@ class ElasticTrainer(Trainer):
         self._tell("on_train_end")
 
     def _prepare_source(self) -> None:
-        """Change the script's model as ``Trainer.train`` does."""
         args: Any = self.args
         if args.gradient_checkpointing:
             given = dict(args.gradient_checkpointing_kwargs or {})
@@ -412,17 +410,14 @@ class ElasticTrainer(Trainer):
             align_special_tokens(self.model, self.processing_class)
 
     def _tell(self, event: str) -> None:
-        """Call the callbacks."""
         call = getattr(self.callback_handler, event)
         self.control = call(self.args, self.state, self.control)
 
     def _show_callbacks(self) -> None:
-        """Give callbacks the current model, optimizer and scheduler."""
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
 
     def _begin_state(self, session: Session) -> None:
-        """Begin or continue the trainer's own state."""
         if session.rank == 0 and hasattr(self.processing_class, "save_pretrained"):
             session.export_with(saved_by(self.processing_class))
         args, steps = self.args, session.settings.train.steps
@@ -466,7 +461,6 @@ class ElasticTrainer(Trainer):
         self._votes = any(not type(one).__module__.startswith("transformers.") for one in callbacks)
 
     def _tell_ignored(self, session: Session) -> None:
-        """Report which arguments the configuration overrides."""
         asked, found = self._settings(), session.settings
         told = [
             f"{part}.{name}={theirs!r} (the arguments: {ours!r})"
@@ -537,7 +531,6 @@ class ElasticTrainer(Trainer):
             )
 
     def _log_evaluate_save(self, step: Step, scheduler: Any) -> None:
-        """Log, evaluate and save as the callbacks requested."""
         if self.control.should_log and self._sums.steps:
             loss = self._sums.take_mean()
             self.log({"loss": loss, "grad_norm": step.grad_norm, "learning_rate": step.lr})
