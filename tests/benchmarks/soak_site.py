@@ -41,8 +41,10 @@ ENDLESS, PACE_S = 1_000_000, 0.2
 #: Ray notices some losses after a minute, and a machine that it gave up comes back after that.
 ACT_S_MAX = 300.0
 _BEGIN_AGAIN_S, _LOOK_S = 5.0, 0.25
-#: Nodes that live briefly are noted so often: a look at all processes takes 20 ms.
-_NOTE_S = 1.0
+#: Nodes that live briefly are noted so often: looks at all processes take 0.1 s.
+_NOTE_S = 2.0
+#: A Ray that ended by itself starts again within seconds, on a busy machine within half a minute.
+_WITHOUT_RAY_S_MAX = 60.0
 #: A second fault is made so late at most.
 _STRIKE_S_MAX = 10.0
 #: The step that is not a number comes so much later.
@@ -96,7 +98,22 @@ class Network:
         self.cluster.plug_in_host()
         self.address = self.cluster.address
         self.nodes = self.cluster.nodes
-        self.drained: dict[int, str] = {}
+        self._without_ray_s: dict[int, float] = {}
+
+    def tend(self) -> None:
+        """Boot the machines again on which no Ray has run for long, as KubeRay's probes would.
+
+        ``ray start --block`` does not end when its raylet ends in order, as some do whose head
+        forgot them.
+        """
+        now_s = time.monotonic()
+        for machine in self.cluster.machines():
+            if self.named(machine, "raylet") is not None:
+                self._without_ray_s.pop(machine, None)
+            elif now_s - self._without_ray_s.setdefault(machine, now_s) > _WITHOUT_RAY_S_MAX:
+                del self._without_ray_s[machine]
+                with contextlib.suppress(OSError):  # Ray did not start in time: another look
+                    self.replace(machine)
 
     def close(self) -> None:
         self.cluster.close()
@@ -151,6 +168,9 @@ class Local:
         self._numbers: dict[str, int] = {}
         self._started: list[subprocess.Popen[bytes]] = []
         self.nodes()
+
+    def tend(self) -> None:
+        pass
 
     def close(self) -> None:
         for command in self._started:
@@ -270,6 +290,7 @@ class Operator:
         """Return the run's status; None while it tells none."""
         if time.monotonic() > self._noted_s + _NOTE_S:
             self.site.nodes()
+            self.site.tend()
             self._noted_s = time.monotonic()
         with contextlib.suppress(RunNotFoundError, OrchestratorError, UcpError):
             return self.files.ask("status")
