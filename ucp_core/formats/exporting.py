@@ -101,9 +101,7 @@ def export(
     wrong = sorted(set(options) - own - _COMMON)
     if wrong:
         known = ", ".join(sorted(own | _COMMON))
-        raise UcpError(
-            f"{wrong[0]} is not an option of format {format}: it has {known}", option=wrong[0]
-        )
+        raise UcpError(f"{wrong[0]} is not an option of format {format}: it has {known}")
     refuse_inside(checkpoint, store, directory)
     module, _, function = name.rpartition(".")
     write = getattr(import_module(f"ucp_core.{module}"), function)

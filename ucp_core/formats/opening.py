@@ -54,9 +54,8 @@ def open_source(
         rules: How tensors are sharded, and which are tied, for sources that do not say so.
         rename: New fqn by the source's fqn; applies to every slot, group, tie and role.
         tag: Chooses one of several checkpoints in ``directory``, if the format has tags.
-        memory_bytes: Most memory for the content of another framework's files besides tensors.
-            Default:
-            6 GiB.
+        memory_bytes: Most memory for the content of another framework's files besides tensors;
+            default: 6 GiB.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint of a known format.
@@ -93,7 +92,6 @@ def _open(
                 f"{directory} is one checkpoint of {_NATIVE}, which has no tags: open it without "
                 f"the tag {tag!r}",
                 path=directory,
-                tag=tag,
             )
         return open_checkpoint(store, directory)
     # The files of a conversion may already have their names, which Hugging Face's reader would

@@ -149,7 +149,7 @@ def _short(value: Any) -> str:
 def _refuse(where: str, name: str | None, what: str) -> NoReturn:
     if name is None:
         raise CheckpointCorruptError(f"{where} {what}", path=where)
-    raise CheckpointCorruptError(f"{where}: tensor {name!r} {what}", path=where, fqn=name)
+    raise CheckpointCorruptError(f"{where}: tensor {name!r} {what}", path=where)
 
 
 def print_header(

@@ -139,8 +139,7 @@ class Container:
             item = self.tensors[key]
             if name in entries:
                 raise CheckpointCorruptError(
-                    f"{key} and another key both mean {name}: save them in separate checkpoints",
-                    key=key,
+                    f"{key} and another key both mean {name}: save them in separate checkpoints"
                 )
             fragments: list[Fragment] = []
             for box, blob, replica in item.chunks:
@@ -151,7 +150,6 @@ class Container:
                         f"{key}: box {box} in {path} is {ref.dtype}{list(ref.shape)}, "
                         f"{self.metadata_names[0]} says {item.dtype}{list(box.shape)}: another "
                         "save overwrote this one; use another one",
-                        key=key,
                         path=path,
                     )
                 place = box, ref.file, ref.offset_bytes, ref.num_bytes

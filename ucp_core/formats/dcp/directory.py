@@ -132,7 +132,6 @@ def _add_tensor(
         raise CheckpointCorruptError(
             f"{path}: {key} is {dtype}{list(shape)}, another rank wrote "
             f"{item.dtype}{list(item.shape)}: different saves wrote these files",
-            key=key,
             path=path,
         )
     known = {chunk.box for chunk in item.chunks}
@@ -163,7 +162,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
 def _missing(key: str, box: Box | None, path: str) -> NoReturn:
     what = key if box is None else f"{key}, box {box},"
     raise CheckpointCorruptError(
-        f"{path}: {what} is in no file: the metadata are damaged", key=key, path=path
+        f"{path}: {what} is in no file: the metadata are damaged", path=path
     )
 
 
@@ -172,14 +171,12 @@ def _blob(fields: Mapping[str, Any], key: str, prefix: str, path: str) -> Blob:
         raise CheckpointCorruptError(
             f"{path}: {key} was saved through an extension, perhaps compressed: save it "
             "without the extension",
-            key=key,
             path=path,
         )
     file = _key(fields["relative_path"])
     if not _is_inside(file):
         raise CheckpointCorruptError(
             f"{path}: {key} should be in {file[:80]!r}, but this checkpoint has no such file",
-            key=key,
             path=path,
         )
     offset_bytes, num_bytes = extents_of((fields["offset"], fields["length"]))
@@ -212,7 +209,6 @@ def _check_sizes(container: Container) -> None:
                 raise CheckpointCorruptError(
                     f"{path} is missing; it holds {key} and more: bring it back or use another "
                     "checkpoint",
-                    key=key,
                     path=path,
                 ) from error
         if size != stop:
@@ -220,7 +216,6 @@ def _check_sizes(container: Container) -> None:
             raise CheckpointCorruptError(
                 f"{path} has {size} bytes, but {key} ends at byte {stop} and is the last item in "
                 f"{container.metadata_names[0]}: {what}; use another checkpoint",
-                key=key,
                 path=path,
             )
 

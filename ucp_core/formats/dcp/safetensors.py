@@ -120,7 +120,6 @@ def _refs(
             raise CheckpointCorruptError(
                 f"{path} has {what} as {key}, the metadata say {dtype}{list(box.shape)}: "
                 "another save overwrote this one, or two boxes of one tensor were saved as one",
-                key=key,
                 path=path,
             )
         refs[key] = _ref(tensor, box, file, start)

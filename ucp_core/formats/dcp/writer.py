@@ -182,8 +182,7 @@ class Contents:
         if key in self.paths:
             raise UcpError(
                 f"{key} names two values, {self.paths[key]} and {path}: rename one, or give "
-                "the model and the optimizer other keys",
-                key=key,
+                "the model and the optimizer other keys"
             )
         self.paths[key] = path
         return key

@@ -7,27 +7,7 @@ there are any. It reads only the pickles; tensors stay where they are.
 from typing import Any
 
 from ucp_core.errors import UnsupportedVersionError
-from ucp_core.formats.deepspeed.reading import (
-    WEIGHT,
-    Info,
-    Modules,
-    Native,
-    Stage,
-    TensorParallelLayouts,
-    add_model_values,
-    add_modules,
-    add_optimizer_values,
-    add_without_zero,
-    add_zero3,
-    add_zero12,
-    buffer_names,
-    check_steps,
-    open_native,
-    param_shapes,
-    read_layer_files,
-    read_rank,
-    shapes_by_mappings,
-)
+from ucp_core.formats.deepspeed import reading
 from ucp_core.formats.deepspeed.recognition import NAME, Folder, locate, sort_names
 from ucp_core.formats.deepspeed.refusals import corrupt
 from ucp_core.formats.shared import Shards, number, refusing_nonsense
@@ -60,7 +40,7 @@ def read(
 
 
 def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoint:
-    native = open_native(store, folder.directory, sort_names(store.list(folder.directory)))
+    native = reading.open_native(store, folder.directory, sort_names(store.list(folder.directory)))
     first, where = native.first, native.files.path(native.model[0, 0])
     if first.get("ds_autoep_layers") or first.get("autoep_layers"):
         raise UnsupportedVersionError(
@@ -68,18 +48,18 @@ def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoin
             "ds_to_universal and give its folder",
             path=where,
         )
-    found = Modules(store, folder.directory, Shards(native.tp), masters=bool(native.optim))
+    found = reading.Modules(store, folder.directory, Shards(native.tp), masters=bool(native.optim))
     if native.optim:
         _add_zero(native, found)
     found.trained = found.shards.fqns()
-    add_model_values(found, native)
+    reading.add_model_values(found, native)
     if not native.optim and native.layers and first.get("module", ()) is None:
-        read_layer_files(native, found)
-    add_modules(native, found)
+        reading.read_layer_files(native, found)
+    reading.add_modules(native, found)
     if not native.optim:
-        add_without_zero(native, found)
+        reading.add_without_zero(native, found)
     layouts = _layouts(native, found, rules)
-    found.put_shards(layouts)
+    found.entries |= found.shards.entries(layouts.pattern)
     found.items |= {f"cut of {fqn}": Item("reshard", why) for fqn, why in layouts.chosen.items()}
     for fqn, stages in found.shards.stages().items():
         if len(stages) > 1 and not layouts.info.in_every_stage(fqn):
@@ -87,7 +67,6 @@ def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoin
                 folder.directory,
                 f"{fqn} is in the files of pipeline stages {sorted(stages)}, but is neither "
                 "tied nor declared as replicated over stages: different tensors have one name",
-                fqn=fqn,
             )
     step = first.get("global_steps")
     if not isinstance(step, int) or step < 0:
@@ -99,10 +78,10 @@ def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoin
     return found.checkpoint(source, world_size=native.dp * native.tp * native.pp)
 
 
-def _add_zero(native: Native, found: Modules) -> None:
+def _add_zero(native: reading.Native, found: reading.Modules) -> None:
     trees = native.files.trees
     read = {
-        rank: read_rank(trees[name], name, is_zero3=native.is_zero3)
+        rank: reading.read_rank(trees[name], name, is_zero3=native.is_zero3)
         for rank, name in native.optim.items()
     }
     by_name = dict(zip(native.optim.values(), read.values(), strict=True))
@@ -116,25 +95,27 @@ def _add_zero(native: Native, found: Modules) -> None:
             value = groups[0].get("step")
         return value if isinstance(value, int | float) else None
 
-    check_steps(native.files.directory, list(by_name), step_of)
+    reading.check_steps(native.files.directory, list(by_name), step_of)
     config = native.first.get("ds_config")
     before = bool(config.get("use_data_before_expert_parallelism")) if config else False
     for mp in range(native.tp * native.pp):
         states = [read[dp, mp] for dp in range(native.dp)]
         where = native.model[0, mp]
-        shapes = param_shapes(trees[where], where)
+        shapes = reading.param_shapes(trees[where], where)
         if shapes is None:
-            shapes = shapes_by_mappings(native, mp, states)
-        stage = Stage(native.rank(mp), states, shapes, where, data_before_expert=before)
-        (add_zero3 if native.is_zero3 else add_zero12)(stage, found)
+            shapes = reading.shapes_by_mappings(native, mp, states)
+        stage = reading.Stage(native.rank(mp), states, shapes, where, data_before_expert=before)
+        (reading.add_zero3 if native.is_zero3 else reading.add_zero12)(stage, found)
         saved, names = states[0].groups, stage.names
         more = len(names) - len(saved)
         found.add_groups([*saved, *[{}] * more], [*names, *[[]] * -more], native.optim[0, mp])
         if mp == 0:
-            add_optimizer_values(found, states[0].rest, native.optim[0, mp])
+            reading.add_optimizer_values(found, states[0].rest, native.optim[0, mp])
 
 
-def _layouts(native: Native, modules: Modules, rules: Rules | None) -> TensorParallelLayouts:
+def _layouts(
+    native: reading.Native, modules: reading.Modules, rules: Rules | None
+) -> reading.TensorParallelLayouts:
     trained_on = native.first.get("global_steps", 0) > 0
     arguments = native.first.get("args")
     state = arguments.state if isinstance(arguments, Opaque) else None
@@ -150,25 +131,25 @@ def _layouts(native: Native, modules: Modules, rules: Rules | None) -> TensorPar
 
     def moved(name: str) -> bool:
         # Different shards can be equal before the first gradient, but not after it.
-        slots = modules.shards.slots_of(name) - {WEIGHT, "step"}
+        slots = modules.shards.slots_of(name) - {reading.WEIGHT, "step"}
         found = [beginnings(name, slot) for slot in slots]
         return any(len(data) == 1 and any(*data) for data in found)
 
-    return TensorParallelLayouts(
+    return reading.TensorParallelLayouts(
         degree=native.tp,
         info=_info(native),
         rules=rules,
         arguments=state if isinstance(state, dict) else None,
         # Weights in bfloat16 can be equal although their masters differ: 1.001 becomes 1.
         equal=lambda name: (
-            trained_on and modules.same_bytes(name) and len(beginnings(name, WEIGHT)) <= 1
+            trained_on and modules.same_bytes(name) and len(beginnings(name, reading.WEIGHT)) <= 1
         ),
         moved=moved,
-        buffers=buffer_names(native),
+        buffers=reading.buffer_names(native),
     )
 
 
-def _info(native: Native) -> Info:
+def _info(native: reading.Native) -> reading.Info:
     """Return the merged information of all stages, each of which knows only its own layers."""
     merged: Any = {}
     trees = native.files.trees
@@ -179,7 +160,7 @@ def _info(native: Native) -> Info:
             info = info.get("universal_checkpoint_info")
         if dp == 0 and info is not None:
             merged = _merged(merged, dict(info))
-    return Info(merged, f"{native.files.directory}: universal_checkpoint_info")
+    return reading.Info(merged, f"{native.files.directory}: universal_checkpoint_info")
 
 
 def _merged(known: Any, value: Any) -> Any:

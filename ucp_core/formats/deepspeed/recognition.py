@@ -98,7 +98,6 @@ def locate(store: Store, directory: str, tag: str | None) -> Folder:
         f"{directory} holds {len(known) or 'no'} checkpoints of DeepSpeed "
         f"({', '.join(known[:4])}) and no file named {LATEST}: choose one with --tag",
         path=directory,
-        tags=tuple(known),
     )
 
 
@@ -111,7 +110,6 @@ def _tagged(store: Store, directory: str, names: Iterable[str], tag: str, why: s
         f"{path} is not a checkpoint of DeepSpeed, but {why}; in {directory} there are: "
         f"{', '.join(known[:8]) or 'none'}; choose one with --tag",
         path=path,
-        tags=known,
     )
 
 

@@ -24,5 +24,4 @@ def missing(directory: str, names: Iterable[str]) -> CheckpointCorruptError:
         f"{directory} lacks {shortened(lacking, 4)}: the checkpoint was not copied or saved "
         "completely; use another one",
         path=directory,
-        missing=tuple(lacking),
     )

@@ -12,19 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ucp_core.formats.deepspeed.reading import (
-    WEIGHT,
-    Modules,
-    Native,
-    TensorParallelLayouts,
-    add_model_values,
-    add_modules,
-    add_optimizer_values,
-    buffer_names,
-    check_steps,
-    open_native,
-    param_shapes,
-)
+from ucp_core.formats.deepspeed import reading
 from ucp_core.formats.deepspeed.recognition import ZERO, Folder, sort_names
 from ucp_core.formats.deepspeed.refusals import corrupt, missing
 from ucp_core.formats.shared import Files, Shards, number, reading_pool, whole_tensor
@@ -43,20 +31,20 @@ _STEP_IN_TAG = re.compile(r"\D*(\d+)(?:_universal)?")
 
 
 @dataclass(slots=True)
-class _Folder(Modules):
+class _Folder(reading.Modules):
     """The content of a universal folder that was read so far."""
 
     #: Names of the files of each parameter, without the suffix.
     slots: dict[str, frozenset[str]] = field(default_factory=dict)
     #: Content of these files, by name in the folder.
     trees: dict[str, Any] = field(default_factory=dict)
-    native: Native | None = None  #: The model files beside the folder, if any.
+    native: reading.Native | None = None  #: The model files beside the folder, if any.
     #: Shapes of trained parameters as their ranks had them, by group, all stages together.
     grouped: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
 
     def trained_names(self) -> list[str]:
         """Return the names with optimizer state."""
-        return sorted({key.fqn for key in self.entries if key.slot not in (WEIGHT, _STEP)})
+        return sorted({key.fqn for key in self.entries if key.slot not in (reading.WEIGHT, _STEP)})
 
     def step_of(self, name: str) -> float | None:
         """Return the number in a parameter's step, if it has one."""
@@ -69,7 +57,9 @@ class _Folder(Modules):
 
 
 def read_universal(
-    store: Store, folder: Folder, layouts_of: Callable[[Native, Modules], TensorParallelLayouts]
+    store: Store,
+    folder: Folder,
+    layouts_of: Callable[[reading.Native, reading.Modules], reading.TensorParallelLayouts],
 ) -> Checkpoint:
     """Open a universal folder; ``layouts_of`` are for tensors that only the model files have."""
     found = _Folder(store, folder.directory)
@@ -77,15 +67,17 @@ def read_universal(
     native, layouts = found.native, None
     if native is not None:
         for file in (native.model[0, mp] for mp in range(native.tp * native.pp)):
-            for index, shapes in enumerate(param_shapes(native.files.trees[file], file) or ()):
+            for index, shapes in enumerate(
+                reading.param_shapes(native.files.trees[file], file) or ()
+            ):
                 found.grouped += [{}] * (index == len(found.grouped))
                 found.grouped[index] = found.grouped[index] | shapes
         found.shards = Shards(native.tp)
         found.trained = {name for shapes in found.grouped for name in shapes}
-        add_model_values(found, native)
-        add_modules(native, found, complete=bool(native.layers))
+        reading.add_model_values(found, native)
+        reading.add_modules(native, found, complete=bool(native.layers))
         layouts = layouts_of(native, found)
-        found.put_shards(layouts)
+        found.entries |= found.shards.entries(layouts.pattern)
         found.extents |= native.files.extents
     _add_params(found, layouts)
     held = found.trees.get(f"{ZERO}/{_OPTIMIZER}")
@@ -127,7 +119,7 @@ def _open(found: _Folder) -> None:
         # tensors.
         beside["model_zero3"].clear()
     if beside["model"] or beside["model_zero3"]:
-        found.native = open_native(store, directory, beside, with_optim=False)
+        found.native = reading.open_native(store, directory, beside, with_optim=False)
     if not found.slots:
         raise corrupt(zero, "it holds no folder of a parameter")
     if found.native is None and f"{ZERO}/{_OPTIMIZER}" not in found.trees:
@@ -139,7 +131,7 @@ def _open(found: _Folder) -> None:
         )
 
 
-def _add_params(found: _Folder, layouts: TensorParallelLayouts | None) -> None:
+def _add_params(found: _Folder, layouts: reading.TensorParallelLayouts | None) -> None:
     """Add the tensors of the parameters' folders."""
     shapes = {name: shape for group in found.grouped for name, shape in group.items()}
     if lacking := sorted(shapes.keys() - found.slots.keys()):
@@ -156,7 +148,7 @@ def _add_params(found: _Folder, layouts: TensorParallelLayouts | None) -> None:
         more = (kind - slots for kind in kinds if mine and mine <= kind)
         if lost := sorted(next(filter(None, [{_MASTER} - slots, *more]), ())):
             path = join(found.directory, item, f"{lost[0]}{_SUFFIX}")
-            raise corrupt(path, "the file is missing: other parameters have it", fqn=name)
+            raise corrupt(path, "the file is missing: other parameters have it")
         if not mine and any(kind - {_STEP} for kind in kinds):
             found.items[item] = Item("reshard", "the folder has no optimizer state for it")
             if found.native is None:
@@ -171,7 +163,7 @@ def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | Non
     file = f"{ZERO}/{name}/{slot}{_SUFFIX}"
     tree = found.trees[file]
     value = tree.get("param") if isinstance(tree, dict) else tree
-    key = TensorKey(name, WEIGHT if slot == _MASTER else slot)
+    key = TensorKey(name, reading.WEIGHT if slot == _MASTER else slot)
     is_step = slot == _STEP
     if is_step and isinstance(value, int | float):
         found.scalars.add(key, value)
@@ -179,26 +171,25 @@ def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | Non
     if not isinstance(value, TensorRef) or (is_step and value.num_elements != 1):
         what = list(value.shape) if isinstance(value, TensorRef) else type(value).__name__
         kind = "step" if is_step else "tensor"
-        raise corrupt(join(found.directory, file), f"it holds {what}, not a {kind}", fqn=name)
+        raise corrupt(join(found.directory, file), f"it holds {what}, not a {kind}")
     if is_step:
         found.scalars.add(key, value._replace(shape=(), strides=()))
         return
     shape = _shape(found, file, value, tree, local)
-    weight = found.entries.get(TensorKey(name, WEIGHT)) if slot != _MASTER else None
+    weight = found.entries.get(TensorKey(name, reading.WEIGHT)) if slot != _MASTER else None
     if shape is None or (weight is not None and weight.shape != shape):
         other = local if weight is None else weight.shape
         raise corrupt(
             join(found.directory, file),
             f"it holds a tensor of {list(value.shape)}, but the parameter is {list(other or ())} "
             f"by the model files or by {_MASTER}{_SUFFIX}",
-            fqn=name,
         )
     found.entries[key] = whole_tensor(key, value, shape)
 
 
-def _put_parts_together(found: _Folder, name: str, layouts: TensorParallelLayouts) -> None:
+def _put_parts_together(found: _Folder, name: str, layouts: reading.TensorParallelLayouts) -> None:
     """Correct a fused projection whose shards the converter joined end to end."""
-    for key in [TensorKey(name, slot) for slot in (WEIGHT, *found.slots[name])]:
+    for key in [TensorKey(name, slot) for slot in (reading.WEIGHT, *found.slots[name])]:
         entry = found.entries.get(key)
         told = layouts.concatenated(name, entry.shape) if entry is not None else None
         if entry is None or told is None or entry.fragments[0].strides is not None:
@@ -254,7 +245,7 @@ def _add_groups(found: _Folder, tree: Mapping[str, Any]) -> None:
     is_zero3 = isinstance(inner, dict)
     inner = inner if isinstance(inner, dict) else {}
     bulk = {"param_groups", "optimizer_state_dict", "fp32_flat_groups", "state"}
-    add_optimizer_values(found, {k: v for k, v in tree.items() if k not in bulk}, file)
+    reading.add_optimizer_values(found, {k: v for k, v in tree.items() if k not in bulk}, file)
     if is_zero3:
         found.items[f"{file}: state"] = Item(
             "drop", "the first rank's part, which the parameters' folders also hold"
@@ -269,7 +260,9 @@ def _add_groups(found: _Folder, tree: Mapping[str, Any]) -> None:
     names = _names_by_group(found, groups, tree if is_zero3 else None)
     for group in names:
         folders = [f"{ZERO}/{name}" for name in group]
-        check_steps(found.directory, folders, lambda f: found.step_of(f.removeprefix(f"{ZERO}/")))
+        reading.check_steps(
+            found.directory, folders, lambda f: found.step_of(f.removeprefix(f"{ZERO}/"))
+        )
     found.add_groups(groups, names, file)
 
 
@@ -311,7 +304,7 @@ def _step(found: _Folder, first: Mapping[str, Any], folder: Folder) -> int:
 
 def _add_buffers(found: _Folder) -> None:
     """Mark the tensors that are buffers, and note the buffers that are lost."""
-    buffers = frozenset() if found.native is None else buffer_names(found.native)
+    buffers = frozenset() if found.native is None else reading.buffer_names(found.native)
     known = {key.fqn for key in found.entries}
     found.roles |= dict.fromkeys(buffers & known, "buffer")
     lost = sorted(buffers - known - set(found.ties))

@@ -19,21 +19,8 @@ from math import prod
 from typing import Any
 
 from ucp_core.errors import UcpError
+from ucp_core.formats.deepspeed import writing
 from ucp_core.formats.deepspeed.writer import DTYPES, common_state
-from ucp_core.formats.deepspeed.writing import (
-    DS_VERSION,
-    FlatReader,
-    Group,
-    Model,
-    Range,
-    Trees,
-    describe,
-    hyper_parameters,
-    is_expert,
-    number,
-    require_groups,
-    write_files,
-)
 from ucp_core.language import Affine, Cut, Grid, Rules
 from ucp_core.native import Checkpoint, check_memory
 from ucp_core.storage import Store
@@ -70,21 +57,20 @@ def write(  # noqa: PLR0913 - the signature of every writer
     if dtype is not None and dtype not in DTYPES:
         raise UcpError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")
     check_memory(memory_bytes)
-    model = describe(checkpoint)
-    expert = next((key.fqn for key in model.entries if is_expert(key.fqn)), None)
+    model = writing.describe(checkpoint)
+    expert = next((key.fqn for key in model.entries if writing.is_expert(key.fqn)), None)
     if expert is not None:
         raise UcpError(
             f"{expert} belongs to an expert of DeepSpeed's MoE, which the universal form takes "
-            "for an expert of every rank: export with --format deepspeed",
-            fqn=expert,
+            "for an expert of every rank: export with --format deepspeed"
         )
-    require_groups(model, "DeepSpeed's universal load")
+    writing.require_groups(model, "DeepSpeed's universal load")
     _check(model)
     tags = {name: _tags(model, name, rules) for name in model.parameters}
     folder = tag or f"global_step{model.counters['global_steps']}_universal"
     precision = DTYPES[dtype or model.precision]
-    reader = FlatReader(checkpoint, memory_bytes)
-    trees = Trees(model=model, reader=reader, dtype=precision, dp=1)
+    reader = writing.FlatReader(checkpoint, memory_bytes)
+    trees = writing.Trees(model=model, reader=reader, dtype=precision, dp=1)
 
     def files() -> Iterator[tuple[str, Any]]:
         # In this order a partial folder never looks complete: metadata that name every parameter
@@ -97,49 +83,47 @@ def write(  # noqa: PLR0913 - the signature of every writer
             for name in group.names:
                 yield from _parameter(trees, group, name, tags[name])
 
-    write_files(
+    writing.write_files(
         store, directory, folder, files, latest="latest_universal", progress=progress, fsync=fsync
     )
 
 
-def _check(model: Model) -> None:
+def _check(model: writing.Model) -> None:
     """Raise an error if the folder cannot hold a parameter or a slot."""
     for name in model.parameters:
         if "/" in name or "\0" in name or name in {"", ".", "..", "optimizer_state.pt"}:
             raise UcpError(
                 f"{name!r} cannot be the name of a folder, but the universal form has a folder "
-                "for each parameter",
-                fqn=name,
+                "for each parameter"
             )
     for group in model.groups:
         if numbers := group.scalars.keys() - {_STEP}:
             raise UcpError(
                 f"the slot {min(numbers)} is one number for each parameter, for which DeepSpeed's "
-                "universal folder has no place: write the native form",
-                slot=min(numbers),
+                "universal folder has no place: write the native form"
             )
         for slot in group.flat:
             if "/" in slot or slot in {_STEP, "fp32", "", ".", ".."}:
-                raise UcpError(f"the slot {slot!r} cannot be the name of a file", slot=slot)
+                raise UcpError(f"the slot {slot!r} cannot be the name of a file")
 
 
 def _parameter(
-    trees: Trees, group: Group, name: str, tags: dict[str, Any]
+    trees: writing.Trees, group: writing.Group, name: str, tags: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the files of one parameter."""
     model = trees.model
     weight = model.weight(name)
     if _STEP in group.scalars:
-        yield f"zero/{name}/step.pt", number(*group.scalars[_STEP])
+        yield f"zero/{name}/step.pt", writing.number(*group.scalars[_STEP])
     for slot, dtype in group.flat.items():
         entry = model.slot(name, slot)
-        zeros = [Range(None, 0, prod(weight.shape))]
+        zeros = [writing.Range(None, 0, prod(weight.shape))]
         value = trees.data(entry, dtype) if entry else trees.stream(weight.shape, dtype, zeros)
         yield f"zero/{name}/{slot}.pt", {"param": value} | tags
     yield f"zero/{name}/fp32.pt", {"param": trees.data(weight, "F32")} | tags
 
 
-def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:
+def _tags(model: writing.Model, name: str, rules: Rules | None) -> dict[str, Any]:
     """Return how DeepSpeed must shard a parameter over tensor-parallel ranks."""
     cut = rules.match(name) if rules is not None else Cut(0)
     shape = model.weight(name).shape
@@ -152,8 +136,7 @@ def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:
     if not isinstance(cut, Cut) or (cut.widths, cut.part_widths, cut.ratio) != (None, None, None):
         raise UcpError(
             f"{name}: the universal folder can only express even cuts along one dim; write the "
-            "native form for uneven ones",
-            fqn=name,
+            "native form for uneven ones"
         )
     if not shape:
         return {}
@@ -170,10 +153,10 @@ def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:
     return tags
 
 
-def _optimizer_state(trees: Trees) -> dict[str, Any]:
+def _optimizer_state(trees: writing.Trees) -> dict[str, Any]:
     """Return the optimizer state that both loaders expect."""
     groups = trees.model.groups
-    param_groups = [hyper_parameters(group, [index]) for index, group in enumerate(groups)]
+    param_groups = [writing.hyper_parameters(group, [index]) for index, group in enumerate(groups)]
     first = next((group.scalars[_STEP] for group in groups if _STEP in group.scalars), None)
     common = {
         key: value
@@ -184,10 +167,10 @@ def _optimizer_state(trees: Trees) -> dict[str, Any]:
         "zero_stage": Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (1,)),
         "group_paddings": [0] * len(groups),
         "partition_count": [1] * len(groups),
-        "ds_version": DS_VERSION,
+        "ds_version": writing.DS_VERSION,
         "param_groups": param_groups,
         "optimizer_state_dict": {
-            "state": {0: {} if first is None else {_STEP: number(*first)}},
+            "state": {0: {} if first is None else {_STEP: writing.number(*first)}},
             # Stage 3 gives group 0's values to all groups.
             "param_groups": [common | {"params": [0]}],
         },
@@ -195,7 +178,7 @@ def _optimizer_state(trees: Trees) -> dict[str, Any]:
     }
 
 
-def _model_states(trees: Trees, *, with_tensors: bool) -> dict[str, Any]:
+def _model_states(trees: writing.Trees, *, with_tensors: bool) -> dict[str, Any]:
     model = trees.model
     # These are the names of stage 3, where parameters have no elements.
     module = trees.module(empty=(*model.parameters, *(() if with_tensors else model.frozen)))

@@ -11,20 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ucp_core.errors import UcpError
-from ucp_core.formats.deepspeed.writing import (
-    DS_VERSION,
-    ExpertShares,
-    FlatReader,
-    Model,
-    Pipeline,
-    Trees,
-    describe,
-    is_expert,
-    require_groups,
-    universal_info,
-    with_single_experts,
-    write_files,
-)
+from ucp_core.formats.deepspeed import writing
 from ucp_core.language import Placement, Rules, split
 from ucp_core.native import Checkpoint, check_memory
 from ucp_core.storage import Store
@@ -101,28 +88,30 @@ def write(
     wanted = Target(**target)
     wanted.check()
     check_memory(memory_bytes)
-    model = with_single_experts(describe(checkpoint), wanted.ep)
+    model = writing.with_single_experts(writing.describe(checkpoint), wanted.ep)
     if wanted.dtype is None:
         wanted = replace(wanted, dtype=model.precision if wanted.stage else "fp32")
     _check_groups(model, wanted)
     placements = _placements(model, wanted, rules)
     tag = wanted.tag or f"global_step{model.counters['global_steps']}"
-    pipeline = Pipeline(wanted.stages, wanted.tied_layers) if wanted.stages else None
+    pipeline = writing.Pipeline(wanted.stages, wanted.tied_layers) if wanted.stages else None
     parts = [model] if pipeline is None else pipeline.models(model)
     info: dict[str, Any] = {}
     if pipeline is not None or placements is not None:
         tied = pipeline.tied(model) if pipeline is not None else ()
-        info["universal_checkpoint_info"] = universal_info(model.weights, placements, tied=tied)
-    experts = ExpertShares(model, wanted.ep, apart=wanted.stage > 0)
+        info["universal_checkpoint_info"] = writing.universal_info(
+            model.weights, placements, tied=tied
+        )
+    experts = writing.ExpertShares(model, wanted.ep, apart=wanted.stage > 0)
     if experts.counts and (wanted.stage == _ZERO3 or wanted.tp > 1 or wanted.stages):
         raise UcpError(
             "experts of DeepSpeed's MoE are written for stages 0 to 2 without tensor-parallel "
             "ranks and pipeline: DeepSpeed has no stage 3 for them, and names experts "
             "differently in the other layouts"
         )
-    whole = Trees(
+    whole = writing.Trees(
         model=model,
-        reader=FlatReader(checkpoint, memory_bytes),
+        reader=writing.FlatReader(checkpoint, memory_bytes),
         dtype=DTYPES[wanted.dtype or model.precision],
         dp=wanted.dp,
         ep=wanted.ep,
@@ -134,15 +123,17 @@ def write(
             return _expert_files(whole, wanted, experts)
         return _all_files(whole, wanted, parts, info, pipeline)
 
-    write_files(store, directory, tag, files, latest="latest", progress=progress, fsync=fsync)
+    writing.write_files(
+        store, directory, tag, files, latest="latest", progress=progress, fsync=fsync
+    )
 
 
 def _all_files(
-    whole: Trees,
+    whole: writing.Trees,
     target: Target,
-    parts: Sequence[Model],
+    parts: Sequence[writing.Model],
     info: Mapping[str, Any],
-    pipeline: Pipeline | None,
+    pipeline: writing.Pipeline | None,
 ) -> Iterator[tuple[str, Any]]:
     """Yield the files of every rank, then of a pipeline's layers; ``parts`` are its stages."""
     for stage, part in enumerate(parts):
@@ -158,7 +149,9 @@ def _all_files(
                 yield f"layer_{layer:02d}{axis}-model_states.pt", tree
 
 
-def _expert_files(whole: Trees, target: Target, experts: ExpertShares) -> Iterator[tuple[str, Any]]:
+def _expert_files(
+    whole: writing.Trees, target: Target, experts: writing.ExpertShares
+) -> Iterator[tuple[str, Any]]:
     """Yield the files of every rank, then those of experts, with their names in the whole model."""
     by_rank = [replace(whole, model=experts.rank(rank)) for rank in range(target.ep)]
     yield from _files(by_rank, target, 0, {"num_experts": experts.counts})
@@ -168,10 +161,10 @@ def _expert_files(whole: Trees, target: Target, experts: ExpertShares) -> Iterat
         yield f"{file}_mp_rank_00_model_states.pt", tree
 
 
-def _check_groups(model: Model, wanted: Target) -> None:
+def _check_groups(model: writing.Model, wanted: Target) -> None:
     """Raise an error unless the stage can hold the optimizer's groups."""
     if wanted.stage > 0:
-        require_groups(model, f"DeepSpeed at stage {wanted.stage}")
+        writing.require_groups(model, f"DeepSpeed at stage {wanted.stage}")
     if wanted.stage in {1, 2} and any(g.hyper.get("use_muon") for g in model.groups):
         raise UcpError(
             f"stage {wanted.stage} keeps Muon's momentum as whole parameters, not cut like the "
@@ -180,7 +173,7 @@ def _check_groups(model: Model, wanted: Target) -> None:
 
 
 def _placements(
-    model: Model, target: Target, rules: Rules | None
+    model: writing.Model, target: Target, rules: Rules | None
 ) -> Mapping[str, Placement] | None:
     """Return how every tensor is sharded over tensor-parallel ranks; None with one rank."""
     tp = target.tp
@@ -192,8 +185,7 @@ def _placements(
         if pattern is None:
             raise UcpError(
                 f"no rule says how {name} is spread over {tp} tensor-parallel ranks: give one "
-                "with --rules",
-                fqn=name,
+                "with --rules"
             )
         placements[name] = split(pattern, model.weight(name).shape, tp, name=name)
     for name in model.parameters if target.stage > 0 else ():
@@ -216,7 +208,7 @@ def _placements(
 
 
 def _files(
-    by_rank: Sequence[Trees], target: Target, mp_rank: int, info: Mapping[str, Any]
+    by_rank: Sequence[writing.Trees], target: Target, mp_rank: int, info: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Yield one model-parallel rank's files; ``by_rank`` has one for each expert-parallel rank."""
     stage, mp, trees = target.stage, f"mp_rank_{mp_rank:02d}", by_rank[0]
@@ -235,7 +227,7 @@ def _files(
             tree = {
                 "optimizer_state_dict": state,
                 "ds_config": _config(trees.model, target),
-                "ds_version": DS_VERSION,
+                "ds_version": writing.DS_VERSION,
             }
             yield f"{prefix}zero_pp_rank_{dp_rank}_{mp}_optim_states.pt", tree
     elif "num_experts" in info:
@@ -253,7 +245,7 @@ def _files(
         yield f"{zero}{mp}_model_states.pt", tree
 
 
-def _model_states(trees: Trees, target: Target, _: int) -> dict[str, Any]:
+def _model_states(trees: writing.Trees, target: Target, _: int) -> dict[str, Any]:
     """Return the content for stage 0, 1 or 2, which is equal on all dp ranks."""
     model, module = trees.model, trees.module()
     # DeepSpeed omits shapes at stage 0, where nothing else names the numbered parameters.
@@ -266,7 +258,7 @@ def _model_states(trees: Trees, target: Target, _: int) -> dict[str, Any]:
         fragments = OrderedDict((name, module[name]) for name in model.frozen)
         sizes = OrderedDict((n, Size(t.shape)) for n, t in fragments.items())
     # Tensors of a pipeline and of experts have their own files.
-    held = OrderedDict((name, data) for name, data in module.items() if not is_expert(name))
+    held = OrderedDict((name, data) for name, data in module.items() if not writing.is_expert(name))
     return {
         "module": None if target.stages else held,
         "buffer_names": list(model.buffers),
@@ -278,7 +270,7 @@ def _model_states(trees: Trees, target: Target, _: int) -> dict[str, Any]:
     }
 
 
-def _model_states_stage_3(trees: Trees, target: Target, dp_rank: int) -> dict[str, Any]:
+def _model_states_stage_3(trees: writing.Trees, target: Target, dp_rank: int) -> dict[str, Any]:
     model = trees.model
     parts = [names for group in trees.sub_groups(target.sub_group_size) for names in group]
     return {
@@ -293,7 +285,7 @@ def _model_states_stage_3(trees: Trees, target: Target, dp_rank: int) -> dict[st
     }
 
 
-def common_state(model: Model, *, dp: int, tp: int = 1, pp: int = 1) -> dict[str, Any]:
+def common_state(model: writing.Model, *, dp: int, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     """Return the values of every model_states file besides tensors."""
     return {
         **model.kept,
@@ -302,12 +294,12 @@ def common_state(model: Model, *, dp: int, tp: int = 1, pp: int = 1) -> dict[str
         "dp_world_size": dp,
         "mp_world_size": tp * pp,
         "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp},
-        "ds_version": DS_VERSION,
+        "ds_version": writing.DS_VERSION,
         **model.client_state,
     }
 
 
-def _config(model: Model, target: Target) -> dict[str, Any]:
+def _config(model: writing.Model, target: Target) -> dict[str, Any]:
     """Return the source's configuration with the target's changes."""
     config = {key: value for key, value in model.config.items() if key not in _LAYOUT_KEYS}
     zero = config.get("zero_optimization")

@@ -33,9 +33,6 @@ from ucp_core.torch_files import TensorRef
 #: Name of the folder's small documents in ``extra``; the writer puts them beside the weights.
 EXTRA_NAME = "huggingface"
 
-#: A universal checkpoint has a family of files for each slot beside ``model-...``. Families of a
-#: model's variants have a dot in their name.
-_SLOT_FILE = re.compile(r"(?!model|pytorch_model)\w+-\d{5}-of-\d{5}\.safetensors")
 _FILE_NAME = re.compile(r"[^/\\\x00-\x1f]+")
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _INDEX_BYTES_MAX = 100_000_000
@@ -74,7 +71,6 @@ def read(
             f"{directory} is a model of Hugging Face, which has no tags: open it without the tag "
             f"{tag!r}",
             path=directory,
-            tag=tag,
         )
     listed: Mapping[str, str] = {}
     if directory.endswith(SUFFIX) or is_torch_file(store, directory):
@@ -86,41 +82,24 @@ def read(
     else:
         sizes = store.sizes(directory)
         files, listed = _files(store, directory, sizes)
-        _refuse_headless(store, directory, sizes, listed)
     found = Assembly(store, directory)
     documents = _documents(found, sizes, files)
     config = documents.get("config.json", {})
     if documents:
         found.extra[EXTRA_NAME] = documents
-    if files[0].endswith(SUFFIX):
-        metadata = _add_shards(found, _shards(store, directory, files, sizes), listed)
-        _put_scalars_right(found)
+    is_safe = files[0].endswith(SUFFIX)
+    if is_safe:
+        metadata = _add_shards(found, _shards(store, directory, files, sizes))
     else:
         _refuse_missing(directory, files, sizes)
         _add_torch_files(found, files, listed)
         metadata = found.ties
+    _check_index(found, listed)
+    if is_safe:
+        _put_scalars_right(found)
     found.ties |= _ties(found.entries, metadata, config)
     version = str(config.get("transformers_version", ""))
     return found.checkpoint({"format": NAME, "version": version})
-
-
-def _refuse_headless(
-    store: Store, directory: str, sizes: Mapping[str, int], listed: Mapping[str, str]
-) -> None:
-    """Refuse a universal checkpoint without its manifest: weights alone would lose the moments."""
-    names = set(sizes) - set(listed.values())
-    slots = sorted(name for name in names if _SLOT_FILE.fullmatch(name))
-    if listed and slots:
-        (shard,) = _shards(store, directory, slots[:1], sizes)
-        if {tensor.name for tensor in shard.header.tensors} <= set(listed):
-            path = join(directory, slots[0])
-            raise CheckpointCorruptError(
-                f"{path} holds optimizer state for the model beside it: this was a universal "
-                "checkpoint, and its manifest.json is gone; bring it back, or move the files "
-                "of the optimizer away to open the weights alone",
-                path=path,
-                file=slots[0],
-            )
 
 
 def _files(
@@ -135,7 +114,6 @@ def _files(
             f"{directory} has several indices, {', '.join(indices)}: give one of the files or "
             "remove all but one",
             path=directory,
-            files=indices,
         )
     names = sorted(name for name in sizes if name.endswith(SUFFIX))
     if not indices and not names and TORCH_INDEX in sizes:
@@ -162,7 +140,6 @@ def _family(directory: str, names: Sequence[str]) -> list[str]:
             f"{directory} has {len(names)} {SUFFIX} files of several models and no index, such as "
             f"{names[0]} and {names[-1]}: give one file",
             path=directory,
-            files=list(names),
         )
     stem, digits = found.pop()
     count = int(digits)
@@ -178,7 +155,6 @@ def _missing(directory: str, file: str, why: str) -> NoReturn:
         f"{join(directory, file)} is missing: {why}; copy it there, the model is not complete "
         "without it",
         path=join(directory, file),
-        file=file,
     )
 
 
@@ -198,7 +174,6 @@ def _weight_map(store: Store, path: str, size_bytes: int) -> dict[str, str]:
                 f"{path}: tensor {name!r} should be in {file!r}, which is not the name of a "
                 "file of this folder",
                 path=path,
-                fqn=name,
             )
     return weight_map
 
@@ -240,9 +215,7 @@ def _shards(
         return list(pool.map(shard, files))
 
 
-def _add_shards(
-    found: Assembly, shards: Sequence[_File], listed: Mapping[str, str]
-) -> dict[str, str]:
+def _add_shards(found: Assembly, shards: Sequence[_File]) -> dict[str, str]:
     """Add the tensors of all files; return the metadata of the headers."""
     entries, directory = found.entries, found.directory
     metadata: dict[str, str] = {}
@@ -256,19 +229,8 @@ def _add_shards(
                     f"{directory}: tensor {tensor.name!r} is in {other} and in {shard.file}: two "
                     "models in one folder, or a file of an older save; remove the wrong one",
                     path=directory,
-                    fqn=tensor.name,
-                    files=[other, shard.file],
                 )
             entries[entry.key] = entry
-    for name, file in listed.items():
-        held = entries.get(TensorKey(name, "weight"))
-        if held is None or held.fragments[0].file != file:
-            raise CheckpointCorruptError(
-                f"{join(directory, file)}: the index says that it holds tensor {name!r}, but "
-                "it does not; the file is from another save",
-                path=join(directory, file),
-                fqn=name,
-            )
     return metadata
 
 
@@ -295,7 +257,6 @@ def _add_torch_files(found: Assembly, names: Sequence[str], listed: Mapping[str,
                     f"{path} holds {fqn}, which {listed.get(fqn, 'another file')} holds too: "
                     "files of two models are mixed",
                     path=path,
-                    fqn=fqn,
                 )
             place = ref.offset_bytes, ref.shape, ref.strides
             owner = owners.setdefault(place, fqn) if ref.num_bytes else fqn
@@ -304,16 +265,19 @@ def _add_torch_files(found: Assembly, names: Sequence[str], listed: Mapping[str,
                 continue
             key = TensorKey(fqn, "weight")
             entries[key] = whole_tensor(key, ref)
-    missing = sorted(set(listed) - {key.fqn for key in entries} - set(ties))
-    if missing:
-        path = files.path(listed[missing[0]])
-        raise CheckpointCorruptError(
-            f"{path} does not hold {missing[0]}, but the index says that it does; the file is "
-            "from another save",
-            path=path,
-            fqn=missing[0],
-        )
     found.extents |= files.extents
+
+
+def _check_index(found: Assembly, listed: Mapping[str, str]) -> None:
+    """Raise an error unless each file holds the tensors that the index has there."""
+    for name, file in sorted(listed.items()):
+        held = found.entries.get(TensorKey(found.ties.get(name, name), "weight"))
+        if held is None or any(fragment.file != file for fragment in held.fragments):
+            raise CheckpointCorruptError(
+                f"{join(found.directory, file)}: the index says that it holds tensor {name!r}, but "
+                "it does not; the file is from another save",
+                path=join(found.directory, file),
+            )
 
 
 def _entry(shard: _File, tensor: TensorRange) -> TensorEntry:

@@ -19,6 +19,7 @@ from ucp_core.geometry import DTYPE_BYTES, TensorEntry
 from ucp_core.native import Checkpoint, check_memory, refuse_taken, stream
 from ucp_core.numerics import FLOATS, cast, grouped
 from ucp_core.storage import Buffer, Store, join, undone
+from ucp_core.torch_files import DTYPE_NAMES
 
 #: The default size of the Hugging Face tools.
 SHARD_BYTES = 5_000_000_000
@@ -26,7 +27,6 @@ SHARD_BYTES = 5_000_000_000
 DTYPES = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"}
 DTYPES |= {"bf16": "BF16", "bfloat16": "BF16"}
 
-_CONFIG_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CONFIG_KEYS = ("dtype", "torch_dtype")
 #: LoRA of ``peft`` (0.21): its names in the model, and its files.
 _ADAPTER = re.compile(r"(?P<module>.*)\.(?P<kind>lora_\w+)\.default(?P<end>(?:\.\w+)?)")
@@ -72,7 +72,7 @@ def write(  # noqa: PLR0913 - the options of a format
     check_memory(memory_bytes)
     target = dtype_of(dtype)
     if shard_bytes < 1:
-        raise UcpError(f"shard_bytes={shard_bytes} is not a size", shard_bytes=shard_bytes)
+        raise UcpError(f"shard_bytes={shard_bytes} is not a size")
     outputs = _outputs(checkpoint, target, keep_tied=keep_tied)
     names = store.list(directory)
     refuse_taken(directory, (name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))))
@@ -106,7 +106,7 @@ def dtype_of(dtype: str | None) -> str | None:
     if dtype is None:
         return None
     if dtype.lower() not in DTYPES:
-        raise UcpError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", dtype=dtype)
+        raise UcpError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     return DTYPES[dtype.lower()]
 
 
@@ -184,7 +184,7 @@ def _documents(
     config = documents.get("config.json")
     if isinstance(config, dict) and len(floats) == 1:
         (dtype,) = floats
-        changed = {key: _CONFIG_NAMES[dtype] for key in _CONFIG_KEYS if key in config}
+        changed = {key: DTYPE_NAMES[dtype] for key in _CONFIG_KEYS if key in config}
         documents["config.json"] = config | changed
     return documents
 
@@ -215,18 +215,11 @@ class _WeightFiles:
 
     def _chunks(self, header: bytes, shard: Sequence[_Output]) -> Iterator[Buffer]:
         yield header
-        outputs = iter([output for output in shard if output.num_bytes])
-        left_bytes = 0
-        output = None
+        dtypes = {output.entry.key: output.dtype for output in shard}
         entries = [output.entry for output in shard]
         for slab in stream(self.checkpoint, entries, memory_bytes=self.memory_bytes):
-            if not left_bytes:
-                output = next(outputs)
-                left_bytes = output.entry.num_bytes
-            assert output is not None, "a slab belongs to an output"
-            assert output.entry is slab.piece.entry, "slabs come in the order of the outputs"
-            left_bytes -= len(slab.data)
-            yield from _cast(slab.data, output.entry.dtype, output.dtype)
+            entry = slab.piece.entry
+            yield from _cast(slab.data, entry.dtype, dtypes[entry.key])
             self.done_bytes += len(slab.data)
             if self.progress is not None:
                 self.progress(self.done_bytes, self.total_bytes)

@@ -4,8 +4,8 @@ Every expert-parallel rank numbers its experts from 0, and repeats everything el
 such ranks Megatron chains two optimizers, the second for the experts. Each expert is a module
 (``SequentialMLP``, ``SwitchMLP``) or a parameter of one module (``TEGroupedMLP``), or all experts
 of a rank are one parameter (``GroupedMLP``). Only the arguments say how many experts such a
-parameter holds, and its shape must agree. It gets its name in ``torch_dist``, where it holds the
-experts of all ranks.
+parameter holds, and its shape must agree. The reader gives it the name that it has in
+``torch_dist``, where one parameter holds the experts of all ranks.
 """
 
 import re
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
-from ucp_core.formats.shared import strides
 from ucp_core.geometry import TensorKey
 from ucp_core.torch_files import TensorRef
 
@@ -59,9 +58,7 @@ class Experts(NamedTuple):
         if is_fused(name) or (match is None and self.ranks > 1):
             raise UnsupportedVersionError(
                 f"{file}: {name} belongs to experts in an unknown form, which cannot be "
-                "combined over ranks; save in torch_dist format",
-                file=file,
-                fqn=name,
+                "combined over ranks; save in torch_dist format"
             )
         if match is None or self.ranks == 1:
             return name
@@ -69,9 +66,7 @@ class Experts(NamedTuple):
         if number >= self.num_local:
             raise CheckpointCorruptError(
                 f"{file}: {name} is expert {number} of a rank, but args gives a rank only "
-                f"{self.num_local}",
-                file=file,
-                fqn=name,
+                f"{self.num_local}"
             )
         return f"{match[1]}{rank * self.num_local + number}{match[3]}"
 
@@ -102,12 +97,10 @@ class Experts(NamedTuple):
                 f"but args makes it {list(shape)} (hidden_size {hidden}, moe_ffn_hidden_size "
                 f"{ffn * self.tp}, {'gated' if gates > 1 else 'not gated'}, {self.tp} tensor "
                 "parallel rank(s)): the file belongs to another model, or its optimizer has "
-                "another form; bring the right one back, or save in torch_dist format",
-                file=ref.file,
-                fqn=key.fqn,
-                slot=key.slot,
+                "another form; bring the right one back, or save in torch_dist format"
             )
-        view = ref._replace(shape=(self.num_local, rows, width), strides=strides(rows, width))
+        strides = rows * width, 1, rows
+        view = ref._replace(shape=(self.num_local, rows, width), strides=strides)
         return view, rank * self.num_local
 
     def _sizes(self, key: TensorKey, ref: TensorRef) -> tuple[int, int, int]:
@@ -128,9 +121,7 @@ class Experts(NamedTuple):
                 f"{ref.file}: {key} holds all experts of the rank in one parameter, which only "
                 "args could divide, and it has "
                 f"{', '.join(wrong) or f'moe_ffn_hidden_size {ffn}'} for {self.tp} tensor "
-                "parallel rank(s); save in torch_dist format",
-                file=ref.file,
-                fqn=key.fqn,
+                "parallel rank(s); save in torch_dist format"
             )
         return hidden, ffn // self.tp, 2 if is_gated(self.arguments) else 1
 

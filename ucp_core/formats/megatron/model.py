@@ -14,7 +14,6 @@ from ucp_core.formats.shared import (
     Layouts,
     Place,
     Rank,
-    Vocabulary,
     assign,
     check_numbers,
     is_master_of,
@@ -157,7 +156,7 @@ def model_of(saved: RankFile, experts: Experts) -> list[ModelPart]:
             (experts.global_name(name, saved.expert, saved.file), ref) for name, ref in chunk.params
         ]
     if not any(chunk.params for chunk in chunks):
-        raise CheckpointCorruptError(f"{saved.file} holds no tensors of a model", file=saved.file)
+        raise CheckpointCorruptError(f"{saved.file} holds no tensors of a model")
     return chunks
 
 
@@ -212,8 +211,7 @@ def _parts(saved: RankFile, model: Model) -> list[_ChainedOptimizer]:
     if len(trees) != len((False, True)) or not is_chained:
         raise UnsupportedVersionError(
             f"{saved.file}: {len(trees)} chained optimizers are not supported in this format; save "
-            "in torch_dist format",
-            file=saved.file,
+            "in torch_dist format"
         )
     return [
         _ChainedOptimizer(
@@ -241,8 +239,7 @@ def add_optimizer(files: Files, saved: RankFile, model: Model) -> None:
             raise CheckpointCorruptError(
                 f"{saved.file}: the optimizer numbers no parameters: its state is in a "
                 "separate file (distrib_optim.pt), but no rank's folder has one: bring the "
-                "files back or use another checkpoint",
-                file=saved.file,
+                "files back or use another checkpoint"
             )
         if saved.distributed is not None:
             names = _add_distributed(files, saved, part, model, hyper)
@@ -271,8 +268,7 @@ def _add_numbered(
             raise PatternError(
                 f"{saved.file}: group {index} has {len(group['params'])} parameters, but only "
                 f"{len(names[index])} have masters: some are kept in float32; save in "
-                "torch_dist format",
-                file=saved.file,
+                "torch_dist format"
             )
         for place, (name, number) in enumerate(zip(names[index], group["params"], strict=True)):
             if masters:
@@ -320,8 +316,7 @@ def _add_distributed(
         if index is None:
             raise PatternError(
                 f"{saved.distributed} has a buffer of {kind}, but the model has no such "
-                "parameters left",
-                file=saved.distributed,
+                "parameters left"
             )
         params = dict(pending.pop(index)[1])
         starts = _starts(files, refs[_FLAT], list(params.items()))
@@ -356,13 +351,12 @@ def _buffers(
     if len(states) != count or not isinstance(states[index], dict):
         raise PatternError(
             f"{where} holds {len(states)} chained optimizers, the model's file {count}, so "
-            f"number {index} cannot be found; {_REMEDY}",
-            file=where,
+            f"number {index} cannot be found; {_REMEDY}"
         )
     state = states[index]
     if not state.get("buckets_coalesced"):
         raise PatternError(
-            f"{where} is from megatron-core before 0.5; load it there and save again", file=where
+            f"{where} is from megatron-core before 0.5; load it there and save again"
         )
     for number in sorted(key for key in state if isinstance(key, int)):
         for dtypes, slots in state[number].items():
@@ -371,7 +365,7 @@ def _buffers(
             shapes = {ref.shape if isinstance(ref, TensorRef) else None for ref in refs.values()}
             if _FLAT not in refs or len(shapes) > 1 or None in shapes:
                 raise CheckpointCorruptError(
-                    f"{where}: buffer {number} does not hold flat tensors of one size", file=where
+                    f"{where}: buffer {number} does not hold flat tensors of one size"
                 )
             yield str(getattr(first, "name", first)).removeprefix("torch."), refs
 
@@ -385,9 +379,7 @@ def _starts(
         name, ref = ("", flat) if number is None else params[number]
         return PatternError(
             f"{flat.file}: {name or 'a part'} in {ref.file}: {why}: the files come from two "
-            f"saves, or the buffer has another form; {_REMEDY}",
-            file=flat.file,
-            fqn=name,
+            f"saves, or the buffer has another form; {_REMEDY}"
         )
 
     def holds(number: int, place: Place) -> bool:
@@ -415,48 +407,35 @@ def _names_by_decay(
     return [rest if decay else plain for decay in decays]
 
 
-@dataclass(slots=True)
-class _MegatronLayouts:
-    degree: int
-    rules: Rules
-    vocabulary: Vocabulary
-
-    def pattern(
-        self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[Pattern, int | None]:
-        """Return the pattern of a tensor by its name, and its number of rows without padding."""
-        if not any(shapes):
-            return (Unique() if self.degree == 1 else Replicated("first")), None
-        found = self.rules.match(key.fqn, key.slot)
-        if tells_padding(found):
-            return found, None
-        extent = self.vocabulary.extent(key.fqn, sum(shape[0] for shape in shapes if shape))
-        if self.degree == 1:
-            return Unique(), extent
-        if found is None:
-            raise PatternError(
-                f"{key.fqn}: no rule says how it is cut over {self.degree} tensor parallel ranks; "
-                "give one with --rules",
-                fqn=key.fqn,
-                unknown=f"{key.fqn} {list(shapes[0])}",
-            )
-        return found, extent
-
-
-def pattern_rules(
-    arguments: Mapping[str, Any],
-    rules: Rules | None,
-    degree: int,
-    tree: Mapping[str, Any],
+def layouts_of(
+    arguments: Mapping[str, Any], rules: Rules | None, degree: int, tree: Mapping[str, Any]
 ) -> Layouts:
     """Return the source of patterns: the user's rules, then those of Megatron's names."""
     version = tree.get("checkpoint_version", 0)
     if degree > 1 and rules is None and not (version and version >= _GROUPED_VERSION):
         raise UnsupportedVersionError(
             f"checkpoint_version {version} orders the rows of fused projections differently; "
-            "give rules for query_key_value with --rules",
-            version=version,
+            "give rules for query_key_value with --rules"
         )
     family = builtin_rules("megatron-gated" if is_gated(arguments) else "megatron")
     wanted = family if rules is None else rules.over(family)
-    return _MegatronLayouts(degree, wanted, vocabulary_of(arguments))
+    vocabulary = vocabulary_of(arguments)
+
+    def layout(key: TensorKey, shapes: Sequence[tuple[int, ...]]) -> tuple[Pattern, int | None]:
+        if not any(shapes):
+            return (Unique() if degree == 1 else Replicated("first")), None
+        found = wanted.match(key.fqn, key.slot)
+        if tells_padding(found):
+            return found, None
+        extent = vocabulary.extent(key.fqn, sum(shape[0] for shape in shapes if shape))
+        if degree == 1:
+            return Unique(), extent
+        if found is None:
+            raise PatternError(
+                f"{key.fqn}: no rule says how it is cut over {degree} tensor parallel ranks; "
+                "give one with --rules",
+                unknown=f"{key.fqn} {list(shapes[0])}",
+            )
+        return found, extent
+
+    return layout

@@ -20,16 +20,16 @@ from ucp_core.formats.megatron.model import (
     RankFile,
     add_optimizer,
     has_experts,
+    layouts_of,
     model_of,
-    pattern_rules,
 )
 from ucp_core.formats.megatron.recognition import (
-    LATEST,
     MODEL_FILE,
     NAME,
     RANK,
+    TRACKER,
     is_checkpoint,
-    latest,
+    located,
 )
 from ucp_core.formats.shared import Files, Rank, Shards, refusing_nonsense, vocabulary_of
 from ucp_core.language import Rules
@@ -63,7 +63,11 @@ def read(
     See ``open_source`` for arguments and errors. ``rules`` override those for Megatron's own
     names. ``tag`` is the name of an iteration's folder, such as ``iter_0001000``.
     """
-    path = _located(store, directory, tag)
+    path = located(store, directory, tag, is_checkpoint)
+    if path is None:
+        raise CheckpointNotFoundError(
+            f"{directory} holds no checkpoint of Megatron ({tag or TRACKER})", path=directory
+        )
     with refusing_nonsense(path, "Megatron"):
         return _read(store, path, rules)
 
@@ -79,7 +83,7 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
         add_optimizer(files, saved, model)
     model.add_weights()
     first, file = files.trees[ranks[0].file], ranks[0].file
-    model.put_shards(pattern_rules(arguments, rules, tp, first))
+    model.entries |= model.shards.entries(layouts_of(arguments, rules, tp, first))
     _add_extras(model, first, file, len(ranks))
     model.items |= vocabulary_of(arguments).item(model.entries)
     model.step = _iteration(first, file)
@@ -88,19 +92,6 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
     version, tag = str(first.get("checkpoint_version", "")), path.rsplit("/", 1)[-1]
     source = {"format": NAME, "version": version, "tag": tag}
     return model.checkpoint(source, world_size=len(ranks))
-
-
-def _located(store: Store, directory: str, tag: str | None) -> str:
-    if tag is None and is_checkpoint(store, directory):
-        return directory
-    if tag is not None and ("/" in tag or tag in {"", ".", ".."}):
-        raise CheckpointNotFoundError(f"the tag {tag!r} is not the name of a folder", tag=tag)
-    for name in [tag] if tag is not None else latest(store, directory):
-        if is_checkpoint(store, join(directory, name)):
-            return join(directory, name)
-    raise CheckpointNotFoundError(
-        f"{directory} holds no checkpoint of Megatron ({tag or LATEST})", path=directory
-    )
 
 
 def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str, Any]]:
@@ -131,7 +122,6 @@ def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str
             f"{path} {what} {name} ({tp} tensor parallel ranks in {pp} stage(s), {ep} expert "
             "parallel rank(s)): the checkpoint was not copied completely, or is mixed with another",
             path=path,
-            missing=(name,),
         )
     distributed = {n for n in wanted if _DISTRIBUTED_FILE in store.list(join(path, n))}
     for name, (_, expert) in sorted(wanted.items()) if distributed else ():
@@ -178,7 +168,6 @@ def _check_agreement(path: str, ranks: Sequence[RankFile]) -> None:
                 f"{path}/{saved.file} has {wrong} {other[wrong]!r}, {ranks[0].file} "
                 f"{first[wrong]!r}: the folder mixes two saves; use another checkpoint",
                 path=f"{path}/{saved.file}",
-                key=wrong,
             )
 
 
@@ -211,7 +200,7 @@ def _iteration(first: Mapping[str, Any], file: str) -> int:
     if value == "release":
         return 0
     if not isinstance(value, int) or value < 0:
-        raise CheckpointCorruptError(f"{file}: iteration is {value!r}", file=file)
+        raise CheckpointCorruptError(f"{file}: iteration is {value!r}")
     return value
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats.dcp import Container
 from ucp_core.formats.megatron_core.key_names import BucketKey, stack_of
-from ucp_core.formats.shared import Buffer, Param, grouped_experts, lay_out
+from ucp_core.formats.shared import Buffer, Param, lay_out
 from ucp_core.geometry import (
     DTYPE_BYTES,
     Box,
@@ -24,7 +24,6 @@ from ucp_core.geometry import (
     TensorKey,
     flat_range,
     prove_entry,
-    reach,
 )
 from ucp_core.numerics import FLOATS
 
@@ -38,12 +37,11 @@ _OUTPUT = "output_layer.weight"
 
 
 class _Placed(NamedTuple):
-    """A parameter in a buffer: its bucket, its first element, its order."""
+    """A parameter in a buffer: its bucket and its first element."""
 
     param: Param
     bucket: BucketKey
     start: int
-    is_grouped: bool = False
 
 
 def decoded(
@@ -258,6 +256,10 @@ def _laid_out(
     masters = sorted(bucket for bucket in buffers if bucket.slot == "weight")
     if not masters:
         raise _refused(container, group, "the buffers hold no fp32 weights")
+    joined = next((one.key for one in params if _EXPERTS in one.key and one.num_experts > 1), None)
+    if joined is not None:
+        # Megatron's ``GroupedMLP`` transposes them.
+        raise _refused(container, joined, "the experts of a rank are one parameter there")
 
     def refused(number: int | None, why: str) -> UnsupportedVersionError:
         key = group if number is None else params[number].key
@@ -269,41 +271,12 @@ def _laid_out(
         lambda number, place: buffers[masters[place.bucket]].holds(place.start, params[number]),
         refused=refused,
     )
-    placed = [_Placed(params[n], masters[at.bucket], at.start) for n, at in places.items()]
-    return _ordered(container, buffers, placed)
-
-
-def _ordered(
-    container: Container, buffers: Mapping[BucketKey, Buffer], placed: Sequence[_Placed]
-) -> list[_Placed]:
-    """Return the placed parameters with the order of elements, which is one for all experts."""
-    apart = [one for one in placed if one.param.may_be_grouped]
-    ways = [
-        way
-        for way in (Buffer.holds_plain, Buffer.holds_grouped)
-        if all(way(buffers[one.bucket], one.start, one.param) for one in apart)
-    ]
-    if apart and len(ways) != 1:
-        why = "the weights do not show whether its experts are one parameter or several"
-        raise _refused(container, apart[0].param.key, why)
-    is_grouped = ways == [Buffer.holds_grouped]
-    return [one._replace(is_grouped=is_grouped and one in apart) for one in placed]
+    return [_Placed(params[n], masters[at.bucket], at.start) for n, at in places.items()]
 
 
 def _fragments(placed: _Placed, buffer: Buffer) -> Iterator[Fragment]:
     """Yield one parameter's fragments in a buffer of its bucket."""
     param, low, itemsize = placed.param, placed.start, DTYPE_BYTES[buffer.dtype]
-    if placed.is_grouped:
-        for start, stop, file, at in buffer.cut(low, low + param.num_elements):
-            for box, position, steps in grouped_experts.segments(
-                param.boxes, start - low, stop - low
-            ):
-                strides = tuple(step * itemsize for step in steps)
-                first, last = reach(box, box, strides, itemsize)
-                offset = at + (low + position - start) * itemsize
-                size = last - first
-                yield Fragment(box, file, offset, size, None, (), param.is_replica, strides)
-        return
     for box in param.boxes:
         for start, stop, file, at in buffer.cut(low, low + box.num_elements):
             offset = at
@@ -321,6 +294,5 @@ def _refused(container: Container, what: str, why: str) -> UnsupportedVersionErr
         f"{container.where}: {what}: {why}, so the parameters in the flat buffers of the "
         "distributed optimizer (dp_reshardable) cannot be found: load it with Megatron and "
         "save it with --dist-ckpt-optim-fully-reshardable",
-        what=what,
         path=container.where,
     )

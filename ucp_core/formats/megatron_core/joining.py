@@ -91,14 +91,12 @@ def joined(shapes: Mapping[str, tuple[int, ...]], query_groups: int | None) -> d
         if groups is None:
             raise UcpError(
                 f"nothing gives the number of heads of {names['k']}: give query_groups "
-                "(--query-groups)",
-                fqn=names["k"],
+                "(--query-groups)"
             )
         counts = [shapes[names[part]][0] for part in order]
         if groups < 1 or any(count % groups for count in counts):
             raise UcpError(
-                f"query_groups={groups} does not divide the {counts[1]} rows of {names[order[1]]}",
-                query_groups=groups,
+                f"query_groups={groups} does not divide the {counts[1]} rows of {names[order[1]]}"
             )
         shape = (sum(counts), *shapes[names[order[0]]][1:])
         sizes = [count // groups for count in counts]

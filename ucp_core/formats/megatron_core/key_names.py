@@ -153,8 +153,7 @@ def saved(kinds: Mapping[str, object]) -> dict[str, SavedKey]:
         if not fqn.startswith(_MODULES):
             raise UcpError(
                 f"{fqn} is not a name of Megatron-core's GPTModel, which begin with "
-                f"{', '.join(_MODULES)}, or of Hugging Face's Llama: rename it (--rename)",
-                fqn=fqn,
+                f"{', '.join(_MODULES)}, or of Hugging Face's Llama: rename it (--rename)"
             )
         match = _LAYER.fullmatch(fqn)
         if match is not None and not fqn.startswith(_UNSTACKED):
@@ -315,8 +314,7 @@ def grouped(
             if wrong:
                 raise UcpError(
                     f"{one['params'][0]} and {fqn} differ in {', '.join(wrong)} of the optimizer: "
-                    f"Megatron has one group for all {'vectors' if kind[0] == 0 else 'matrices'}",
-                    fqn=fqn,
+                    f"Megatron has one group for all {'vectors' if kind[0] == 0 else 'matrices'}"
                 )
             one["params"].append(fqn)
     return list(made.values())

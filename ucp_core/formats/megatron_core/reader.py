@@ -16,12 +16,12 @@ from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ForeignClassError,
-    StorageError,
     UnsupportedVersionError,
 )
 from ucp_core.formats.dcp import Container, read_container
+from ucp_core.formats.megatron import TRACKER, located
 from ucp_core.formats.megatron_core import flat_buffers, key_names
-from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, NAME, TRACKER, located
+from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, NAME, is_checkpoint
 from ucp_core.formats.shared import Assembly, tells_padding, vocabulary_of
 from ucp_core.geometry import TensorKey
 from ucp_core.language import Cut, Rules, place, strip_padding
@@ -47,7 +47,7 @@ def read(
     where the padding of a vocabulary begins: the metadata say the rest. ``tag`` is an iteration's
     folder.
     """
-    where = located(store, directory, tag)
+    where = located(store, directory, tag, is_checkpoint)
     if where is None:
         raise CheckpointNotFoundError(
             f"{directory} has no {CONFIG} of Megatron-core and no {TRACKER} that leads to one",
@@ -72,16 +72,14 @@ def read(
 
 def _config(store: Store, where: str) -> dict[str, Any]:
     path = join(where, CONFIG)
-    try:
-        config = json.loads(store.read(path))
-    except StorageError as error:
-        if not error.facts.get("missing"):
-            raise
+    if not store.exists(path):
         raise CheckpointCorruptError(
             f"{where} has {COMMON} of Megatron-core but lacks {CONFIG}: bring it back or use "
             "another checkpoint",
             path=path,
-        ) from error
+        )
+    try:
+        config = json.loads(store.read(path))
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} is not JSON: {error}", path=path) from error
     if not isinstance(config, dict):
@@ -93,17 +91,14 @@ def _common(container: Container) -> dict[str, Any]:
     """Return the common state of all ranks: iteration, arguments, groups, schedule."""
     if _COMMON_KEY in container.blobs:
         ((_, found),) = container.values([_COMMON_KEY])
+    elif COMMON in container.sizes:
+        found = read_torch_file(container.store, container.directory, COMMON).tree
     else:
-        try:
-            found = read_torch_file(container.store, container.directory, COMMON).tree
-        except StorageError as error:
-            if not error.facts.get("missing"):
-                raise
-            raise CheckpointCorruptError(
-                f"{container.directory} has neither {COMMON} nor an item {_COMMON_KEY}: bring it "
-                "back or use another checkpoint",
-                path=container.directory,
-            ) from error
+        raise CheckpointCorruptError(
+            f"{container.directory} has neither {COMMON} nor an item {_COMMON_KEY}: bring it "
+            "back or use another checkpoint",
+            path=container.directory,
+        )
     while isinstance(found, list | tuple) and len(found) == 1:
         found = found[0]
     if not isinstance(found, dict):
@@ -150,8 +145,7 @@ class _ContainerReader(Assembly):
     def _unsupported(self, key: str, why: str) -> UnsupportedVersionError:
         return UnsupportedVersionError(
             f"{self.container.where}: {key} {why}, which cannot be read: load it with the Megatron "
-            "that saved it and save it with --dist-ckpt-optim-fully-reshardable",
-            key=key,
+            "that saved it and save it with --dist-ckpt-optim-fully-reshardable"
         )
 
     def _add_extra_states(self) -> None:
@@ -305,8 +299,7 @@ class _ContainerReader(Assembly):
                 raise CheckpointCorruptError(
                     f"{self.container.where}: the optimizer's group with {group['params'][0]} "
                     "has no step, and the others have the steps "
-                    f"{', '.join(map(str, sorted(counts)))}: use another checkpoint",
-                    fqn=group["params"][0],
+                    f"{', '.join(map(str, sorted(counts)))}: use another checkpoint"
                 )
 
     def _add_objects(self) -> None:

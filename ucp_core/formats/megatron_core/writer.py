@@ -13,10 +13,11 @@ from typing import Any
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.dcp import Contents, DcpFiles, TensorPlace, hyper
+from ucp_core.formats.megatron import TRACKER
 from ucp_core.formats.megatron_core import key_names
 from ucp_core.formats.megatron_core.joining import Joined, joined
-from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, TRACKER
-from ucp_core.formats.shared import number_of, restored
+from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG
+from ucp_core.formats.shared import check_equal_shares, number_of, restored
 from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.native import Checkpoint, check_memory, refuse_taken, stream
 from ucp_core.storage import Store, join, undone
@@ -59,7 +60,9 @@ def write(
     """
     check_memory(memory_bytes)
     places = _places(checkpoint, query_groups)
-    _check_experts(places, ep)
+    check_equal_shares(
+        {one.shape[0] for one in places.values() if key_names.has_experts(one.fqn)}, ep
+    )
     name = f"iter_{checkpoint.step:07d}"
     folder = join(directory, name)
     refuse_taken(directory, (there for there in store.list(directory) if there in {TRACKER, name}))
@@ -93,16 +96,6 @@ def _places(checkpoint: Checkpoint, query_groups: int | None) -> dict[str, Joine
         found = values.get("num_key_value_heads", values.get("num_attention_heads"))
         query_groups = found if isinstance(found, int) else None
     return joined(shapes, query_groups)
-
-
-def _check_experts(places: Mapping[str, Joined], ep: int) -> None:
-    """Refuse a target whose ranks cannot share the experts equally."""
-    counts = {one.shape[0] for one in places.values() if key_names.has_experts(one.fqn)}
-    if ep < 1 or (ep > 1 and not counts) or any(count % ep for count in counts):
-        has = f"{', '.join(map(str, sorted(counts))) or 'no'} experts in a layer"
-        raise UcpError(
-            f"ep={ep}: the source has {has}, which ep ranks cannot share equally equally", ep=ep
-        )
 
 
 def _contents(checkpoint: Checkpoint, places: Mapping[str, Joined]) -> Contents:
@@ -154,8 +147,7 @@ def _kinds(
         if rows is not None and (entry.dtype, entry.shape) != (dtype, weight.shape):
             raise UcpError(
                 f"{key} is {entry.dtype}{list(entry.shape)}: as a part of {fqn} it must be {dtype} "
-                f"and have the shape of its weight, {list(weight.shape)}",
-                fqn=key.fqn,
+                f"and have the shape of its weight, {list(weight.shape)}"
             )
     return kinds
 
@@ -217,8 +209,7 @@ def _groups(
             (one, first), (other, second) = list(found.items())[:2]
             raise UcpError(
                 f"{first} made {one} steps and {second} {other}, but Megatron counts one step "
-                "for all parameters of a group",
-                fqn=second,
+                "for all parameters of a group"
             )
         made = {name: hyper(name, value) for name, value in group.items() if name != "params"}
         made["step"] = next(iter(found), checkpoint.step)

@@ -4,15 +4,13 @@
 ``assembly`` makes a checkpoint of everything that a reader finds. ``values`` converts small values
 of pickles to JSON and back, and ``inline`` serves numbers as files. ``optimizer_order`` finds the
 parameter for a number in an optimizer, ``evidence`` checks its master, and ``flat_buffers`` finds
-parameters in Megatron's flat buffers. ``grouped_experts`` knows the order of Megatron's experts
-that are one parameter, and ``stacked_experts`` finds such experts of ``transformers``.
+parameters in Megatron's flat buffers. ``stacked_experts`` finds the experts of ``transformers``
+that are one tensor.
 """
 
-from ucp_core.formats.shared import grouped_experts
 from ucp_core.formats.shared.assembly import Assembly
 from ucp_core.formats.shared.evidence import Buffer, Param, is_master_of
 from ucp_core.formats.shared.flat_buffers import Place, lay_out
-from ucp_core.formats.shared.grouped_experts import strides
 from ucp_core.formats.shared.optimizer_order import (
     DISTRIBUTE_IT,
     NAME_THEM,
@@ -22,7 +20,7 @@ from ucp_core.formats.shared.optimizer_order import (
     unclear,
 )
 from ucp_core.formats.shared.shards import Layouts, Rank, Shards
-from ucp_core.formats.shared.stacked_experts import stacked_experts
+from ucp_core.formats.shared.stacked_experts import check_equal_shares, stacked_experts
 from ucp_core.formats.shared.torch_files import Files, reading_pool
 from ucp_core.formats.shared.values import (
     NUMBER_DTYPES,
@@ -33,4 +31,4 @@ from ucp_core.formats.shared.values import (
     restored,
     whole_tensor,
 )
-from ucp_core.formats.shared.vocabulary import Vocabulary, tells_padding, vocabulary_of
+from ucp_core.formats.shared.vocabulary import tells_padding, vocabulary_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
-from ucp_core.formats.shared.shards import Layouts, Shards
+from ucp_core.formats.shared.shards import Shards
 from ucp_core.formats.shared.values import Scalars, json_value
 from ucp_core.geometry import Extent, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import Item, Kind, Manifest
@@ -41,9 +41,7 @@ class Assembly:
         """Add a tensor; raise ``CheckpointCorruptError`` if the name is taken."""
         if entry.key in self.entries:
             raise CheckpointCorruptError(
-                f"{entry.key} is there twice, under different keys of the checkpoint",
-                fqn=entry.key.fqn,
-                slot=entry.key.slot,
+                f"{entry.key} is there twice, under different keys of the checkpoint"
             )
         self.entries[entry.key] = entry
 
@@ -51,10 +49,6 @@ class Assembly:
         """Add a number from a pickle as a 0-d tensor."""
         self.scalars.add(key, value)
         self.put(self.scalars.entries[key])
-
-    def put_shards(self, layouts: Layouts) -> None:
-        """Add the tensors that ranks hold parts of; see ``Shards.entries``."""
-        self.entries |= self.shards.entries(layouts)
 
     def add_groups(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], where: str
@@ -125,8 +119,7 @@ class Assembly:
             if owner not in known:
                 raise CheckpointCorruptError(
                     f"{alias} should share the values of {owner}, which the checkpoint does "
-                    "not hold",
-                    fqn=alias,
+                    "not hold"
                 )
         manifest = Manifest(
             kind=Kind.FOREIGN,

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from math import copysign, inf
 from typing import NamedTuple
 
-from ucp_core.formats.shared import grouped_experts
 from ucp_core.formats.shared.values import whole_tensor
 from ucp_core.geometry import DTYPE_BYTES, Box, Fragment, TensorEntry, TensorKey
 from ucp_core.storage import Store, join
@@ -39,9 +38,9 @@ class Param(NamedTuple):
         return [fragment.box for fragment in self.fragments]
 
     @property
-    def may_be_grouped(self) -> bool:
-        """Return whether the part may be several experts in one parameter, in another order."""
-        return grouped_experts.may_be_grouped(self.key, self.boxes)
+    def num_experts(self) -> int:
+        """Return how many experts it holds; above 1 only if they are one parameter."""
+        return max(box.shape[-3] if len(box.start) > 2 else 1 for box in self.boxes)  # noqa: PLR2004
 
 
 class Buffer:
@@ -68,47 +67,29 @@ class Buffer:
                 yield low, high, fragment.file, at
 
     def holds(self, start: int, param: Param) -> bool:
-        """Return whether a parameter's weights are at ``start``, in either order."""
+        """Return whether the masters from element ``start`` on round to a parameter's weights."""
         if start + param.num_elements > self.num_elements:
             return False
-        return self.holds_plain(start, param) or (
-            param.may_be_grouped and self.holds_grouped(start, param)
-        )
-
-    def holds_plain(self, start: int, param: Param) -> bool:
-        """Return whether the weights are there in order."""
         for fragment in param.fragments:
             count = fragment.box.num_elements
             sample = min(_SAMPLE, count)
             for skip in {0, count - sample}:
-                if not self._agrees(start + skip, param.dtype, fragment, (skip, sample, 1)):
+                if not self._agrees(start + skip, param.dtype, fragment, skip, sample):
                     return False
             start += count
         return True
 
-    def holds_grouped(self, start: int, param: Param) -> bool:
-        """Return whether the weights at that place are in the order of grouped experts."""
-        return all(
-            self._agrees(
-                start + position, param.dtype, param.fragments[index], (first, count, step)
-            )
-            for index, position, count, first, step in grouped_experts.samples(param.boxes, _SAMPLE)
-        )
-
-    def _agrees(self, low: int, dtype: str, weights: Fragment, where: tuple[int, int, int]) -> bool:
-        """Return whether masters from ``low`` on round to weights: first, number and distance."""
-        first, count, step = where
+    def _agrees(self, low: int, dtype: str, weights: Fragment, first: int, count: int) -> bool:
+        """Return whether masters from ``low`` on round to ``count`` weights from ``first`` on."""
         size, itemsize = DTYPE_BYTES[self.dtype], DTYPE_BYTES[dtype]
         masters = b"".join(
             self._read(file, at, (end - begin) * size)
             for begin, end, file, at in self.cut(low, low + count)
         )
-        if len(masters) != count * size:
-            return False
         begin = weights.offset_bytes + first * itemsize
-        data = self._read(weights.file, begin, ((count - 1) * step + 1) * itemsize)
-        apart = [data[at : at + itemsize] for at in range(0, len(data), step * itemsize)]
-        return rounded(masters, self.dtype, dtype) == b"".join(apart)
+        return len(masters) == count * size and rounded(masters, self.dtype, dtype) == self._read(
+            weights.file, begin, count * itemsize
+        )
 
     def _read(self, file: str, offset_bytes: int, num_bytes: int) -> bytes:
         return self._store.read_range(join(self._directory, file), offset_bytes, num_bytes)

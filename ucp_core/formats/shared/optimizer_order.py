@@ -42,16 +42,14 @@ def check_numbers(
     if twice:
         raise CheckpointCorruptError(
             f"{file}: the optimizer has parameter {twice[0]} more than once: the file was changed, "
-            "or combines two files; use another checkpoint",
-            file=file,
+            "or combines two files; use another checkpoint"
         )
     counts = [len(group["params"]) for group in groups]
     if masters is not None and list(map(len, masters)) != counts:
         raise CheckpointCorruptError(
             f"{file}: the optimizer's groups have {counts} parameters, but "
             f"{list(map(len, masters))} masters: the file was changed, or combines two files; use "
-            "another checkpoint",
-            file=file,
+            "another checkpoint"
         )
 
 
@@ -81,9 +79,7 @@ def assign(
             if other is not None and prod(other) > prod(shape):
                 raise CheckpointCorruptError(
                     f"{file}: {name} is {list(shape)}, but the optimizer's state at its place is "
-                    f"{list(other)}",
-                    file=file,
-                    fqn=name,
+                    f"{list(other)}"
                 )
         return [[name for name, _ in params]]
     # The first and the last places in the model that fit each group's shapes in order.
@@ -121,6 +117,5 @@ def unclear(file: str, why: str, remedy: str = DISTRIBUTE_IT) -> PatternError:
     return PatternError(
         f"{file}: the optimizer does not say which state belongs to which parameter, and this "
         f"cannot be found: {why}; {remedy}",
-        file=file,
         why=why,
     )

@@ -6,11 +6,11 @@ cover it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import add, mul, sub
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 from ucp_core.errors import CheckpointCorruptError, PatternError
 from ucp_core.geometry import DTYPE_BYTES, Box, Fragment, TensorEntry, TensorKey, flat_range
@@ -47,13 +47,9 @@ class Shard:
     strides: tuple[int, ...] | None = None
 
 
-class Layouts(Protocol):
-    """Knows how tensors are sharded over tensor-parallel ranks."""
-
-    def pattern(
-        self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[Pattern, int | None]:
-        """Return the pattern, and the extent of dim 0 without padding if there is padding."""
+#: Returns the pattern of a tensor by its key and the shapes of its shards, and its extent along
+#: dim 0 without padding, or None if there is no padding.
+Layouts: TypeAlias = Callable[[TensorKey, Sequence[tuple[int, ...]]], tuple[Pattern, int | None]]
 
 
 @dataclass(slots=True)
@@ -85,9 +81,7 @@ class Shards:
         if (shard.dtype, shard.shape) != (ref.dtype, shape):
             raise CheckpointCorruptError(
                 f"{key} is {ref.dtype}{list(shape)} in {ref.file}, but another file has it "
-                f"as {shard.dtype}{list(shard.shape)}",
-                fqn=key.fqn,
-                slot=key.slot,
+                f"as {shard.dtype}{list(shard.shape)}"
             )
         start, stop = span
         if stop > start:
@@ -100,10 +94,7 @@ class Shards:
         if other is not None and other.runs:
             raise CheckpointCorruptError(
                 f"{key} is in {other.runs[0].file} and in {ref.file}, both for rank {rank.tp} "
-                f"of stage {rank.stage}: one file is left from another run",
-                fqn=key.fqn,
-                slot=key.slot,
-                files=[other.runs[0].file, ref.file],
+                f"of stage {rank.stage}: one file is left from another run"
             )
         count = prod(ref.shape)
         runs = [FlatRun(ref.file, ref.offset_bytes, 0, count)] if count else []
@@ -117,11 +108,6 @@ class Shards:
         span = first * row, first * row + ref.num_elements
         self.add_flat(key, rank, ref, (num_rows, *ref.shape[1:]), 0, span)
         self._found[key][rank].strides = ref.byte_strides
-
-    def replace_ref(self, key: TensorKey, rank: Rank, ref: TensorRef) -> None:
-        """Replace a shard."""
-        self.drop(key, rank)
-        self.add_ref(key, rank, ref)
 
     def drop(self, key: TensorKey, rank: Rank) -> None:
         """Drop a shard, because the reader has a better one."""
@@ -175,7 +161,7 @@ class Shards:
             stages = _by_stage(key, ranks, self.tp_degree)
             shapes = tuple(shard.shape for shard in next(iter(stages.values())))
             try:
-                pattern, extent = layouts.pattern(key, shapes)
+                pattern, extent = layouts(key, shapes)
             except PatternError as error:
                 if "unknown" not in error.facts:
                     raise
@@ -230,18 +216,14 @@ def _by_stage(
         if missing:
             raise CheckpointCorruptError(
                 f"{key}: in stage {stage}, the files of tensor parallel rank(s) {missing} lack "
-                "it, the files of other ranks have it",
-                fqn=key.fqn,
-                slot=key.slot,
+                "it, the files of other ranks have it"
             )
         found[stage] = tuple(ranks[Rank(stage, tp)] for tp in range(tp_degree))
     kinds = {tuple((s.dtype, s.shape) for s in shards) for shards in found.values()}
     if len(kinds) > 1 or len({dtype for dtype, _ in next(iter(kinds))}) > 1:
         raise CheckpointCorruptError(
             f"{key}: ranks hold it in several dtypes, or stages hold it in different shapes: "
-            f"{sorted(kinds)}",
-            fqn=key.fqn,
-            slot=key.slot,
+            f"{sorted(kinds)}"
         )
     return found
 

@@ -6,7 +6,7 @@ gate and up in turn (GPT-OSS, Llama 4).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ucp_core.errors import UcpError
 
@@ -25,7 +25,14 @@ def stacked_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, re.Match
             raise UcpError(
                 f"{name}: experts with the shapes {list(up)} and {list(down)} of {_KINDS[0]}_proj "
                 f"and {_KINDS[1]}_proj are not those of Mixtral, Qwen3-MoE or DeepSeek-V3, which "
-                "have gate above up, and cannot be written",
-                fqn=name,
+                "have gate above up, and cannot be written"
             )
     return found
+
+
+def check_equal_shares(counts: Iterable[int], ep: int) -> None:
+    """Raise an error unless ``ep`` ranks can share the experts of every layer equally."""
+    told = sorted({*counts})
+    if ep < 1 or (ep > 1 and not told) or any(count % ep for count in told):
+        has = f"{', '.join(map(str, told)) or 'no'} experts in a layer"
+        raise UcpError(f"ep={ep}: the source has {has}, which ep ranks cannot share equally")

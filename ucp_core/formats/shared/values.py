@@ -154,11 +154,7 @@ def _packed(key: TensorKey, value: float) -> tuple[str, bytes]:
     if isinstance(value, bool):
         return "BOOL", struct.pack("<?", value)
     if not abs(value) < _INTEGER_MAX and (is_step or isinstance(value, int)):
-        raise CheckpointCorruptError(
-            f"{key} is a number that no tensor can hold",
-            fqn=key.fqn,
-            slot=key.slot,
-        )
+        raise CheckpointCorruptError(f"{key} is a number that no tensor can hold")
     if abs(value) <= _EXACT_MAX and (is_step or isinstance(value, int)):
         return "F32", struct.pack("<f", value)
     if isinstance(value, int):

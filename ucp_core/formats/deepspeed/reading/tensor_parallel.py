@@ -73,7 +73,7 @@ class Names:
         found += [self._exact[name]] if name in self._exact else []
         if len(found) > 1:
             shown = f"{found[0]!r} and {found[1]!r}"
-            raise corrupt(self._where, f"{shown} both match {name}", fqn=name)
+            raise corrupt(self._where, f"{shown} both match {name}")
         return found[0] if found else None
 
 
@@ -90,8 +90,7 @@ class Info:
         if self.version > _VERSION_MAX:
             raise UnsupportedVersionError(
                 f"{where} has version {self.version}, this program reads up to "
-                f"{_VERSION_MAX}: update everstep",
-                version=self.version,
+                f"{_VERSION_MAX}: update everstep"
             )
         self.tells = any(info.get(key) for key in _TELLING)
         self.original_vocab_size: int | None = info.get("original_vocab_size")
@@ -167,15 +166,14 @@ class TensorParallelLayouts:
         if why is not None:
             raise UnsupportedVersionError(
                 f"{key}: the checkpoint declares it unsupported ({why}); give a rule for it with "
-                "--rules",
-                fqn=key.fqn,
+                "--rules"
             )
         listed = None if key.fqn in self.buffers else self._listed(key.fqn)
         if rule is not None:
             if listed is not None:
                 _check_alike(key, rule, listed, shapes)
             else:
-                self._refuse_doubling(key, rule, "the rules")
+                self._refuse_doubling(key, rule, "the rules cut it")
             return rule, extent
         if listed is not None:
             return listed, extent
@@ -196,18 +194,16 @@ class TensorParallelLayouts:
                 "replicated, though not listed: all ranks have the same weights and gradients"
             )
             return Replicated(), extent
-        self._refuse_doubling(key, Cut(0), "the checkpoint, which does not list it,")
+        self._refuse_doubling(key, Cut(0), "the checkpoint does not list it, so it would be cut")
         return Cut(0), extent
 
-    def _refuse_doubling(self, key: TensorKey, pattern: Pattern, who: str) -> None:
+    def _refuse_doubling(self, key: TensorKey, pattern: Pattern, why: str) -> None:
         """Raise an error if equal copies would be concatenated."""
         is_cut = not isinstance(pattern, Replicated | Average | Unique)
         if is_cut and key.slot == "weight" and self.equal(key.fqn):
             raise PatternError(
-                f"{key}: by {who} it is cut, but all {self.degree} tensor parallel ranks hold the "
-                f"same values: it is replicated; say so with --rules",
-                fqn=key.fqn,
-                slot=key.slot,
+                f"{key}: {why}, but all {self.degree} tensor parallel ranks hold the same values: "
+                "it is replicated; say so with --rules"
             )
 
     def _listed(self, fqn: str) -> Pattern | None:
@@ -236,8 +232,7 @@ class TensorParallelLayouts:
         if regex not in self.info.widths:
             raise PatternError(
                 f"{fqn}: {_PARTS} declares it fused, but {_WIDTHS} does not say how each part "
-                "was cut; give a rule for it with --rules",
-                fqn=fqn,
+                "was cut; give a rule for it with --rules"
             )
         widths = tuple(tuple(map(int, row)) for row in self.info.widths[regex])
         parts = parts if isinstance(parts, tuple) else len(widths)
@@ -268,7 +263,7 @@ class TensorParallelLayouts:
                 groups = int(arguments.get("num_key_value_heads") or heads)
                 channels = int(arguments.get("kv_channels") or arguments["hidden_size"] // heads)
             except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-                raise PatternError(f"{fqn}: args lacks its heads: {error!r}", fqn=fqn) from error
+                raise PatternError(f"{fqn}: args lacks its heads: {error!r}") from error
             return Cut(0, parts=(heads * channels, groups * channels, groups * channels))
         self.chosen[fqn] = "whole head groups of each rank, because args is older than FPDT"
         return Cut(0)
@@ -326,12 +321,10 @@ def _check_alike(
     if not alike or any(differ(*pair) for pair in pairs):
         raise PatternError(
             f"{key}: a rule gives it {rule}, the checkpoint says {type(listed).__name__} of "
-            f"{list(other.shape)}; leave it out of the rules",
-            fqn=key.fqn,
-            slot=key.slot,
+            f"{list(other.shape)}; leave it out of the rules"
         )
 
 
 def _unknown(fqn: str, shapes: Sequence[tuple[int, ...]], why: str) -> PatternError:
     shown = " ".join(str(list(shape)) for shape in shapes[:4])
-    return PatternError(f"{fqn}: {why}", fqn=fqn, unknown=f"{fqn} {shown}")
+    return PatternError(f"{fqn}: {why}", unknown=f"{fqn} {shown}")

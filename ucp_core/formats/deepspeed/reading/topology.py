@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ucp_core.errors import MemoryBudgetError, UcpError
 from ucp_core.formats.deepspeed.refusals import corrupt, missing, two_saves
 from ucp_core.formats.shared import Files, Rank, reading_pool
 from ucp_core.manifest import Item
 from ucp_core.storage import Store, join
-from ucp_core.torch_files import Opaque, read_torch_file
+from ucp_core.torch_files import Opaque
 
 _Listed = Mapping[str, dict[tuple[Any, ...], str]]
 
@@ -81,7 +80,6 @@ def open_native(store: Store, directory: str, names: _Listed, *, with_optim: boo
     dp, tp, pp = _degrees(first, layers, files.path(found[0, 0]))
     ranks = [(d, m) for m in range(tp * pp) for d in range(dp)]
     model = _taken(directory, found, [r for r in ranks if is_zero3 or r[0] == 0], form)
-    _refuse_more_ranks(files, found, model, first)
     native = Native(
         files=files,
         is_zero3=is_zero3,
@@ -170,28 +168,6 @@ def _degrees(
             "pipeline stage(s)",
         )
     return dp, tp, pp
-
-
-def _refuse_more_ranks(
-    files: Files,
-    found: Mapping[tuple[int, int], str],
-    model: Mapping[tuple[int, int], str],
-    first: Mapping[str, Any],
-) -> None:
-    """Raise an error if the same save has model files of more ranks than its first file says."""
-    for rank in sorted(found.keys() - model.keys()):
-        try:
-            other = read_torch_file(files.store, files.directory, found[rank]).tree
-        except MemoryBudgetError:
-            raise
-        except UcpError:
-            continue
-        if isinstance(other, dict) and all(other.get(key) == first.get(key) for key in _SAVE):
-            raise corrupt(
-                files.path(found[rank]),
-                f"it is of the same step as {model[0, 0]}, which counts {first['mp_world_size']} "
-                "model-parallel ranks: there are files of more ranks",
-            )
 
 
 def _optim(

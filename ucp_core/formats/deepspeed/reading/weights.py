@@ -134,7 +134,7 @@ def shapes_by_mappings(
                 named = [r for r in own if isinstance(r, TensorRef) and r.num_elements == size]
             fitting = {ref.shape for ref in named if isinstance(ref, TensorRef)}
             if len(fitting) != 1:
-                raise corrupt(where, f"neither param_shapes nor one tensor for {name}", fqn=name)
+                raise corrupt(where, f"neither param_shapes nor one tensor for {name}")
             shapes[name] = fitting.pop()
         found.append(shapes)
     return found
@@ -239,7 +239,6 @@ def _add_weight(
                 ref.file,
                 f"{name} is {list(ref.shape)} there and {list(shape or ())} in param_shapes, or by "
                 "ZeRO's files: one of them is left from another run, or was edited",
-                fqn=name,
             )
         return
     modules.shards.add_ref(key, rank, ref)
@@ -264,7 +263,6 @@ def _add_frozen_fragments(
                 native.files.path(native.model[of]),
                 f"each of {native.dp} ranks should hold {extent} elements of the frozen parameter "
                 f"{name}, {list(shape)}",
-                fqn=name,
             )
         at = span[0] if ref.num_elements == total != extent else 0
         modules.shards.add_flat(TensorKey(name, WEIGHT), native.rank(mp), ref, shape, at, span)
@@ -325,7 +323,6 @@ def _add_experts(native: Native, modules: Modules) -> None:
             directory,
             f"ZeRO's files hold {lost[0]}, but the files of experts do not (or only some experts "
             "of a layer are trained)",
-            fqn=lost[0],
         )
     for (_, _, mp), file in sorted(native.experts.items()):
         for name, ref in _tensors(trees[file], modules.items):

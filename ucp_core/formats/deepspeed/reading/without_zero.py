@@ -321,9 +321,7 @@ def _params(saved: _Saved, index: int, names: Sequence[str]) -> Iterator[_Param]
         if isinstance(ref, TensorRef) and ref.shape and ref.num_elements != flat.num_elements:
             raise UnsupportedVersionError(
                 f"{saved.file}: optimizer state {slot!r} is {list(ref.shape)} for "
-                f"{flat.num_elements} flat elements and cannot be resharded",
-                file=saved.file,
-                slot=slot,
+                f"{flat.num_elements} flat elements and cannot be resharded"
             )
     for name in names:
         yield _Param(name, index, state, flat, start)

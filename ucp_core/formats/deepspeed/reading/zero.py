@@ -138,8 +138,7 @@ def _zero3(state: dict[str, Any], file: str) -> RankState:
     if state.get("ds_zero_partition_groups"):
         raise UnsupportedVersionError(
             f"{file}: experts of AutoEP under ZeRO-3 have their own groups of ranks, which is not "
-            "supported; save at stage 1 or 2",
-            file=file,
+            "supported; save at stage 1 or 2"
         )
     inner, count = state[_STATE], state.get("partition_count", 0)
     groups = list(inner["param_groups"])
@@ -194,9 +193,7 @@ def _partition(
             raise UnsupportedVersionError(
                 f"{file}: optimizer state {name!r} of group {group} is {shape}, but the group has "
                 f"{size} flat elements here: it fits only this partition and cannot be "
-                "resharded; use an optimizer whose state is one value per element",
-                file=file,
-                slot=name,
+                "resharded; use an optimizer whose state is one value per element"
             )
     return Partition(file, group, flat, scalars, momentum)
 
@@ -292,7 +289,6 @@ def _add_group(
             stage.where,
             f"it names parameters of {total} elements in group {group}, ZeRO's files hold "
             f"{held}" + (f", {done[wrong]} of {wrong} {list(shapes[wrong])}" if wrong else ""),
-            fqn=wrong,
         )
 
 
@@ -315,9 +311,7 @@ def _momentum_starts(
             f"{part.file}: Muon's momentum of group {part.group} has {ref.num_elements} elements, "
             f"which fits {'both' if is_flat else 'neither'} the {part.flat[WEIGHT].num_elements} "
             f"flat elements there {'and' if is_flat else 'nor'} the {total} of whole parameters; "
-            "save with another number of ranks",
-            file=part.file,
-            slot=_MOMENTUM,
+            "save with another number of ranks"
         )
     return None if is_flat else starts
 
@@ -350,7 +344,6 @@ def _add(
                 part.file,
                 f"{fqn} ({slot}) should have elements up to {stop}, but the rank's part of group "
                 f"{part.group} has {ref.shape[0]}",
-                fqn=fqn,
             )
         found.shards.add_flat(TensorKey(fqn, slot), stage.rank, ref, shape, start, span)
     for slot, value in part.scalars.items():
@@ -403,7 +396,6 @@ def _subgroups(
                     part.file,
                     f"the sub-group ends inside {name}, but by {stage.where} each of {dp} ranks "
                     f"holds {extent} elements of it",
-                    fqn=name,
                 )
             yield part, name, shape, start, span
             start += extent

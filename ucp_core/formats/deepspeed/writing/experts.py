@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.keys import EXPERT
 from ucp_core.formats.deepspeed.writing.model import Group, Model, part_of
 from ucp_core.formats.deepspeed.writing.streams import StackPart
-from ucp_core.formats.shared import stacked_experts
+from ucp_core.formats.shared import check_equal_shares, stacked_experts
 from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.numerics import grouped
 
@@ -48,11 +47,7 @@ class ExpertShares:
             numbers.setdefault(match[1], set()).add(int(match[2]))
         self._counts = {layer: len(held) for layer, held in numbers.items()}
         self.counts = list(self._counts.values())  #: Experts of each layer.
-        if any(count % ep for count in self.counts) or (ep > 1 and not self.counts):
-            has = f"{', '.join(map(str, sorted({*self.counts}))) or 'no'} experts in a layer"
-            raise UcpError(
-                f"ep={ep}: the source has {has}, which ep ranks cannot share equally", ep=ep
-            )
+        check_equal_shares(self.counts, ep)
         self._groups = self._joined(_apart(model.groups) if apart else model.groups)
 
     def rank(self, ep_rank: int) -> Model:

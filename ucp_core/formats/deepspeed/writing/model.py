@@ -140,8 +140,7 @@ def describe(checkpoint: Checkpoint) -> Model:
     if grouped and rest:
         raise UcpError(
             f"{rest[0]} is in no group of the optimizer and is neither frozen nor a buffer: "
-            "DeepSpeed would not restore it",
-            fqn=rest[0],
+            "DeepSpeed would not restore it"
         )
     # No optimizer trains integers, so without one these are buffers.
     counts = {name for name in rest if entries[TensorKey(name, _WEIGHT)].dtype not in FLOATS}
@@ -173,7 +172,7 @@ def _check_names(
     """Raise an error unless names have a weight, and are in one group at most."""
     for key in sorted(entries):
         if key.fqn not in shapes:
-            raise UcpError(f"{key}: the checkpoint has no weight of that name", fqn=key.fqn)
+            raise UcpError(f"{key}: the checkpoint has no weight of that name")
     for alias, owner in sorted(ties.items()):
         if owner not in shapes:
             raise UcpError(f"{alias} is tied to {owner}, which the checkpoint does not have")
@@ -182,13 +181,10 @@ def _check_names(
         for name in names:
             if name not in shapes:
                 raise UcpError(
-                    f"param_groups[{index}] names {name}, which the checkpoint does not have",
-                    fqn=name,
+                    f"param_groups[{index}] names {name}, which the checkpoint does not have"
                 )
             if seen.setdefault(name, index) != index:
-                raise UcpError(
-                    f"{name} is in the groups {seen[name]} and {index} of the optimizer", fqn=name
-                )
+                raise UcpError(f"{name} is in the groups {seen[name]} and {index} of the optimizer")
 
 
 def _names(index: int, group: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -250,7 +246,7 @@ def _group(
                 )
             else:
                 continue
-            raise UcpError(f"{entry.key} {why}", fqn=entry.key.fqn, slot=slot)
+            raise UcpError(f"{entry.key} {why}")
     return Group(names=names, hyper=hyper, flat=flat, scalars=scalars)
 
 

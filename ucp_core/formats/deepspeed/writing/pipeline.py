@@ -36,14 +36,13 @@ class Pipeline:
         if match is None:
             raise UcpError(
                 f"{name} is not a name of a PipelineModule, such as 3.mlp.weight: rename the "
-                "tensors",
-                fqn=name,
+                "tensors"
             )
         if match[1] is not None:
             return (int(match[1]),), match[3]
         layers = self._tied.get(match[2])
         if not layers:
-            raise UcpError(f"{name}: tied_layers does not list the layers of {match[2]}", fqn=name)
+            raise UcpError(f"{name}: tied_layers does not list the layers of {match[2]}")
         return layers, match[3]
 
     def models(self, model: Model) -> list[Model]:

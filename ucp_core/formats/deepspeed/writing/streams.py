@@ -86,11 +86,7 @@ def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Box
         shard = item.shard
         source = shard.entry.dtype
         if source != dtype and not {source, dtype} <= set(FLOATS):
-            raise UcpError(
-                f"{shard.entry.key}: {source} cannot be written as {dtype}",
-                fqn=shard.entry.key.fqn,
-                slot=shard.entry.key.slot,
-            )
+            raise UcpError(f"{shard.entry.key}: {source} cannot be written as {dtype}")
         bound = max(1, slab_bytes // max(DTYPE_BYTES[source], DTYPE_BYTES[dtype]))
         for outer in flat_range(shard.shape, item.start, item.stop):
             for box in slabs(outer, bound):

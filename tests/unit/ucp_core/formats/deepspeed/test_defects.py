@@ -199,14 +199,6 @@ def test_wrong_degrees_are_refused(tmp_path: Path) -> None:
     assert "do not fit" in _error(folder, tmp_path)
 
 
-def test_more_model_files_of_the_same_save_than_ranks_are_refused(tmp_path: Path) -> None:
-    """To leave them out as leftovers would lose parameters."""
-    folder = native(MODEL, dp=1)
-    folder.trees["mp_rank_01_model_states.pt"] = folder.trees[MODEL_FILE]
-
-    assert "files of more ranks" in _error(folder, tmp_path)
-
-
 def test_tensor_parallel_tensors_without_a_word_are_refused(tmp_path: Path) -> None:
     """The peer, told to go on, doubles norms and cuts the rest wrongly: 33 of 63 wrong."""
     path = native(SHARDED, dp=2, tp=2).write(tmp_path)

@@ -89,7 +89,7 @@ def test_the_newer_format_of_the_same_model_reads_as_the_same(tmp_path: Path) ->
     state = megatron_files.state()
     for slot, tensors in values.items():
         state[slot] |= tensors
-    megatron_files.write_checkpoint(store, "c", state, tp=1, buffers=True, grouped=True)
+    megatron_files.write_checkpoint(store, "c", state, tp=1)
 
     newer = loaded(megatron_core.read(store, "c"))
 

@@ -235,28 +235,28 @@ def test_padding_of_which_nothing_is_known_is_kept_and_said() -> None:
         megatron_core.read(store, "c", rules=load_rules(rule % 97, "mine.yaml"))
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_experts_have_an_optimizer_of_their_own(*, grouped: bool) -> None:
-    """Its buffers are of other ranks than those of the rest: experts differ, all else does not.
-
-    Grouped, those of a rank are one parameter, each expert transposed, gate beside up.
-    """
+@pytest.mark.parametrize("weight", [None, 0.0], ids=["trained", "zeros"])
+def test_experts_have_an_optimizer_of_their_own(weight: float | None) -> None:
+    """Its buffers are of other ranks than those of the rest: experts differ, all else does not."""
     values = state(experts=True)
-    checkpoint = _opened(values, tp=1, buffers=True, grouped=grouped)
+    for key, tensor in values["param"].items():
+        if ".experts." in key and weight is not None:
+            tensor.fill_(weight)
+    checkpoint = _opened(values, tp=1, buffers=True)
     assert unequal(checkpoint, expected(values, local=True)) == []
     experts = [group for group in checkpoint.param_groups if group["is_expert_parallel"]]
     assert [len(group["params"]) for group in experts] == [4]
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_experts_whose_weights_tell_no_order_are_refused(*, grouped: bool) -> None:
-    """Moments have none to be compared with: the wrong order would be other experts' elements."""
+@pytest.mark.parametrize("weight", [None, 0.0], ids=["trained", "zeros"])
+def test_experts_that_are_one_parameter_in_the_buffers_are_refused(weight: float | None) -> None:
+    """They are transposed there, gate beside up: moments would be other elements', unnoticed."""
     values = state(experts=True)
     for key, tensor in values["param"].items():
-        if ".experts." in key:
-            tensor.fill_(0.0)
-    with pytest.raises(UnsupportedVersionError, match=r"experts\.linear_fc"):
-        _opened(values, tp=1, buffers=True, grouped=grouped)
+        if ".experts." in key and weight is not None:
+            tensor.fill_(weight)
+    with pytest.raises(UnsupportedVersionError, match=r"linear_fc.*fully-reshardable"):
+        _opened(values, tp=1, buffers=True, grouped=True)
 
 
 def test_experts_without_ranks_of_their_own_are_in_the_groups_of_the_rest() -> None:
