@@ -159,7 +159,7 @@ class Sitting:
             self._operator.training(WORKERS_MIN)
         except Exception as error:  # noqa: BLE001  what a fault does to the soak is told, too
             why = at + (str(error) if isinstance(error, (TimeoutError, Ended)) else repr(error))
-        watch.end("train")
+        watch.end("before" if at else "train")
         for undo in reversed(undone):
             with contextlib.suppress(Exception):
                 undo()
