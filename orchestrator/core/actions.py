@@ -1,7 +1,5 @@
 """Orders to the shell, in the imperative. The shell reports back by events."""
 
-from typing import TypeAlias
-
 from orchestrator.core.state import Pair, RunOutcome
 from orchestrator.core.values import value
 from orchestrator.policies import RedundancyPlan
@@ -10,7 +8,12 @@ from workers.protocol import Pace, Source
 
 
 @value
-class RequestReservation:
+class Action:
+    """An order of ``machine.step``."""
+
+
+@value
+class RequestReservation(Action):
     """Reserve room for one worker (a placement group). The autoscaler sees pending ones as demand.
 
     ``ReservationGranted`` answers, perhaps much later. ``avoid`` lists nodes where it must not be
@@ -25,14 +28,14 @@ class RequestReservation:
 
 
 @value
-class ReleaseReservation:
+class ReleaseReservation(Action):
     """Release the reservation, granted or pending."""
 
     reservation: int
 
 
 @value
-class NoteRefused:
+class NoteRefused(Action):
     """Record that ``num_reservations`` requests for an alternative were not granted.
 
     The action only adds a line to the journal. The requests stay open while the run requests the
@@ -45,7 +48,7 @@ class NoteRefused:
 
 
 @value
-class StartWorker:
+class StartWorker(Action):
     """Start a worker process on ``node``; answered by ``WorkerReady`` or ``WorkerExited``."""
 
     worker: str
@@ -53,7 +56,7 @@ class StartWorker:
 
 
 @value
-class KillWorker:
+class KillWorker(Action):
     """SIGKILL the process of ``worker``; answered by ``WorkerExited``."""
 
     worker: str
@@ -61,21 +64,21 @@ class KillWorker:
 
 
 @value
-class StartKeeper:
+class StartKeeper(Action):
     """Start a keeper on ``node``, or find the running one; answered by ``KeeperReady``."""
 
     node: str
 
 
 @value
-class EndKeeper:
+class EndKeeper(Action):
     """End the keeper on ``node`` and free its memory: the run has nothing else there."""
 
     node: str
 
 
 @value
-class RestartKeeper:
+class RestartKeeper(Action):
     """Kill the process of a keeper, so that Ray restarts it; its memory outlives the process."""
 
     node: str
@@ -83,7 +86,7 @@ class RestartKeeper:
 
 
 @value
-class GiveUpNode:
+class GiveUpNode(Action):
     """Treat ``node`` as lost. If it still answers, the shell reports it as a new node later."""
 
     node: str
@@ -91,7 +94,7 @@ class GiveUpNode:
 
 
 @value
-class FenceAttempt:
+class FenceAttempt(Action):
     """Abort ``attempt`` in ``workers``; each answers with ``WorkerLeft`` or ``WorkerExited``.
 
     Idempotent: after a restart the controller sends it again to workers that are still inside.
@@ -103,7 +106,7 @@ class FenceAttempt:
 
 
 @value
-class CollectEvidence:
+class CollectEvidence(Action):
     """Collect stacks and records of the workers of ``attempt`` on ``nodes``, also of dead ones.
 
     The shell stores them with the attempt's incident. If ``is_awaited``, kills that were ordered in
@@ -117,7 +120,7 @@ class CollectEvidence:
 
 
 @value
-class YieldAttempt:
+class YieldAttempt(Action):
     """Ask ``workers`` to leave ``attempt`` at the next step boundary, with that step committed.
 
     ``durable`` asks for a commit in storage; otherwise one in memory is enough.
@@ -130,7 +133,7 @@ class YieldAttempt:
 
 
 @value
-class ReadCommitted:
+class ReadCommitted(Action):
     """Find the version to resume from, in memory and storage, after ``attempt``.
 
     ``lineage`` (attempt, resume_step) says which commits of old attempts still count. Sources in
@@ -147,7 +150,7 @@ class ReadCommitted:
 
 
 @value
-class ProbeLinks:
+class ProbeLinks(Action):
     """Have keepers find out which nodes reach each other; ``LinksProbed`` answers."""
 
     number: int  #: Numbers count up over the run.
@@ -156,7 +159,7 @@ class ProbeLinks:
 
 
 @value
-class StartAttempt:
+class StartAttempt(Action):
     """Start ``attempt`` with ``members`` from ``resume_step``.
 
     ``members`` is ``(worker, node, reservation)`` in rank order; ``bad`` and ``unreached`` are as
@@ -177,7 +180,7 @@ class StartAttempt:
 
 
 @value
-class OrderKeepers:
+class OrderKeepers(Action):
     """Tell the keepers how to protect the snapshots of ``attempt`` from now on.
 
     ``nodes`` are the nodes of its members, by rank. Keepers must drop the sources in ``bad``.
@@ -191,7 +194,7 @@ class OrderKeepers:
 
 
 @value
-class SetCadence:
+class SetCadence(Action):
     """Set the save intervals of ``attempt``. ``worker``, its rank 0, passes them to all members.
 
     ``reason`` is one line for people.
@@ -204,7 +207,7 @@ class SetCadence:
 
 
 @value
-class ReportIncident:
+class ReportIncident(Action):
     """Record why ``attempt`` ended.
 
     The action only adds a line to the journal. After an incident of kind not_finite the attempt may
@@ -227,40 +230,16 @@ class ReportIncident:
 
 
 @value
-class SurveyWorkers:
+class SurveyWorkers(Action):
     """Find the living workers and reservations after a restart; ``WorkersSurveyed`` answers."""
 
     attempt: int
 
 
 @value
-class FinishRun:
+class FinishRun(Action):
     """The run is over: release everything and write the summary."""
 
     outcome: RunOutcome
     #: One line. A user error's traceback comes before it if that made the run fail.
     reason: str
-
-
-Action: TypeAlias = (
-    RequestReservation
-    | ReleaseReservation
-    | NoteRefused
-    | StartWorker
-    | KillWorker
-    | StartKeeper
-    | EndKeeper
-    | RestartKeeper
-    | GiveUpNode
-    | FenceAttempt
-    | CollectEvidence
-    | YieldAttempt
-    | ReadCommitted
-    | ProbeLinks
-    | StartAttempt
-    | OrderKeepers
-    | SetCadence
-    | ReportIncident
-    | SurveyWorkers
-    | FinishRun
-)

@@ -3,7 +3,7 @@
 A handler calls ``transition.follow(AttemptFailed(...))``; ``phase_table`` names what handles that.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from orchestrator.fault_kinds import FaultKind
 
@@ -63,18 +63,3 @@ class BoundReached(NamedTuple):
 
 class EventFolded(NamedTuple):
     """The event was handled; next, request what is missing and consider planned changes."""
-
-
-Consequence: TypeAlias = (
-    AttemptFailed
-    | IdleLoss
-    | MemoryLost
-    | RecoveryAdvanced
-    | CapacityChanged
-    | ReachChanged
-    | LinksDue
-    | SearchAnswered
-    | KeepersOutdated
-    | BoundReached
-    | EventFolded
-)

@@ -1,11 +1,10 @@
 """Facts about the world, in the past tense.
 
-The shell makes events, the journal keeps them, and ``machine.step`` folds them. Every event carries
-``at_s`` of the run's clock. An event of an attempt names the attempt.
+The shell makes events, the journal keeps them, and ``machine.step`` folds them. An event of an
+attempt names the attempt.
 """
 
 from enum import StrEnum
-from typing import TypeAlias
 
 from orchestrator.core.state import Pair, SlowLink
 from orchestrator.core.values import value
@@ -18,25 +17,30 @@ UNKNOWN_ATTEMPT = -1
 
 
 @value
-class ControllerStarted:
+class Event:
+    """A fact that ``machine.step`` folds."""
+
+    at_s: float  #: When it happened, on the run's clock.
+
+
+@value
+class ControllerStarted(Event):
     """A controller process started; from incarnation 2 on, it has folded the journal.
 
     The machine answers with ``SurveyWorkers`` if an earlier incarnation started the run.
     """
 
-    at_s: float
     incarnation: int
 
 
 @value
-class RunResumed:
+class RunResumed(Event):
     """The user resumed a run that was over or had lost its cluster, perhaps with other settings.
 
     It replaces ``ControllerStarted`` as the first event of its incarnation. Folding starts here:
     the event carries what the run still needs from before.
     """
 
-    at_s: float
     incarnation: int
     attempt: int  #: The number of the last attempt.
     #: ``(attempt, resume_step)`` of every attempt so far, oldest first.
@@ -50,10 +54,9 @@ class RunResumed:
 
 
 @value
-class WorkersSurveyed:
+class WorkersSurveyed(Event):
     """The living workers and reservations were found after a controller restart."""
 
-    at_s: float
     #: ``(worker, node, attempt)`` of each living worker, also of starting ones. The attempt is 0 if
     #: it is in none, ``UNKNOWN_ATTEMPT`` if it did not answer.
     alive: tuple[tuple[str, str, int], ...]
@@ -63,118 +66,106 @@ class WorkersSurveyed:
 
 
 @value
-class NodeJoined:
+class NodeJoined(Event):
     """A node with room for workers is in the cluster; ``rack`` is as in ``Node``."""
 
-    at_s: float
     node: str
     rack: str = ""
 
 
 @value
-class NodeLost:
+class NodeLost(Event):
     """A node with its workers and reservations is gone, or was silent for too long."""
 
-    at_s: float
     node: str
     cause: str
 
 
 @value
-class NodeDraining:
+class NodeDraining(Event):
     """The provider takes the node back at ``deadline_s``, on the clock of ``at_s``.
 
     A later notice for the node replaces this one. A deadline of infinity withdraws it. ``notice``
     says for people where the notice came from.
     """
 
-    at_s: float
     node: str
     deadline_s: float
     notice: str = ""
 
 
 @value
-class ControllerDraining:
+class ControllerDraining(Event):
     """The controller's machine is taken at ``deadline_s``, perhaps with the head of the cluster.
 
     A later notice replaces this one. A deadline of infinity withdraws it. ``notice`` says for
     people where the notice came from.
     """
 
-    at_s: float
     deadline_s: float
     notice: str = ""
 
 
 @value
-class KeeperReady:
+class KeeperReady(Event):
     """The keeper of a node answers, for the first time or again."""
 
-    at_s: float
     node: str
 
 
 @value
-class KeeperDied:
+class KeeperDied(Event):
     """The keeper of a living node ended; Ray restarts it there."""
 
-    at_s: float
     node: str
     detail: str
 
 
 @value
-class KeeperSilent:
+class KeeperSilent(Event):
     """The keeper of a node accepts calls but has not answered for ``silent_s``."""
 
-    at_s: float
     node: str
     silent_s: float
 
 
 @value
-class OthersSeen:
+class OthersSeen(Event):
     """The other runs on the cluster reported what they hold and lack; ``run`` is our id."""
 
-    at_s: float
     run: str
     others: tuple[Share, ...]
 
 
 @value
-class ReservationGranted:
+class ReservationGranted(Event):
     """``reservation`` was placed on ``node``: one worker can run there."""
 
-    at_s: float
     reservation: int
     node: str
 
 
 @value
-class CapacityRefused:
+class CapacityRefused(Event):
     """The provider has no machine for an alternative of capacity; ``why`` quotes it."""
 
-    at_s: float
     alternative: int
     why: str
 
 
 @value
-class WorkerReady:
+class WorkerReady(Event):
     """A worker process is up and has imported torch; it is a standby until it is assigned."""
 
-    at_s: float
     worker: str
     node: str
     pid: int
 
 
 @value
-class WorkerExited:
+class WorkerExited(Event):
     """The process of ``worker`` is gone."""
 
-    at_s: float
     worker: str
     #: "crash" (its process died), "out_of_memory" (it ran out of memory), "node" (its node died),
     #: "killed" (we killed it), "preempted" (its node had been given notice).
@@ -183,10 +174,9 @@ class WorkerExited:
 
 
 @value
-class WorkerFormed:
+class WorkerFormed(Event):
     """``worker`` has built its mesh and model in ``attempt`` and has loaded its state."""
 
-    at_s: float
     attempt: int
     worker: str
     form_s: float = 0.0  #: How long mesh and model took; 0.0 if it was not measured.
@@ -201,13 +191,12 @@ class WorkerFormed:
 
 
 @value
-class StepCompleted:
+class StepCompleted(Event):
     """Every rank of ``attempt`` finished ``step``, which counts unless it is redone.
 
     ``stored`` is the newest step that the attempt is known to have committed to storage, or 0.
     """
 
-    at_s: float
     attempt: int
     step: int
     step_s: float
@@ -215,10 +204,9 @@ class StepCompleted:
 
 
 @value
-class CheckpointCommitted:
+class CheckpointCommitted(Event):
     """The checkpoint of ``step`` written by ``attempt`` has its manifest."""
 
-    at_s: float
     attempt: int
     step: int
 
@@ -236,10 +224,9 @@ class Leaving(StrEnum):
 
 
 @value
-class WorkerLeft:
+class WorkerLeft(Event):
     """``worker`` has left ``attempt`` and will write nothing more in it; its process lives."""
 
-    at_s: float
     attempt: int
     worker: str
     how: Leaving
@@ -258,14 +245,13 @@ class WorkerLeft:
 
 
 @value
-class WorkerRaised:
+class WorkerRaised(Event):
     """The training code of ``worker`` raised; the process lives and has left the attempt.
 
     ``refuses`` says why the attempt's layout cannot train, "" if it can. ``ranks`` are the ranks
     whose numbers are not finite, or differ. See ``protocol.Raised``.
     """
 
-    at_s: float
     attempt: int
     worker: str
     step: int
@@ -277,10 +263,9 @@ class WorkerRaised:
 
 
 @value
-class NotFiniteFound:
+class NotFiniteFound(Event):
     """A loss, a gradient or an evaluation is not finite; the attempt continues."""
 
-    at_s: float
     attempt: int
     step: int
     number: int  #: Counts these in the attempt, from 1.
@@ -289,10 +274,9 @@ class NotFiniteFound:
 
 
 @value
-class HangFound:
+class HangFound(Event):
     """The detector reached a verdict on an attempt that makes no progress."""
 
-    at_s: float
     attempt: int
     #: Workers proven to hold up the others; empty if undecided.
     guilty: tuple[str, ...]
@@ -309,47 +293,42 @@ class HangFound:
 
 
 @value
-class Suspected:
+class Suspected(Event):
     """The suspicions changed. Nothing is proven, and the attempt continues."""
 
-    at_s: float
     attempt: int
     suspects: tuple[Suspicion, ...]  #: All current suspicions; empty once there are none.
     usual_step_s: float = 0.0  #: Median duration of a step before them; 0.0 if none was seen.
 
 
 @value
-class AttemptStalled:
+class AttemptStalled(Event):
     """Every member has waited unusually long for others, or a link looks dead; no proof."""
 
-    at_s: float
     attempt: int
     waited_s: float
 
 
 @value
-class StartsAdvanced:
+class StartsAdvanced(Event):
     """Processes that are not ready yet have used CPU since the last check: they load modules."""
 
-    at_s: float
     workers: tuple[str, ...]  #: The processes that used CPU.
 
 
 @value
-class MembersAtWork:
+class MembersAtWork(Event):
     """Members of a fenced attempt compute and so have not left yet."""
 
-    at_s: float
     attempt: int
     #: All members that compute now. Other members that are still inside are stuck.
     workers: tuple[str, ...]
 
 
 @value
-class LinksProbed:
+class LinksProbed(Event):
     """Keepers tried to reach one another."""
 
-    at_s: float
     number: int  #: Number of the ``ProbeLinks`` that this answers.
     #: Nodes whose keepers answered; ways from other nodes are unknown.
     heard: tuple[str, ...]
@@ -358,10 +337,9 @@ class LinksProbed:
 
 
 @value
-class LinksTimed:
+class LinksTimed(Event):
     """Keepers timed transfers between nodes of an attempt whose links seemed slow."""
 
-    at_s: float
     attempt: int
     nodes: tuple[str, ...]  #: The nodes that were timed.
     slow: tuple[SlowLink, ...] = ()  #: The links, senders and receivers that are slow.
@@ -370,20 +348,18 @@ class LinksTimed:
 
 
 @value
-class TrafficMeasured:
+class TrafficMeasured(Event):
     """The records of the attempt's collectives show how much a step sends."""
 
-    at_s: float
     attempt: int
     #: ``(axis, bytes)`` that a rank sends in a step, the mean of all ranks.
     sent: tuple[tuple[str, float], ...]
 
 
 @value
-class CommittedRead:
+class CommittedRead(Event):
     """Keepers and storage reported which version to resume from after ``attempt``."""
 
-    at_s: float
     attempt: int
     step: int  #: 0 if nothing was ever committed.
     committed_by: int  #: The attempt that committed it, 0 with ``step`` 0.
@@ -401,109 +377,57 @@ class CommittedRead:
 
 
 @value
-class MemoryMeasured:
+class MemoryMeasured(Event):
     """Keepers reported how much memory they have for snapshots, and how large these are."""
 
-    at_s: float
     #: ``(node, bytes)`` that snapshots may take, for each keeper that reported it.
     budgets: tuple[tuple[str, int], ...]
     state_bytes: int  #: Size of one version over all ranks; 0 if none is held yet.
 
 
 @value
-class MemoryProtected:
+class MemoryProtected(Event):
     """The nodes of ``attempt`` hold a version of it that survives the configured losses."""
 
-    at_s: float
     attempt: int
 
 
 @value
-class SavesMeasured:
+class SavesMeasured(Event):
     """Rank 0 of ``attempt`` reported what recent steps and saves cost."""
 
-    at_s: float
     attempt: int
     costs: SaveCosts
 
 
 @value
-class StopRequested:
+class StopRequested(Event):
     """The user asked the run to stop after ``step``, or at the next boundary if it is 0."""
 
-    at_s: float
     reason: str
     step: int = 0
 
 
 @value
-class WorkersSet:
+class WorkersSet(Event):
     """The user asked for at most ``num`` workers from now on."""
 
-    at_s: float
     num: int
 
 
 @value
-class SaveRequested:
+class SaveRequested(Event):
     """The user asked to store the newest step in memory. Only the journal uses it."""
-
-    at_s: float
 
 
 @value
-class FaultInjected:
+class FaultInjected(Event):
     """We injected a fault. Only the journal uses it."""
 
-    at_s: float
     fault: str
     target: str
 
 
 @value
-class Ticked:
+class Ticked(Event):
     """Time passed; deadlines in the state are compared with ``at_s``."""
-
-    at_s: float
-
-
-Event: TypeAlias = (
-    ControllerStarted
-    | RunResumed
-    | WorkersSurveyed
-    | NodeJoined
-    | NodeLost
-    | NodeDraining
-    | ControllerDraining
-    | KeeperReady
-    | KeeperDied
-    | KeeperSilent
-    | OthersSeen
-    | ReservationGranted
-    | CapacityRefused
-    | WorkerReady
-    | WorkerExited
-    | WorkerFormed
-    | StepCompleted
-    | CheckpointCommitted
-    | WorkerLeft
-    | WorkerRaised
-    | NotFiniteFound
-    | HangFound
-    | Suspected
-    | AttemptStalled
-    | MembersAtWork
-    | StartsAdvanced
-    | LinksProbed
-    | LinksTimed
-    | TrafficMeasured
-    | CommittedRead
-    | MemoryMeasured
-    | MemoryProtected
-    | SavesMeasured
-    | StopRequested
-    | WorkersSet
-    | SaveRequested
-    | FaultInjected
-    | Ticked
-)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, cast, get_args
+from typing import Any, TypeAlias, cast
 
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
@@ -25,6 +25,7 @@ from orchestrator.core.log.stats import RunStats
 from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import RunState
+from orchestrator.core.values import kinds
 from orchestrator.errors import JournalCorruptError
 
 #: Version of the record format. A reader refuses a higher one.
@@ -119,7 +120,7 @@ def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
 
 def is_event(record: Mapping[str, Any]) -> bool:
     """Return whether a record holds an event rather than an action."""
-    return record.get("kind") in _EVENT_NAMES
+    return record.get("kind") in _EVENT_KINDS
 
 
 def read(
@@ -280,6 +281,5 @@ def _object(line: bytes, where: str) -> JournalRecord:
 
 #: Orders that share a record if they are equal and consecutive; ``num`` counts them.
 _COUNTED = (act.RequestReservation, act.ReleaseReservation)
-_EVENTS = get_args(ev.Event)
-_EVENT_NAMES = frozenset(kind.__name__ for kind in _EVENTS)
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*_EVENTS, *get_args(act.Action))}
+_EVENT_KINDS = kinds(ev, ev.Event)
+_KINDS: dict[str, Any] = {**_EVENT_KINDS, **kinds(act, act.Action)}
