@@ -3,7 +3,7 @@
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from orchestrator import core
+from orchestrator.core import events as ev
 from orchestrator.errors import ActionError
 from orchestrator.shell.parts import Parts
 from ucp_core.numerics import counted
@@ -61,7 +61,7 @@ class Actions:
         if not now < step < goal:
             raise ActionError(f"step {step} is not between the current one, {now}, and {goal}")
         reason = f"stopped from the page, after step {step}"
-        self._parts.inbox.post(core.StopRequested(at_s=self._at_s, reason=reason, step=step))
+        self._parts.inbox.post(ev.StopRequested(at_s=self._at_s, reason=reason, step=step))
         return f"The run stops after step {step}, or at the first step boundary after it."
 
     def _save(self, _what: Mapping[str, Any]) -> str:
@@ -70,7 +70,7 @@ class Actions:
         step = self._parts.protection.redundancy(self._parts.state)["step"]
         if not step:
             raise ActionError("no step is complete in memory yet")
-        self._parts.inbox.post(core.SaveRequested(at_s=self._at_s))
+        self._parts.inbox.post(ev.SaveRequested(at_s=self._at_s))
         self._spawn(self._parts.snapshots.flush(self._parts.state.lineage))
         return f"Step {step}, or a newer one in memory, is being stored."
 
@@ -95,7 +95,7 @@ class Actions:
         fits = self._parts.rules.wanted(num, self._parts.state.refused)
         if not fits:
             raise ActionError(f"no layout of this run fits on {num} workers")
-        self._parts.inbox.post(core.WorkersSet(at_s=self._at_s, num=num))
+        self._parts.inbox.post(ev.WorkersSet(at_s=self._at_s, num=num))
         least = "" if fits == num else f"; its layout fits on {fits}"
         tolerance, groups = (
             self._parts.rules.redundancy.tolerance,
@@ -133,7 +133,7 @@ class Actions:
         return f"Node {node[:8]} is killed."
 
     def _note_fault(self, fault: str, target: str) -> None:
-        self._parts.inbox.post(core.FaultInjected(at_s=self._at_s, fault=fault, target=target))
+        self._parts.inbox.post(ev.FaultInjected(at_s=self._at_s, fault=fault, target=target))
 
     def _living_node(self, what: Mapping[str, Any]) -> str:
         node = str(what.get("node", ""))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from orchestrator.core import CollectEvidence, RunStats, incident_folder
+from orchestrator.core import RunStats, incident_folder
+from orchestrator.core import actions as act
 from orchestrator.shell.capacity import Keepers
 from orchestrator.shell.threads import STORAGE, Tasks, in_thread
 from ucp_core.errors import StorageError
@@ -53,7 +54,7 @@ class Evidence:
         self._rows: dict[int, tuple[WorkerReport, ...]] = {}
         self._nodes: dict[int, tuple[str, ...]] = {}
 
-    def collect(self, action: CollectEvidence) -> None:
+    def collect(self, action: act.CollectEvidence) -> None:
         """Begin to collect evidence; if it is awaited, later calls of ``then`` wait for it."""
         attempt = action.attempt
         rows = tuple(row for row in self._reports.values() if row.attempt == attempt)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from orchestrator.core import Event
+from orchestrator.core import events as ev
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,4 +11,4 @@ class Inbox:
     """Takes events. Call both functions on the event loop."""
 
     at_s: Callable[[], float]  #: Returns the run's age in seconds.
-    post: Callable[[Event], None]  #: Takes an event; events are folded in this order.
+    post: Callable[[ev.Event], None]  #: Takes an event; events are folded in this order.

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from orchestrator import core
 from orchestrator.config import RunConfig
 from orchestrator.core import actions as act
+from orchestrator.core import events as ev
 from orchestrator.errors import TokenError
 from orchestrator.report import RunDocument, Seen, bounds_document, tell
 from orchestrator.shell.actions import Actions
@@ -65,8 +66,8 @@ class Run:
     def __init__(
         self, *, run_id: str, config: dict[str, Any], claim: int, token: str, controller: Any
     ) -> None:
-        self._events: asyncio.Queue[core.Event] = asyncio.Queue()
-        self._heard: deque[core.Event] = deque()
+        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._heard: deque[ev.Event] = deque()
         self._config = RunConfig.model_validate(config)
         self._parts = Parts(
             run_id=run_id,
@@ -158,7 +159,7 @@ class Run:
                 for alternative, why in (await in_thread(RAY, watch.refused, asked)).items():
                     at_s = self._inbox.at_s()
                     self._inbox.post(
-                        core.CapacityRefused(at_s=at_s, alternative=alternative, why=why)
+                        ev.CapacityRefused(at_s=at_s, alternative=alternative, why=why)
                     )
 
     async def _watch_owner(self) -> None:
@@ -214,7 +215,7 @@ class Run:
             self._reads.measure_soon()
         at_s = self._inbox.at_s()
         if parts.protection.look(parts.state, at_s):
-            self._inbox.post(core.MemoryProtected(at_s=at_s, attempt=parts.state.attempt.number))
+            self._inbox.post(ev.MemoryProtected(at_s=at_s, attempt=parts.state.attempt.number))
 
     async def perform(self, name: str, token: str, what: Mapping[str, Any]) -> str:
         """Perform an action from the page. Raises ``TokenError`` and ``ActionError``."""
@@ -231,13 +232,13 @@ class Run:
 
         Keepers store their snapshots at once, because the user may not wait for the end of a step.
         """
-        self._inbox.post(core.StopRequested(at_s=self._inbox.at_s(), reason=reason))
+        self._inbox.post(ev.StopRequested(at_s=self._inbox.at_s(), reason=reason))
         if self._config.snapshot.every_steps:
             self._spawn(self._parts.snapshots.flush(self._parts.state.lineage))
 
     def note_fault(self, fault: str, target: str) -> None:
         """Journal that a fault is being injected now. Call it on the loop."""
-        self._inbox.post(core.FaultInjected(at_s=self._inbox.at_s(), fault=fault, target=target))
+        self._inbox.post(ev.FaultInjected(at_s=self._inbox.at_s(), fault=fault, target=target))
 
     async def status(self) -> dict[str, Any]:
         """Return the status document."""
@@ -254,7 +255,7 @@ class Run:
     def _on_keeper(self, node: str) -> None:
         self._reads.on_keeper(node)
 
-    async def _next_event(self) -> core.Event:
+    async def _next_event(self) -> ev.Event:
         """Return the next event to fold; equal reports on several members are joined."""
         if self._heard:
             await asyncio.sleep(0)  # let the rest of the loop run between two events
@@ -264,7 +265,7 @@ class Run:
             try:
                 self._heard.append(await asyncio.wait_for(self._events.get(), within_s))
             except TimeoutError:
-                return core.Ticked(at_s=self._inbox.at_s())
+                return ev.Ticked(at_s=self._inbox.at_s())
         while not self._events.empty():
             self._heard.append(self._events.get_nowait())
         return core.take_alike(self._heard)
@@ -273,7 +274,7 @@ class Run:
         parts, event = self._parts, await self._next_event()
         before = parts.state
         after, actions = core.step(before, event, rules=parts.rules)
-        is_news = isinstance(event, core.FaultInjected | core.SaveRequested)
+        is_news = isinstance(event, ev.FaultInjected | ev.SaveRequested)
         if after is before and not actions and not is_news:
             return  # nothing changed, so a replay does not need it
         records = core.transition_records(event, actions, attempt=after.attempt.number)

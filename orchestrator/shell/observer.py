@@ -4,15 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 
 from orchestrator import detection, diagnosis
-from orchestrator.core import (
-    AttemptStalled,
-    HangFound,
-    MembersAtWork,
-    StartsAdvanced,
-    StepCompleted,
-    Suspected,
-    TrafficMeasured,
-)
+from orchestrator.core import events as ev
 from orchestrator.shell.inbox import Inbox
 from orchestrator.traffic import Sent, measured
 from ucp_core.layout import ParallelLayout
@@ -194,7 +186,7 @@ class Observer:
         elif isinstance(verdict, detection.Hang):
             self._judged = True
             self._inbox.post(
-                HangFound(
+                ev.HangFound(
                     at_s=at_s,
                     attempt=self._attempt,
                     guilty=verdict.guilty,
@@ -211,7 +203,7 @@ class Observer:
             waited_s = max(waited_s, at_s - link.since_s)
         if waited_s >= 2.0 * self._stalled_s > 0.0 or waited_s > 0.0 == self._stalled_s:
             # Report the same stall again only after twice the time.
-            self._inbox.post(AttemptStalled(at_s=at_s, attempt=self._attempt, waited_s=waited_s))
+            self._inbox.post(ev.AttemptStalled(at_s=at_s, attempt=self._attempt, waited_s=waited_s))
             self._stalled_s = waited_s
         elif waited_s < self._stalled_s:
             self._stalled_s = 0.0
@@ -266,7 +258,7 @@ class Observer:
 
     def _post_suspected(self, at_s: float) -> None:
         self._inbox.post(
-            Suspected(
+            ev.Suspected(
                 at_s=at_s,
                 attempt=self._attempt,
                 suspects=(*self._live.suspicions, *self._slow_links, *self._dead_links),
@@ -286,7 +278,7 @@ class Observer:
         working = detection.at_work(self._detector, attempt=self._attempt, members=self._fenced)
         if working != self._at_work:
             self._at_work = working
-            self._inbox.post(MembersAtWork(at_s=at_s, attempt=self._attempt, workers=working))
+            self._inbox.post(ev.MembersAtWork(at_s=at_s, attempt=self._attempt, workers=working))
 
     def _look_who_starts(self, at_s: float) -> None:
         """Post which processes outside of the attempt have computed since the last check."""
@@ -301,7 +293,7 @@ class Observer:
             worker for worker, s in self._loaded_s.items() if before.get(worker, s) != s
         )
         if advanced:
-            self._inbox.post(StartsAdvanced(at_s=at_s, workers=advanced))
+            self._inbox.post(ev.StartsAdvanced(at_s=at_s, workers=advanced))
 
     def _forget(self, workers: Iterable[str]) -> None:
         for worker in workers:
@@ -324,7 +316,7 @@ class Observer:
             self._step, step_s = min(row.step for row in rows), max(row.step_s for row in rows)
             self._ahead = {row.worker: row for row in rows if row.step > self._step}
             self._inbox.post(
-                StepCompleted(
+                ev.StepCompleted(
                     at_s=at_s,
                     attempt=self._attempt,
                     step=self._step,
@@ -347,7 +339,7 @@ class Observer:
         if sent and sent != self._told_sent:
             self._told_sent = sent
             self._inbox.post(
-                TrafficMeasured(
+                ev.TrafficMeasured(
                     at_s=self._inbox.at_s(), attempt=self._attempt, sent=tuple(sent.items())
                 )
             )

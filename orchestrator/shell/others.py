@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from orchestrator.core import OthersSeen
+from orchestrator.core import events as ev
 from orchestrator.policies import Share
 from orchestrator.shell.capacity import answer
 from orchestrator.shell.clock import monotonic_s
@@ -47,7 +47,7 @@ class Others:
                 shares = tuple(share for _, (_, share) in sorted(self._said.items()))
                 if shares or was_shared:
                     at_s, run = self._inbox.at_s(), self._names.run_id
-                    self._inbox.post(OthersSeen(at_s=at_s, run=run, others=shares))
+                    self._inbox.post(ev.OthersSeen(at_s=at_s, run=run, others=shares))
                 was_shared = bool(shares)
 
     def _find(self) -> list[str]:

@@ -7,7 +7,8 @@ from typing import Any
 import ray
 
 from orchestrator.config import RunConfig
-from orchestrator.core import Event, Phase
+from orchestrator.core import Phase
+from orchestrator.core import events as ev
 from orchestrator.shell import storage
 from orchestrator.shell.capacity import (
     DRAINED,
@@ -42,7 +43,7 @@ class Parts:
         claim: int,
         token: str,
         controller: Any,
-        post: Callable[[Event], None],
+        post: Callable[[ev.Event], None],
         on_keeper: Callable[[str], None],
     ) -> None:
         self.config = config

@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator import core
 from orchestrator.core import actions as act
+from orchestrator.core import events as ev
 from orchestrator.policies import bad_sources
 from orchestrator.shell.parts import Parts
 from workers.protocol import Assignment
@@ -77,7 +78,7 @@ class Reads:
         returning = await parts.nodes.outlived(filter(self._may_bring_back, answer.unheard))
         found = answer.version
         parts.inbox.post(
-            core.CommittedRead(
+            ev.CommittedRead(
                 at_s=parts.inbox.at_s(),
                 attempt=action.attempt,
                 step=found.step if found else 0,
@@ -125,7 +126,7 @@ class Reads:
             self._measured = found
             (budgets, state_bytes), inbox = found, self._parts.inbox
             inbox.post(
-                core.MemoryMeasured(at_s=inbox.at_s(), budgets=budgets, state_bytes=state_bytes)
+                ev.MemoryMeasured(at_s=inbox.at_s(), budgets=budgets, state_bytes=state_bytes)
             )
 
     async def survey(self) -> None:
@@ -147,7 +148,7 @@ class Reads:
         for worker in found.inside:
             parts.workers.attend(worker, attempt.number, is_first=worker == found.members[0])
         parts.inbox.post(
-            core.WorkersSurveyed(
+            ev.WorkersSurveyed(
                 at_s=parts.inbox.at_s(),
                 alive=tuple(alive),
                 reservations=tuple(parts.capacity.granted()),

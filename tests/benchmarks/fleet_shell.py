@@ -59,7 +59,7 @@ class FleetShell:
         self.counts: Counter[str] = Counter()
         self._seq = count()
         self._serials = count()
-        self._heard: deque[core.Event] = deque()
+        self._heard: deque[ev.Event] = deque()
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.alive: dict[str, None] = {}
         self._joined = count(1)
@@ -133,7 +133,7 @@ class FleetShell:
         """Return whether the newest attempt has done a step."""
         return self.state.phase is core.Phase.TRAINING and self.state.attempt.stepped
 
-    def fold(self, event: core.Event) -> None:
+    def fold(self, event: ev.Event) -> None:
         """Fold an event as the loop of the shell does, and perform the orders."""
         self.num_events += 1
         kind = type(event).__name__

@@ -14,7 +14,7 @@ from sys import intern
 from time import perf_counter, process_time
 from typing import Any
 
-from orchestrator.core import Event
+from orchestrator.core import events as ev
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.observer import Observer
 from workers.keeper.actor import still_period_s
@@ -69,7 +69,7 @@ class Replay:
         self.num_nodes = num_nodes
         self.at_s = 100.0
         self.judged_s_max = 0.0
-        self.events: list[Event] = []
+        self.events: list[ev.Event] = []
         self._observer = Observer(
             Inbox(at_s=lambda: self.at_s, post=self.events.append),
             on_formed=lambda *_: None,

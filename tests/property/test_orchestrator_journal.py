@@ -27,7 +27,7 @@ st.register_type_strategy(str, TEXT)
 
 EVENTS = [*kinds(ev, ev.Event).values()]
 ITEMS: st.SearchStrategy[Any] = st.one_of(
-    [st.from_type(kind) for kind in EVENTS + [*kinds(act, act.Action).values()]]
+    [st.from_type(kind) for kind in (*EVENTS, *kinds(act, act.Action).values())]
 )
 
 

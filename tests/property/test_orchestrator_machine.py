@@ -3,7 +3,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core import RunRules, RunState, StartAttempt, resume_event, step
+from orchestrator.core import RunRules, RunState, resume_event, step
+from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from tests.simulation.checkers import check
 
@@ -105,7 +106,7 @@ def test_every_event_is_legal_in_every_phase(history: list[Any], standby: int) -
         state, actions = step(before, event, rules=rules)
         check(state)
         for action in actions:
-            if isinstance(action, StartAttempt):
+            if isinstance(action, act.StartAttempt):
                 assert action.attempt > newest
                 newest = action.attempt
         assert actions or state is before or state != before, "an equal state is the same object"

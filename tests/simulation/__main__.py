@@ -5,7 +5,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from orchestrator.core import Action, Event, RunState
+from orchestrator.core import RunState
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
 from tests.simulation.campaign import Campaign, run_campaign
 from tests.simulation.history import History
 from tests.simulation.scenario import one_line, phase_line
@@ -60,7 +62,7 @@ def _report(campaign: Campaign) -> str:
 
 
 def _show(seed: int, fault_limit: int | None) -> int:
-    def show(event: Event, state: RunState, actions: Sequence[Action]) -> None:
+    def show(event: ev.Event, state: RunState, actions: Sequence[act.Action]) -> None:
         sys.stdout.write(f"{event.at_s:.3f} {one_line(event)}\n")
         for action in actions:
             sys.stdout.write(f"  {one_line(action)}\n")

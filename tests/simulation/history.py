@@ -11,13 +11,9 @@ from typing import Any
 
 from orchestrator.core import (
     TERMINAL,
-    Action,
     AvoidRules,
     Bounds,
-    FenceAttempt,
-    KillWorker,
     Phase,
-    RequestReservation,
     RunRules,
     RunState,
     machine,
@@ -25,6 +21,7 @@ from orchestrator.core import (
     resume_event,
     take_alike,
 )
+from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import (
     BudgetRules,
@@ -164,7 +161,7 @@ class History:
         fault_limit: int | None = None,
         kinds: Sequence[drawing.Fault] | None = None,
         tiers: Tiers | None = None,
-        observe: Callable[[ev.Event, RunState, Sequence[Action]], None] | None = None,
+        observe: Callable[[ev.Event, RunState, Sequence[act.Action]], None] | None = None,
     ) -> None:
         self.seed = seed
         self.observe = observe
@@ -419,7 +416,7 @@ class History:
             if node.strikes:
                 self.monitor.struck(node.name)
 
-    def _perform(self, actions: Sequence[Action]) -> None:
+    def _perform(self, actions: Sequence[act.Action]) -> None:
         """Perform the machine's actions; the controller may die in between."""
         cluster = self.cluster
         dies = self._may_inject() and cluster.chance(_DEATH)
@@ -431,7 +428,7 @@ class History:
             self._count_fault()
             # The end of the run, which releases all, covers everything else that was to be done.
             self.died_at_the_end = self.state.phase in TERMINAL
-            lost = (action for action in actions[done:] if isinstance(action, KillWorker))
+            lost = (action for action in actions[done:] if isinstance(action, act.KillWorker))
             self.monitor.kill_lost.update(action.worker for action in lost)
             drawing.kill_controller(cluster)
 
@@ -443,12 +440,12 @@ class History:
         require(restored == self.state, "L1", "the journal does not lead to the state")
         self.state = restored
 
-    def _observe_action(self, action: Action) -> None:
-        if isinstance(action, KillWorker):
+    def _observe_action(self, action: act.Action) -> None:
+        if isinstance(action, act.KillWorker):
             self.monitor.killing(self.cluster, action)
-        elif isinstance(action, FenceAttempt):
+        elif isinstance(action, act.FenceAttempt):
             self.monitor.fence_began_s = self.cluster.now_s
-        elif isinstance(action, RequestReservation):
+        elif isinstance(action, act.RequestReservation):
             self.monitor.requesting(self.cluster, action)
 
     def _phase_changed(self, state: RunState) -> None:

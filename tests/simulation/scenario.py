@@ -10,7 +10,8 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import Any, get_args
 
-from orchestrator.core import Action, RunRules, RunState, step
+from orchestrator.core import RunRules, RunState, step
+from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.diagnosis import Guilty, Suspicion
 from orchestrator.fault_kinds import FaultKind
@@ -51,7 +52,7 @@ def answer(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def one_line(item: ev.Event | Action) -> str:
+def one_line(item: ev.Event | act.Action) -> str:
     """Return an event or action as a call, without ``at_s`` and fields at their default."""
     values = (
         f"{field.name}={_text(getattr(item, field.name))}"

@@ -2,16 +2,9 @@
 
 from collections.abc import Sequence
 
-from orchestrator.core import (
-    Action,
-    Event,
-    RunState,
-    RunStats,
-    StartAttempt,
-    WorkerLeft,
-    WorkerRaised,
-    transition_records,
-)
+from orchestrator.core import RunState, RunStats, transition_records
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
 from tests.simulation.history import History
 
 NUM_HISTORIES = 300
@@ -28,12 +21,12 @@ class _Books:
         self._first: tuple[int, str] | None = None
         self._left: set[tuple[int, str]] = set()
 
-    def take(self, event: Event, state: RunState, actions: Sequence[Action]) -> None:
-        if isinstance(event, WorkerLeft | WorkerRaised):
-            others = event.others if isinstance(event, WorkerLeft) else ()
+    def take(self, event: ev.Event, state: RunState, actions: Sequence[act.Action]) -> None:
+        if isinstance(event, ev.WorkerLeft | ev.WorkerRaised):
+            others = event.others if isinstance(event, ev.WorkerLeft) else ()
             self._left |= {(event.attempt, worker) for worker in (event.worker, *others)}
         for action in actions:
-            if isinstance(action, StartAttempt):
+            if isinstance(action, act.StartAttempt):
                 self.is_told &= self._first in {None, *self._left}
                 self._first = (action.attempt, action.members[0][0])
         for record in transition_records(event, actions, attempt=state.attempt.number):

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.core import Bounds, Event
+from orchestrator.core import Bounds
+from orchestrator.core import events as ev
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity import ActorPool, Keepers, Nodes, NodeView, Workers
 from orchestrator.shell.capacity.nodes import Cluster
@@ -76,7 +77,7 @@ class ClusterTable:
 
 def nodes_of(
     table: ClusterTable,
-    post: Callable[[Event], None],
+    post: Callable[[ev.Event], None],
     *,
     at_s: Callable[[], float] = lambda: 1.0,
     here: str = "",
@@ -96,7 +97,7 @@ def nodes_of(
 
 
 def keepers_of(
-    nodes: Nodes, post: Callable[[Event], None], at_s: Callable[[], float] = lambda: 1.0
+    nodes: Nodes, post: Callable[[ev.Event], None], at_s: Callable[[], float] = lambda: 1.0
 ) -> Keepers:
     """Return the keepers on ``nodes``, which are started on Ray."""
     names = RunNames("test")
@@ -110,7 +111,7 @@ def keepers_of(
 
 
 def workers_of(
-    nodes: Nodes, post: Callable[[Event], None], at_s: Callable[[], float] = lambda: 0.0
+    nodes: Nodes, post: Callable[[ev.Event], None], at_s: Callable[[], float] = lambda: 0.0
 ) -> Workers:
     """Return the workers on ``nodes``, which are started on Ray."""
     names = RunNames("test")

@@ -6,7 +6,8 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayError
 
-from orchestrator.core import Bounds, KeeperDied, KeeperReady, KeeperSilent
+from orchestrator.core import Bounds
+from orchestrator.core import events as ev
 from orchestrator.shell.capacity.actors import ActorPool, answer
 from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.capacity.nodes import Nodes
@@ -184,7 +185,7 @@ class Keepers:
             view.secret = hello["secret"]
             view.is_returning = False
             view.greeted.set()
-            self._inbox.post(KeeperReady(at_s=self._inbox.at_s(), node=view.node))
+            self._inbox.post(ev.KeeperReady(at_s=self._inbox.at_s(), node=view.node))
             self._on_keeper(view.node)
             try:
                 await view.keeper.hold.remote()
@@ -195,7 +196,9 @@ class Keepers:
                 # until this is known.
                 view.is_returning = True
                 detail = type(error).__name__
-                self._inbox.post(KeeperDied(at_s=self._inbox.at_s(), node=view.node, detail=detail))
+                self._inbox.post(
+                    ev.KeeperDied(at_s=self._inbox.at_s(), node=view.node, detail=detail)
+                )
                 view.is_returning = bool(await accepts(view.raylet_address))
                 if await self._nodes.is_gone(view.node):
                     return
@@ -210,7 +213,7 @@ class Keepers:
                     await view.keeper.hello.remote()
             except TimeoutError:
                 at_s = self._inbox.at_s()
-                self._inbox.post(KeeperSilent(at_s=at_s, node=view.node, silent_s=bound_s))
+                self._inbox.post(ev.KeeperSilent(at_s=at_s, node=view.node, silent_s=bound_s))
             except RayError:
                 # The pending call fails, too, and handles it.
                 pass

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Final
 
-from orchestrator.core import LinksTimed
+from orchestrator.core import events as ev
 from orchestrator.diagnosis import Flows, Guilty, Verdict, links
 from orchestrator.fault_kinds import FaultKind
 from orchestrator.shell.capacity.actors import answer
@@ -116,7 +116,7 @@ class LinkWatch:
             is_confirmed=before == self._told,
         )
         self._inbox.post(
-            LinksTimed(
+            ev.LinksTimed(
                 at_s=self._inbox.at_s(),
                 attempt=number,
                 nodes=tuple(sorted({node for pair in rates for node in pair})),

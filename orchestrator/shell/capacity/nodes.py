@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from orchestrator.core import NodeJoined, NodeLost
+from orchestrator.core import events as ev
 from orchestrator.shell.capacity.node_view import NodeView, view_of
 from orchestrator.shell.capacity.notices import CONTROLLER, Notices
 from orchestrator.shell.capacity.probes import accepts, is_silent
@@ -108,7 +108,7 @@ class Nodes:
         view = self.views.get(node)
         if view is not None and not view.lost.is_set():
             self.give_up(node)
-            self._inbox.post(NodeLost(at_s=self._inbox.at_s(), node=node, cause=cause))
+            self._inbox.post(ev.NodeLost(at_s=self._inbox.at_s(), node=node, cause=cause))
 
     def give_up(self, node: str) -> None:
         """Mark ``node`` as lost."""
@@ -184,7 +184,7 @@ class Nodes:
                 # It may have gone while no controller ran.
                 self._buried.add(node)
                 cause = "Ray declared it dead"
-                self._inbox.post(NodeLost(at_s=self._inbox.at_s(), node=node, cause=cause))
+                self._inbox.post(ev.NodeLost(at_s=self._inbox.at_s(), node=node, cause=cause))
             self.lost(node, "Ray declared it dead")
         elif view is not None:
             if view.lost.is_set() and self._inbox.at_s() - view.lost_s >= RETURN_S:
@@ -192,7 +192,7 @@ class Nodes:
         elif self._fits(row["Resources"]):
             view = self.views[node] = view_of(row, self.rack_label)
             view.tasks.append(asyncio.create_task(self._listen(view)))
-            self._inbox.post(NodeJoined(at_s=self._inbox.at_s(), node=node, rack=view.rack))
+            self._inbox.post(ev.NodeJoined(at_s=self._inbox.at_s(), node=node, rack=view.rack))
             self.notices.joined(node)
 
     def _fits(self, total: Mapping[str, float]) -> bool:

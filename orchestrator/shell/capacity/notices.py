@@ -5,7 +5,7 @@ import math
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
-from orchestrator.core import ControllerDraining, NodeDraining
+from orchestrator.core import events as ev
 from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.inbox import Inbox
@@ -121,11 +121,13 @@ class Notices:
             view.state, view.notice = "draining" if known else "alive", now.what
             view.taken_s = now.by_s if now.by_s - at_s < FAR_S else math.inf
             if is_news:
-                draining = NodeDraining(at_s=at_s, node=node, deadline_s=now.by_s, notice=now.what)
+                draining = ev.NodeDraining(
+                    at_s=at_s, node=node, deadline_s=now.by_s, notice=now.what
+                )
                 self._inbox.post(draining)
         if node == self._here and is_news:
             log.critical("the provider takes the controller's machine: %s", now.what or "no more")
-            self._inbox.post(ControllerDraining(at_s=at_s, deadline_s=now.by_s, notice=now.what))
+            self._inbox.post(ev.ControllerDraining(at_s=at_s, deadline_s=now.by_s, notice=now.what))
 
 
 def _first(known: Mapping[str, _Said]) -> _Said:

@@ -4,7 +4,8 @@ import asyncio
 import itertools
 from collections.abc import Mapping
 
-from orchestrator.core import LinksProbed, ProbeLinks
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
 from orchestrator.shell.capacity.actors import answer
 from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.inbox import Inbox
@@ -47,7 +48,7 @@ async def is_silent(view: NodeView, views: Mapping[str, NodeView], own_host: str
     return view.node in found and (not asked or not found >= asked.keys())
 
 
-async def probe_links(order: ProbeLinks, views: Mapping[str, NodeView], inbox: Inbox) -> None:
+async def probe_links(order: act.ProbeLinks, views: Mapping[str, NodeView], inbox: Inbox) -> None:
     """Have keepers find which nodes reach each other; post their answers."""
     there = {
         view.node: (view.host, view.port) if view.port else view.raylet_address
@@ -65,7 +66,7 @@ async def probe_links(order: ProbeLinks, views: Mapping[str, NodeView], inbox: I
     answers = await asyncio.gather(*(answer(probe, PROBED_S) for probe in probes))
     said = dict(zip(asked, answers, strict=True))
     inbox.post(
-        LinksProbed(
+        ev.LinksProbed(
             at_s=inbox.at_s(),
             number=order.number,
             pairs=order.pairs,

@@ -27,7 +27,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrator.config import Alternative
-from orchestrator.core import ReservationGranted
+from orchestrator.core import events as ev
 from orchestrator.shell.capacity.packing import Packing
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.names import RunNames
@@ -211,7 +211,7 @@ class Capacity:
             return  # It lost that node meanwhile.
         entry.gpu_ids, entry.node = gpu_ids, node
         at_s = self._inbox.at_s()
-        self._inbox.post(ReservationGranted(at_s=at_s, reservation=number, node=node))
+        self._inbox.post(ev.ReservationGranted(at_s=at_s, reservation=number, node=node))
 
     async def adopt(self, asked: Mapping[int, tuple[tuple[str, ...], int]]) -> None:
         """After a restart of the controller, find the run's groups again by their names.

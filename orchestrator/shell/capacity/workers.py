@@ -15,7 +15,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
-from orchestrator import core
+from orchestrator.core import events as ev
 from orchestrator.shell.capacity.actors import ActorPool, answer
 from orchestrator.shell.capacity.keepers import Keepers
 from orchestrator.shell.capacity.nodes import Nodes
@@ -27,12 +27,12 @@ from workers import protocol
 from workers.errors import MisfitError
 
 _HOW = {
-    protocol.Completed: core.Leaving.COMPLETED,
-    protocol.Yielded: core.Leaving.YIELDED,
-    protocol.Fenced: core.Leaving.FENCED,
-    protocol.Superseded: core.Leaving.FENCED,
-    protocol.PeerLost: core.Leaving.PEER_LOST,
-    protocol.Unloadable: core.Leaving.UNLOADABLE,
+    protocol.Completed: ev.Leaving.COMPLETED,
+    protocol.Yielded: ev.Leaving.YIELDED,
+    protocol.Fenced: ev.Leaving.FENCED,
+    protocol.Superseded: ev.Leaving.FENCED,
+    protocol.PeerLost: ev.Leaving.PEER_LOST,
+    protocol.Unloadable: ev.Leaving.UNLOADABLE,
 }
 
 #: A killed process whose node does not answer counts as gone after this. Its attempt number fences
@@ -182,7 +182,7 @@ class Workers:
     def _ready(self, worker: str, member: _Member, pid: int) -> None:
         member.pid = pid
         at_s = self._inbox.at_s()
-        self._inbox.post(core.WorkerReady(at_s=at_s, worker=worker, node=member.node, pid=pid))
+        self._inbox.post(ev.WorkerReady(at_s=at_s, worker=worker, node=member.node, pid=pid))
 
     async def _hear(self, handle: Any, attempt: int) -> None:
         """Post the notes of the first rank until it has left the attempt."""
@@ -191,7 +191,7 @@ class Workers:
             while notes := await handle.notes.remote(attempt, num_heard):
                 for number, note in enumerate(notes, start=num_heard + 1):
                     self._inbox.post(
-                        core.NotFiniteFound(
+                        ev.NotFiniteFound(
                             at_s=self._inbox.at_s(),
                             attempt=attempt,
                             step=note.step,
@@ -230,7 +230,7 @@ class Workers:
             return  # Its end is on the way.
         if formed is not None:
             self._inbox.post(
-                core.WorkerFormed(
+                ev.WorkerFormed(
                     at_s=at_s,
                     attempt=attempt,
                     worker=worker,
@@ -277,7 +277,7 @@ class Workers:
         except TimeoutError:
             # It is still starting, or stuck. It is alive, and may be ready later.
             self._tasks.spawn(self._accompany(worker, member))
-            return (worker, node, core.UNKNOWN_ATTEMPT)
+            return (worker, node, ev.UNKNOWN_ATTEMPT)
         except ActorDiedError:
             self._members.pop(worker, None)
             return None
@@ -341,13 +341,13 @@ class Workers:
             # Tasks that wait for it keep its handle; keeping one for every past worker would leak.
             del self._members[worker]
         self._inbox.post(
-            core.WorkerExited(at_s=self._inbox.at_s(), worker=worker, cause=cause, detail=detail)
+            ev.WorkerExited(at_s=self._inbox.at_s(), worker=worker, cause=cause, detail=detail)
         )
 
 
-def _left(at_s: float, worker: str, outcome: protocol.Outcome, unreached: str) -> core.Event:
+def _left(at_s: float, worker: str, outcome: protocol.Outcome, unreached: str) -> ev.Event:
     if isinstance(outcome, protocol.Raised):
-        return core.WorkerRaised(
+        return ev.WorkerRaised(
             at_s=at_s,
             attempt=outcome.attempt,
             worker=worker,
@@ -361,7 +361,7 @@ def _left(at_s: float, worker: str, outcome: protocol.Outcome, unreached: str) -
     if isinstance(outcome, protocol.Unloadable) and outcome.found.misfits:
         name = join(protocol.CHECKPOINTS, checkpoint_name(outcome.step))
         error = f"{MisfitError.__name__}: {MisfitError.of(name, outcome.found.misfits)}"
-        return core.WorkerRaised(
+        return ev.WorkerRaised(
             at_s=at_s,
             attempt=outcome.attempt,
             worker=worker,
@@ -375,7 +375,7 @@ def _left(at_s: float, worker: str, outcome: protocol.Outcome, unreached: str) -
         detail = outcome.ended
     elif isinstance(outcome, protocol.PeerLost):
         detail = outcome.detail
-    return core.WorkerLeft(
+    return ev.WorkerLeft(
         at_s=at_s,
         attempt=outcome.attempt,
         worker=worker,

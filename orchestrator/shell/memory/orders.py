@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from orchestrator.core import OrderKeepers
+from orchestrator.core import actions as act
 from orchestrator.policies import bad_sources
 from orchestrator.shell.capacity import Nodes, NodeView
 from workers.protocol import GroupPlace, KeeperOrder, ParityGroup, Peer
@@ -17,9 +17,9 @@ class Orders:
     def __init__(self, nodes: Nodes, claim: int) -> None:
         self._nodes = nodes
         self._claim = claim
-        self._last: OrderKeepers | None = None
+        self._last: act.OrderKeepers | None = None
 
-    def give(self, order: OrderKeepers) -> None:
+    def give(self, order: act.OrderKeepers) -> None:
         """Send all keepers the order for an attempt, without waiting."""
         self._last = order
         views = self._nodes.kept()
@@ -52,7 +52,9 @@ class Orders:
         return tuple(found[:NUM_OTHERS]) if at < len(nodes) else ()
 
 
-def _parity_group(order: OrderKeepers, node: str, peers: Mapping[str, Peer]) -> ParityGroup | None:
+def _parity_group(
+    order: act.OrderKeepers, node: str, peers: Mapping[str, Peer]
+) -> ParityGroup | None:
     """Return the parity group of a keeper; None until all keepers in it are connected."""
     plan = order.plan
     group = plan.group_of(node) if plan.is_parity else ()

@@ -5,7 +5,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.core import ACTIVE, RunState, SavesMeasured, SetCadence
+from orchestrator.core import ACTIVE, RunState
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
 from orchestrator.policies import (
     CadenceRules,
     Tier,
@@ -86,7 +88,7 @@ class CadenceWatch:
             if now.phase in ACTIVE and members and members[0] in workers:
                 await self._ask(workers[members[0]].name, now.attempt.number, now.pace)
 
-    async def tell(self, action: SetCadence) -> None:
+    async def tell(self, action: act.SetCadence) -> None:
         """Send rank 0 the new intervals; ``ask_forever`` repeats them."""
         log.info("cadence_changed", extra={"pace": repr(action.pace), "reason": action.reason})
         await self._workers.keep_pace(action.worker, action.attempt, action.pace)
@@ -96,7 +98,7 @@ class CadenceWatch:
         if costs is not None and (costs.step_s or costs.trouble):
             self.show(costs)
             at_s = self._inbox.at_s()
-            self._inbox.post(SavesMeasured(at_s=at_s, attempt=attempt, costs=costs))
+            self._inbox.post(ev.SavesMeasured(at_s=at_s, attempt=attempt, costs=costs))
 
     def show(self, costs: SaveCosts) -> None:
         """Keep the measured costs, and warn when they exceed the budget."""

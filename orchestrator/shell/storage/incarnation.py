@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 
 from orchestrator import core
 from orchestrator.config import RunConfig, load
+from orchestrator.core import events as ev
 from orchestrator.run_directory import CONFIG, SETTINGS, SUMMARY
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.storage.compaction import read_journal
@@ -37,7 +38,7 @@ class Incarnation:
     number: int  #: Counts from 1.
     is_resume: bool  #: Whether it resumes the run with its own settings.
     state: core.RunState  #: The state of the run before ``first``.
-    first: core.Event  #: Its first event.
+    first: ev.Event  #: Its first event.
     clock: RunClock  #: Continues the clock of the previous incarnation.
     seq: int  #: Number of the next record in the journal.
     stats: core.RunStats  #: The statistics of earlier incarnations.
@@ -92,8 +93,8 @@ def begin_incarnation(
         assert folded.seq >= 0, "a restart has a journal before it"
         clock = RunClock(last_at_s=folded.at_s, last_wall_time=folded.wall_time)
         state = folded.state
-    started = core.ControllerStarted(at_s=clock.at_s(), incarnation=number)
-    first: core.Event = started
+    started = ev.ControllerStarted(at_s=clock.at_s(), incarnation=number)
+    first: ev.Event = started
     if is_first:
         first = _resumed(store, run_path, config, folded, started) or started
         for path in (_config_path(run_path, number), join(run_path, CONFIG)):
@@ -121,7 +122,7 @@ def _resumed(
     run_path: str,
     config: RunConfig,
     folded: core.Folded,
-    started: core.ControllerStarted,
+    started: ev.ControllerStarted,
 ) -> core.events.RunResumed | None:
     """Return how the run resumes; None if it has no history."""
     checkpoints = join(run_path, CHECKPOINTS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from orchestrator.core import OthersSeen
+from orchestrator.core import events as ev
 from orchestrator.driver import replay_run
 from orchestrator.driver.faults import wait_for
 from orchestrator.driver.launch import Launched
@@ -76,7 +76,7 @@ def test_other_runs_are_asked_as_long_as_they_are_there(
         polling.cancel()
 
     def has_seen(*shares: Share) -> bool:
-        return seen[-1:] == [OthersSeen(at_s=0.0, run="own", others=shares)]
+        return seen[-1:] == [ev.OthersSeen(at_s=0.0, run="own", others=shares)]
 
     asyncio.run(play())
 

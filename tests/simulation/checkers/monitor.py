@@ -7,24 +7,8 @@ never asks the machine what it thinks.
 from collections.abc import Collection, Sequence
 from math import inf
 
-from orchestrator.core import (
-    CommittedRead,
-    FinishRun,
-    KillWorker,
-    MembersAtWork,
-    NodeDraining,
-    NodeJoined,
-    ReadCommitted,
-    ReportIncident,
-    RequestReservation,
-    SetCadence,
-    StartAttempt,
-    StartsAdvanced,
-    StepCompleted,
-    WorkerFormed,
-    WorkerLeft,
-    WorkerRaised,
-)
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
 from orchestrator.policies import Preference, Share, bad_sources, complete, versions
 from tests.simulation.violation import Violation, require
 from tests.simulation.world import CORRUPT, STEP_S, SimNode, SimWorker, World, answers
@@ -60,7 +44,7 @@ class Monitor:
         self.kill_ordered: dict[str, float] = {}
         self.kill_lost: set[str] = set()
         self.started_names: set[str] = set()
-        self.outcome: FinishRun | None = None
+        self.outcome: act.FinishRun | None = None
         self.num_lost_steps = 0
         self.num_faults = 0
         self.troubled: set[str] = set()
@@ -112,7 +96,7 @@ class Monitor:
         require(name not in self.started_names, "S1", f"{name} was started twice")
         self.started_names.add(name)
 
-    def attempt_started(self, world: World, action: StartAttempt) -> None:
+    def attempt_started(self, world: World, action: act.StartAttempt) -> None:
         """Check the start of an attempt."""
         number, rules = action.attempt, world.rules
         require(number > self.attempt, "S1", f"attempt {number} follows {self.attempt}")
@@ -191,48 +175,48 @@ class Monitor:
         self.told_unread.clear()
         self.heard_unread.clear()
 
-    def reading(self, action: ReadCommitted, now_s: float) -> None:
+    def reading(self, action: act.ReadCommitted, now_s: float) -> None:
         """Note when a read was answered, and check that no memory is left out without need."""
         self.reads[action.number] = now_s
         self._check_unreached(action.unreached)
 
     def told(  # noqa: C901  a branch for each kind
         self,
-        event: WorkerLeft
-        | WorkerFormed
-        | WorkerRaised
-        | CommittedRead
-        | StepCompleted
-        | MembersAtWork
-        | StartsAdvanced
-        | NodeDraining
-        | NodeJoined,
+        event: ev.WorkerLeft
+        | ev.WorkerFormed
+        | ev.WorkerRaised
+        | ev.CommittedRead
+        | ev.StepCompleted
+        | ev.MembersAtWork
+        | ev.StartsAdvanced
+        | ev.NodeDraining
+        | ev.NodeJoined,
     ) -> None:
         """Note what the machine hears of sources, versions, notices, and of who is at work."""
-        if isinstance(event, NodeDraining | NodeJoined):
-            until_s = event.deadline_s if isinstance(event, NodeDraining) else inf
+        if isinstance(event, ev.NodeDraining | ev.NodeJoined):
+            until_s = event.deadline_s if isinstance(event, ev.NodeDraining) else inf
             self.taken_by_s[event.node] = until_s
             return
-        if isinstance(event, StartsAdvanced):
+        if isinstance(event, ev.StartsAdvanced):
             self.advanced_s.update(dict.fromkeys(event.workers, event.at_s))
             return
-        if isinstance(event, MembersAtWork):
+        if isinstance(event, ev.MembersAtWork):
             self.at_work = (event.attempt, event.workers)
             return
-        if isinstance(event, StepCompleted):
+        if isinstance(event, ev.StepCompleted):
             # From now on it knows how long a step takes.
             self.timed = event.attempt
             return
-        if isinstance(event, WorkerRaised):
+        if isinstance(event, ev.WorkerRaised):
             self._told_wrong(event)
             return
-        if isinstance(event, CommittedRead):
+        if isinstance(event, ev.CommittedRead):
             # Answers may overtake one another.
             self.heard_s = max(self.heard_s, self.reads[event.number])
             return
         if event.attempt != self.attempt:
             return
-        unread = event.unread if isinstance(event, WorkerLeft) else ()
+        unread = event.unread if isinstance(event, ev.WorkerLeft) else ()
         if not event.damaged and not unread:
             return
         # A restarted controller may have forgotten workers that it killed, and ignores their
@@ -253,7 +237,7 @@ class Monitor:
         if is_known:
             self.erring_nodes.update(worker.node.name for worker in erring)
 
-    def _told_wrong(self, event: WorkerRaised) -> None:
+    def _told_wrong(self, event: ev.WorkerRaised) -> None:
         """Note to which step the run is to go back; the word of who is gone counts no more."""
         if event.attempt == self.attempt and event.sound_step >= 0:
             entry = (event.attempt + 1, event.sound_step)
@@ -287,7 +271,7 @@ class Monitor:
             known = name in self.unlinked or bool(self.lost_nodes)
             require(known, "S5", f"memory of {name} is left out")
 
-    def _check_resume(self, world: World, action: StartAttempt) -> None:
+    def _check_resume(self, world: World, action: act.StartAttempt) -> None:
         self._check_unreached(action.unreached)
         at = (action.resume_step, action.resume_attempt)
         commits, landed_s = world.storage.commits, world.memory.landed_s
@@ -396,7 +380,7 @@ class Monitor:
         """Note that every member left together."""
         self.yielded = (attempt, step)
 
-    def killing(self, world: World, action: KillWorker) -> None:
+    def killing(self, world: World, action: act.KillWorker) -> None:
         """Check that no worker is killed without proof."""
         killed_before = action.worker in self.kill_ordered.keys() | self.kill_lost
         self.kill_ordered.setdefault(action.worker, world.now_s)
@@ -471,7 +455,7 @@ class Monitor:
         self.faulty.update(node.workers)
         self.is_unkept = True
 
-    def requesting(self, world: World, action: RequestReservation) -> None:
+    def requesting(self, world: World, action: act.RequestReservation) -> None:
         """Check that no healthy node is avoided."""
         for name in action.avoid:
             node = world.nodes[name]
@@ -484,7 +468,7 @@ class Monitor:
         """Check that a node has strikes only for what its own workers did."""
         require(name in self.troubled, "S5", f"node {name} is struck, and nothing failed on it")
 
-    def cadence(self, world: World, action: SetCadence) -> None:
+    def cadence(self, world: World, action: act.SetCadence) -> None:
         """Check that saves keep their budget, and the user's own intervals."""
         costs, rules, every = world.tiers.costs, world.rules.cadence, action.pace
         assert costs is not None
@@ -507,7 +491,7 @@ class Monitor:
         is_rival = share.priority >= world.rules.sharing.priority
         self.is_shared |= bool(share.num_lacking) and is_rival
 
-    def incident(self, world: World, action: ReportIncident) -> None:
+    def incident(self, world: World, action: act.ReportIncident) -> None:
         """Check that only who did fail is called guilty."""
         if action.incident == "slow":
             self._check_slow(world, action)
@@ -519,7 +503,7 @@ class Monitor:
         if action.incident == "link":
             require(bool(self.unlinked or self.lost_nodes), "S5", f"no link: {action.evidence}")
 
-    def _check_slow(self, world: World, action: ReportIncident) -> None:
+    def _check_slow(self, world: World, action: act.ReportIncident) -> None:
         """Check that a node left for being slow was slow for long and recently, and that leaving
         pays."""
         num_left = world.rules.total_steps - world.attempts[action.attempt].step
@@ -533,7 +517,7 @@ class Monitor:
             pays = won_s >= world.rules.growth.pause_guess_s
             require(pays, "S5", f"{name} is left for {won_s:.2f} s: {action.evidence}")
 
-    def finished(self, action: FinishRun) -> None:
+    def finished(self, action: act.FinishRun) -> None:
         """Note the end."""
         require(self.outcome is None or self.outcome == action, "S1", f"{action} after the end")
         self.outcome = action

@@ -8,10 +8,7 @@ from itertools import pairwise
 from random import Random
 
 from orchestrator.core import (
-    Action,
     Compaction,
-    ControllerStarted,
-    Event,
     Folded,
     JournalPlace,
     RunRules,
@@ -21,6 +18,8 @@ from orchestrator.core import (
     transition_records,
     verify,
 )
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
 from orchestrator.core.log.journal_lines import counted
 from orchestrator.errors import CompactionError
 from tests.simulation.violation import require
@@ -34,8 +33,8 @@ _TORN = b'{"v":1,"se'
 
 @dataclass(eq=False)
 class _Transition:
-    event: Event
-    actions: Sequence[Action]
+    event: ev.Event
+    actions: Sequence[act.Action]
     attempt: int
     seq: int
 
@@ -75,9 +74,9 @@ class SimJournal:
     def _basis(self) -> str:
         return repr(self._rules)
 
-    def add(self, event: Event, state: RunState, actions: Sequence[Action]) -> None:
+    def add(self, event: ev.Event, state: RunState, actions: Sequence[act.Action]) -> None:
         """Take in an event, the state after it, and the actions that it led to."""
-        if isinstance(event, ControllerStarted) and self._transitions:
+        if isinstance(event, ev.ControllerStarted) and self._transitions:
             self._ends.append(len(self._transitions))
         self._transitions.append(_Transition(event, actions, state.attempt.number, self._seq))
         self._seq += len(counted(event, actions))

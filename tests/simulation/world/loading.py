@@ -5,14 +5,14 @@ bytes are only noticed when they are read: by the rank that reads them, which sa
 leaves, or when it has formed because another holder had the same.
 """
 
-from orchestrator.core import StartAttempt
+from orchestrator.core import actions as act
 from orchestrator.policies import bad_sources, versions
 from tests.simulation.world.parts import Loading
 from tests.simulation.world.wires import World
 from workers.protocol import Inventory, Source, stored_source
 
 
-def begin(world: World, action: StartAttempt) -> Loading:
+def begin(world: World, action: act.StartAttempt) -> Loading:
     """Find the holders of the version that an attempt is to resume from."""
     version = (action.resume_step, action.resume_attempt)
     found = world.memory.inventories(world.nodes.values(), world.now_s)

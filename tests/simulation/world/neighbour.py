@@ -2,7 +2,7 @@
 
 from random import Random
 
-from orchestrator.core import OthersSeen
+from orchestrator.core import events as ev
 from orchestrator.policies import Share
 from tests.simulation.world.cluster import SimCluster
 
@@ -46,7 +46,7 @@ class Neighbour:
         )
         self._cluster.monitor.neighbour_says(self._cluster, share)
         others = (share,) if self._num_max else ()
-        self._cluster.find(OthersSeen, run="own", others=others)
+        self._cluster.find(ev.OthersSeen, run="own", others=others)
         self._num_told += not others
         if self._num_told < _NUM_TOLD:
             self._cluster.at(POLL_S, self._turn)

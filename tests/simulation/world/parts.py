@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf
 
-from orchestrator.core import StartAttempt
+from orchestrator.core import actions as act
 from orchestrator.policies import Preference, RedundancyPlan
 from ucp_core.layout import ParallelLayout
 from workers.protocol import DEVICE_MEMORY, Member, PartRef, SaveCosts, Source, stored_source
@@ -234,7 +234,7 @@ class SimAttempt:
         "yielding",
     )
 
-    def __init__(self, action: StartAttempt, loading: Loading, store_every: int) -> None:
+    def __init__(self, action: act.StartAttempt, loading: Loading, store_every: int) -> None:
         self.number = action.attempt
         self.members = [worker for worker, _, _ in action.members]
         self.lineage = action.lineage

@@ -3,20 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core import (
-    Action,
-    FenceAttempt,
-    Leaving,
-    Phase,
-    RequestReservation,
-    RunRules,
-    RunState,
-    StartAttempt,
-    adopted,
-    describe,
-    next_deadline_s,
-    step,
-)
+from orchestrator.core import Phase, RunRules, RunState, adopted, describe, next_deadline_s, step
+from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import (
     CollectEvidence,
@@ -63,7 +51,7 @@ def _running() -> RunState:
     )
 
 
-def _kinds(actions: tuple[Action, ...]) -> list[type]:
+def _kinds(actions: tuple[act.Action, ...]) -> list[type]:
     return [type(action) for action in actions]
 
 
@@ -72,8 +60,8 @@ def test_the_start_asks_for_the_largest_run() -> None:
     _, actions = step(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1), rules=RULES)
 
     assert actions == (
-        RequestReservation(reservation=1, avoid=()),
-        RequestReservation(reservation=2, avoid=()),
+        act.RequestReservation(reservation=1, avoid=()),
+        act.RequestReservation(reservation=2, avoid=()),
     )
 
 
@@ -90,7 +78,7 @@ def test_the_first_attempt_waits_for_all_until_the_grace_ends() -> None:
 
     state, actions = step(state, ev.Ticked(at_s=next_deadline_s(state)), rules=RULES)
     assert state.phase is Phase.FORMING
-    assert _kinds(actions) == [StartAttempt]
+    assert _kinds(actions) == [act.StartAttempt]
 
 
 def test_events_of_another_attempt_change_nothing() -> None:
@@ -99,7 +87,9 @@ def test_events_of_another_attempt_change_nothing() -> None:
     stale: tuple[ev.Event, ...] = (
         ev.StepCompleted(at_s=3.0, attempt=7, step=99, step_s=0.1),
         ev.CheckpointCommitted(at_s=3.0, attempt=0, step=99),
-        ev.WorkerLeft(at_s=3.0, attempt=0, worker="w0001", how=Leaving.FENCED, step=0, detail=""),
+        ev.WorkerLeft(
+            at_s=3.0, attempt=0, worker="w0001", how=ev.Leaving.FENCED, step=0, detail=""
+        ),
         ev.HangFound(at_s=3.0, attempt=7, guilty=("w0001",), evidence=""),
         ev.CommittedRead(at_s=3.0, attempt=0, step=9, committed_by=1, skipped=()),
     )
@@ -114,7 +104,7 @@ def test_a_second_fault_of_the_same_instant_is_in_the_incident_of_the_first() ->
     state = _fold(
         _running(), ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail="SIGKILL")
     )
-    actions: tuple[Action, ...] = ()
+    actions: tuple[act.Action, ...] = ()
     while not any(isinstance(action, KillWorker) for action in actions):
         at_s = next_deadline_s(state)
         state, actions = step(state, ev.Ticked(at_s=at_s), rules=RULES)
@@ -135,7 +125,9 @@ def test_an_event_that_comes_twice_changes_nothing_the_second_time() -> None:
     state = _running()
     for event in (
         ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""),
-        ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how=Leaving.FENCED, step=1, detail=""),
+        ev.WorkerLeft(
+            at_s=3.1, attempt=1, worker="w0002", how=ev.Leaving.FENCED, step=1, detail=""
+        ),
     ):
         state, _ = step(state, event, rules=RULES)
         again, actions = step(state, event, rules=RULES)
@@ -158,7 +150,7 @@ def test_a_dead_worker_fences_the_others_at_once() -> None:
     state, actions = step(_running(), crashed, rules=RULES)
 
     assert state.phase is Phase.FENCING
-    assert actions[0] == FenceAttempt(attempt=1, workers=("w0002",), reason="SIGKILL")
+    assert actions[0] == act.FenceAttempt(attempt=1, workers=("w0002",), reason="SIGKILL")
 
 
 def test_evidence_of_a_hang_is_taken_before_anything_dies() -> None:
@@ -166,7 +158,7 @@ def test_evidence_of_a_hang_is_taken_before_anything_dies() -> None:
     hang = ev.HangFound(at_s=3.0, attempt=1, guilty=("w0001",), evidence="it sleeps")
     _, actions = step(_running(), hang, rules=RULES)
 
-    assert _kinds(actions)[:3] == [CollectEvidence, KillWorker, FenceAttempt]
+    assert _kinds(actions)[:3] == [CollectEvidence, KillWorker, act.FenceAttempt]
     assert actions[0] == CollectEvidence(attempt=1, nodes=("a", "b"), is_awaited=True)
 
 
@@ -187,7 +179,7 @@ def test_a_crash_does_not_wait_for_evidence() -> None:
     _, actions = step(_running(), crashed, rules=RULES)
 
     kinds = _kinds(actions)
-    assert kinds.index(FenceAttempt) < kinds.index(CollectEvidence)
+    assert kinds.index(act.FenceAttempt) < kinds.index(CollectEvidence)
     assert CollectEvidence(attempt=1, nodes=("a", "b"), is_awaited=False) in actions
 
 
@@ -197,7 +189,9 @@ def test_replacements_start_only_after_the_first_new_step() -> None:
     seen: list[type] = []
     for event in (
         ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""),
-        ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how=Leaving.FENCED, step=1, detail=""),
+        ev.WorkerLeft(
+            at_s=3.1, attempt=1, worker="w0002", how=ev.Leaving.FENCED, step=1, detail=""
+        ),
         ev.WorkerFormed(at_s=3.4, attempt=2, worker="w0002"),
     ):
         state, actions = step(state, event, rules=RULES)
@@ -230,7 +224,9 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
         state,
         ev.WorkerExited(at_s=2.0, worker=dead, cause="crash", detail=""),
         *(
-            ev.WorkerLeft(at_s=2.1, attempt=1, worker=name, how=Leaving.FENCED, step=1, detail="")
+            ev.WorkerLeft(
+                at_s=2.1, attempt=1, worker=name, how=ev.Leaving.FENCED, step=1, detail=""
+            )
             for name in left
         ),
         ev.CommittedRead(at_s=2.2, attempt=1, step=1, committed_by=1, skipped=()),
@@ -244,7 +240,7 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
 def test_a_node_where_workers_keep_failing_is_avoided() -> None:
     """Three proven failures in the window: the next reservation is asked for elsewhere."""
     state = _running()
-    actions: tuple[Action, ...] = ()
+    actions: tuple[act.Action, ...] = ()
     for number, at_s in ((1, 3.0), (3, 4.0), (4, 5.0)):
         name = f"w{number:04d}"
         attempt = state.attempt.number
@@ -254,12 +250,12 @@ def test_a_node_where_workers_keep_failing_is_avoided() -> None:
         state, actions = step(state, crashed, rules=RULES)
         if state.phase is Phase.FENCING:
             left = ev.WorkerLeft(
-                at_s=at_s, attempt=attempt, worker="w0002", how=Leaving.FENCED, step=1, detail=""
+                at_s=at_s, attempt=attempt, worker="w0002", how=ev.Leaving.FENCED, step=1, detail=""
             )
             formed = ev.WorkerFormed(at_s=at_s, attempt=attempt + 1, worker="w0002")
             stepped = ev.StepCompleted(at_s=at_s, attempt=attempt + 1, step=2, step_s=0.1)
             state = _fold(state, left, formed, stepped)
-    assert RequestReservation(reservation=3, avoid=("a",)) in actions
+    assert act.RequestReservation(reservation=3, avoid=("a",)) in actions
 
 
 def test_a_node_that_fails_on_trial_is_avoided_for_twice_as_long() -> None:
@@ -335,7 +331,7 @@ def test_a_hint_never_avoids_a_node() -> None:
                     at_s=at_s,
                     attempt=attempt,
                     worker=w,
-                    how=Leaving.PEER_LOST,
+                    how=ev.Leaving.PEER_LOST,
                     step=attempt,
                     detail="",
                 )
@@ -355,7 +351,7 @@ def test_a_hint_never_avoids_a_node() -> None:
 def test_members_whose_lease_ran_out_are_taken_back_without_blame() -> None:
     """The controller had been cut off from all of them; they stopped, and it hears them again."""
     left = [
-        ev.WorkerLeft(at_s=60.0, attempt=1, worker=w, how=Leaving.YIELDED, step=7, detail="")
+        ev.WorkerLeft(at_s=60.0, attempt=1, worker=w, how=ev.Leaving.YIELDED, step=7, detail="")
         for w in ("w0001", "w0002")
     ]
     state = _fold(_running(), *left)
@@ -379,7 +375,7 @@ def test_a_stop_while_waiting_ends_the_run_at_once() -> None:
 BOTH = RunRules(run="test", min_workers=2, max_workers=2, total_steps=1000)
 
 
-def _taken_below_the_minimum() -> tuple[RunState, tuple[Action, ...]]:
+def _taken_below_the_minimum() -> tuple[RunState, tuple[act.Action, ...]]:
     """Return a run of two at the end of the notice of node b, for 37 s, and what it does."""
     state = _fold(
         _ready(BOTH),
@@ -392,7 +388,7 @@ def _taken_below_the_minimum() -> tuple[RunState, tuple[Action, ...]]:
     state, actions = step(state, drain, rules=BOTH)
     assert state.phase is Phase.TRAINING, "there is nowhere to go, and time to train"
     assert YieldAttempt not in _kinds(actions)
-    assert RequestReservation(reservation=3, avoid=("b",)) in actions
+    assert act.RequestReservation(reservation=3, avoid=("b",)) in actions
     assert next_deadline_s(state) == 40.0 - BOTH.bounds.drain_lead_s
     return step(state, ev.Ticked(at_s=next_deadline_s(state)), rules=BOTH)
 
@@ -400,7 +396,9 @@ def _taken_below_the_minimum() -> tuple[RunState, tuple[Action, ...]]:
 def _waiting_below_the_minimum() -> RunState:
     state, _ = _taken_below_the_minimum()
     left = [
-        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how=Leaving.YIELDED, step=900, detail="")
+        ev.WorkerLeft(
+            at_s=31.0, attempt=1, worker=worker, how=ev.Leaving.YIELDED, step=900, detail=""
+        )
         for worker in ("w0001", "w0002")
     ]
     state = _fold(state, *left, rules=BOTH)
@@ -459,7 +457,9 @@ def test_before_the_controllers_machine_goes_the_state_is_in_storage_once() -> N
     assert isinstance(order, YieldAttempt)
     assert order.durable
     left = [
-        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how=Leaving.YIELDED, step=9, detail="")
+        ev.WorkerLeft(
+            at_s=31.0, attempt=1, worker=worker, how=ev.Leaving.YIELDED, step=9, detail=""
+        )
         for worker in ("w0001", "w0002")
     ]
     state = _fold(state, *left)
@@ -506,8 +506,8 @@ def test_an_attempt_that_did_not_form_in_time_gets_more_time_the_next_time() -> 
     """The state may simply be that large."""
     state = _ready()
     bound_s = state.deadline_s
-    actions: tuple[Action, ...] = ()
-    while FenceAttempt not in _kinds(actions):
+    actions: tuple[act.Action, ...] = ()
+    while act.FenceAttempt not in _kinds(actions):
         # Until then only the network is looked at.
         bound_s = state.deadline_s
         state, actions = step(state, ev.Ticked(at_s=bound_s), rules=RULES)
@@ -518,7 +518,7 @@ def test_an_attempt_that_did_not_form_in_time_gets_more_time_the_next_time() -> 
         state,
         *(
             ev.WorkerLeft(
-                at_s=bound_s, attempt=1, worker=worker, how=Leaving.FENCED, step=0, detail=""
+                at_s=bound_s, attempt=1, worker=worker, how=ev.Leaving.FENCED, step=0, detail=""
             )
             for worker in ("w0001", "w0002")
         ),
@@ -604,10 +604,10 @@ def test_a_worker_that_was_told_to_end_is_replaced_and_nothing_is_lost(
     """It is ready to be put to work again, and would die in the middle of the next attempt."""
     state = _running()
     told = {"w0001": "process 7 got SIGTERM", "w0002": ""}
-    actions: list[Action] = []
+    actions: list[act.Action] = []
     for worker in order:
         left = ev.WorkerLeft(
-            at_s=31.0, attempt=1, worker=worker, how=Leaving.YIELDED, step=9, detail="",
+            at_s=31.0, attempt=1, worker=worker, how=ev.Leaving.YIELDED, step=9, detail="",
             told=told[worker],
         )  # fmt: skip
         state, more = step(state, left, rules=RULES)
@@ -646,10 +646,10 @@ def test_a_completed_run_is_described_with_its_last_step() -> None:
     state = _fold(
         _running(),
         ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0001", how=Leaving.COMPLETED, step=1000, detail=""
+            at_s=3.0, attempt=1, worker="w0001", how=ev.Leaving.COMPLETED, step=1000, detail=""
         ),
         ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0002", how=Leaving.COMPLETED, step=1000, detail=""
+            at_s=3.0, attempt=1, worker="w0002", how=ev.Leaving.COMPLETED, step=1000, detail=""
         ),
     )
 
@@ -694,7 +694,7 @@ def _unloadable(at_s: float, attempt: int, source: Source | None = None) -> list
             at_s=at_s,
             attempt=attempt,
             worker=worker,
-            how=Leaving.UNLOADABLE,
+            how=ev.Leaving.UNLOADABLE,
             step=attempt,
             detail="",
             damaged=(source,) if source is not None and worker == "w0002" else (),
@@ -720,10 +720,10 @@ def test_attempts_that_find_something_bad_cost_no_budget_and_no_time() -> None:
     state = _fold(
         _running(),
         ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0001", how=Leaving.PEER_LOST, step=1, detail=""
+            at_s=3.0, attempt=1, worker="w0001", how=ev.Leaving.PEER_LOST, step=1, detail=""
         ),
         ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0002", how=Leaving.PEER_LOST, step=1, detail=""
+            at_s=3.0, attempt=1, worker="w0002", how=ev.Leaving.PEER_LOST, step=1, detail=""
         ),
         ev.LinksProbed(at_s=3.0, number=1, heard=("a", "b")),
     )
@@ -757,7 +757,9 @@ def test_attempts_that_cannot_load_and_find_nothing_end_the_run() -> None:
 def test_a_recovery_waits_for_storage_as_long_as_for_workers() -> None:
     """After 200 s of silence the run was over, with all its nodes in good health."""
     state = _fold(_running(), ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""))
-    left = ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how=Leaving.FENCED, step=1, detail="")
+    left = ev.WorkerLeft(
+        at_s=3.1, attempt=1, worker="w0002", how=ev.Leaving.FENCED, step=1, detail=""
+    )
     state = _fold(state, left)
     while next_deadline_s(state) < RULES.bounds.capacity_s / 2:
         state = _fold(state, ev.Ticked(at_s=next_deadline_s(state)))

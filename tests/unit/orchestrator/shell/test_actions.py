@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config import load
-from orchestrator.core import Event, RunState, step
+from orchestrator.core import RunState, step
 from orchestrator.core import events as ev
 from orchestrator.errors import ActionError
 from orchestrator.shell.actions import DRAIN_S, Actions
@@ -30,7 +30,7 @@ class Person:
         config = load(CONFIG.replace("SNAPSHOT", str(snapshot)), [f"workers.min={workers_min}"])
         rules = config.rules()
         state, _ = step(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1), rules=rules)
-        self.posted: list[Event] = []
+        self.posted: list[ev.Event] = []
         self.stopped: list[str] = []
         inbox = Inbox(at_s=lambda: 7.0, post=self.posted.append)
         self.view = NodeView(node=NODE, raylet_address=("127.0.0.1", 1))

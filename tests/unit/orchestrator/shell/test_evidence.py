@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core import CollectEvidence, RunStats
+from orchestrator.core import RunStats
+from orchestrator.core import actions as act
 from orchestrator.core.log.incident import Incident
 from orchestrator.shell.capacity import NodeView
 from orchestrator.shell.evidence import NUM_KEPT, Evidence
@@ -18,7 +19,7 @@ from tests.support.keeper_handles import Call, ClusterTable, keepers_of, nodes_o
 from ucp_core.storage import MemoryStore
 
 WAIT_S_MAX = 60.0
-ORDER = CollectEvidence(attempt=ATTEMPT, nodes=("n0",), is_awaited=True)
+ORDER = act.CollectEvidence(attempt=ATTEMPT, nodes=("n0",), is_awaited=True)
 
 
 async def _nothing(*_: Any) -> None:
@@ -94,7 +95,7 @@ def test_a_crash_is_not_held_up(is_awaited: bool) -> None:  # noqa: FBT001
         evidence = _evidence(MemoryStore(), take)
         acted: list[str] = []
         evidence.then(WAIT_S_MAX, lambda: acted.append("before"))
-        evidence.collect(CollectEvidence(attempt=ATTEMPT, nodes=("n0",), is_awaited=is_awaited))
+        evidence.collect(act.CollectEvidence(attempt=ATTEMPT, nodes=("n0",), is_awaited=is_awaited))
         evidence.then(WAIT_S_MAX, lambda: acted.append("after"))
         assert acted == (["before"] if is_awaited else ["before", "after"])
 

@@ -6,15 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from orchestrator.core import (
-    AttemptStalled,
-    Event,
-    HangFound,
-    MembersAtWork,
-    StartsAdvanced,
-    Suspected,
-    TrafficMeasured,
-)
+from orchestrator.core import events as ev
 from orchestrator.detection import PATIENCE
 from orchestrator.diagnosis import Guilty, Verdict
 from orchestrator.fault_kinds import FaultKind
@@ -26,7 +18,7 @@ from workers.protocol import Digest, Flow, NodeReport, StepCost, WorkerReport
 from workers.settings import ParallelSettings
 
 
-def _observer(at_s: Callable[[], float], post: Callable[[Event], None]) -> Observer:
+def _observer(at_s: Callable[[], float], post: Callable[[ev.Event], None]) -> Observer:
     return Observer(
         Inbox(at_s=at_s, post=post),
         on_formed=lambda *_: None,
@@ -91,18 +83,18 @@ def test_costs_are_known_between_two_digests_and_steps_by_percentile() -> None:
 def test_a_stall_is_reported_again_only_after_twice_the_time() -> None:
     """Each time keepers look at the network; a stall may last, and reports come ten a second."""
     now_s = [100.0]
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
     observer = _observer(lambda: now_s[0], posted.append)
     observer.begin(ATTEMPT, ("w0", "w1"), 0)
     waiting = (group("world", (0, 1), 9, waiting_s=0.1),)
     rows = tuple(replace(calm(w, rank), groups=waiting) for rank, w in enumerate(("w0", "w1")))
-    while not any(isinstance(event, HangFound) for event in posted):
+    while not any(isinstance(event, ev.HangFound) for event in posted):
         now_s[0] += 0.1
         observer.on_report(NodeReport(node="n0", seq=1, workers=rows))
         observer.judge()
         assert now_s[0] < 200.0
 
-    told = [event.waited_s for event in posted if isinstance(event, AttemptStalled)]
+    told = [event.waited_s for event in posted if isinstance(event, ev.AttemptStalled)]
     assert told
     assert all(later >= 2.0 * sooner for sooner, later in pairwise(told))
 
@@ -110,7 +102,7 @@ def test_a_stall_is_reported_again_only_after_twice_the_time() -> None:
 def test_a_dead_link_is_reported_however_long_steps_take() -> None:
     """With steps of a minute a stall would be noticed after two."""
     now_s = [100.0]
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
     observer = _observer(lambda: now_s[0], posted.append)
     observer.begin(ATTEMPT, ("w0", "w1"), 0)
     ends = (("10.0.0.1", 5), ("10.0.0.2", 6))
@@ -125,18 +117,20 @@ def test_a_dead_link_is_reported_however_long_steps_take() -> None:
             observer.on_report(NodeReport(node=worker, seq=1, workers=(row,), flows=(flow,)))
             observer.judge()
 
-    told = [(event.at_s, event.waited_s) for event in posted if isinstance(event, AttemptStalled)]
+    told = [
+        (event.at_s, event.waited_s) for event in posted if isinstance(event, ev.AttemptStalled)
+    ]
     assert told[0] == (101.0, 1.5), "as soon as both ends are known"
     assert [waited_s for _, waited_s in told] == [1.5, 3.0, 6.0, 12.0]
-    assert not any(isinstance(event, HangFound) for event in posted), "nothing is proven"
-    (said,) = (event for event in posted if isinstance(event, Suspected))
+    assert not any(isinstance(event, ev.HangFound) for event in posted), "nothing is proven"
+    (said,) = (event for event in posted if isinstance(event, ev.Suspected))
     (one,) = said.suspects
     assert (one.kind, one.guilty) == (FaultKind.LINK_DEAD, Guilty(links=((0, 1),)))
     assert (said.at_s, one.since_s) == (101.0, 99.5)
 
 
 def test_bytes_of_a_step_are_reported_once_known_and_when_they_change() -> None:
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
     observer = _observer(lambda: 100.0, posted.append)
     observer.begin(ATTEMPT, ("w0", "w1"), 0)
     sent_bytes = 0
@@ -147,13 +141,13 @@ def test_bytes_of_a_step_are_reported_once_known_and_when_they_change() -> None:
             row = replace(calm(worker, rank), step=step, groups=(shards,))
             observer.on_report(NodeReport(node=worker, seq=1, workers=(row,)))
 
-    said = [event.sent for event in posted if isinstance(event, TrafficMeasured)]
+    said = [event.sent for event in posted if isinstance(event, ev.TrafficMeasured)]
     assert said == [(("dp_shard", 1000.0),), (("dp_shard", 2800.0),)]
 
 
 def test_what_keepers_timed_is_suspected_beside_what_reports_tell() -> None:
     """A node whose card is slow can be left like one whose worker is; a link has no worker."""
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
     observer = _observer(lambda: 100.0, posted.append)
     observer.begin(ATTEMPT, ("w0", "w1", "w2"), 0)
     link = Verdict(
@@ -175,7 +169,7 @@ def test_what_keepers_timed_is_suspected_beside_what_reports_tell() -> None:
     observer.end((), 0.0)
     suspect([link], 2.5)
 
-    said = [event.suspects for event in posted if isinstance(event, Suspected)]
+    said = [event.suspects for event in posted if isinstance(event, ev.Suspected)]
     assert [[(one.kind, one.worker, one.times) for one in each] for each in said] == [
         [(FaultKind.SLOW_LINK, "", 2.5), (FaultKind.SLOW_SENDER, "", 2.5)],
         [(FaultKind.SLOW_LINK, "", 2.5), (FaultKind.SLOW_SENDER, "w1", 2.5)],
@@ -186,7 +180,7 @@ def test_what_keepers_timed_is_suspected_beside_what_reports_tell() -> None:
 def test_a_change_of_the_workers_that_compute_in_a_fenced_attempt_is_reported() -> None:
     """Reports come ten a second, and most members leave in milliseconds."""
     now_s = [100.0]
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
     observer = _observer(lambda: now_s[0], posted.append)
     observer.begin(ATTEMPT, ("w0", "w1"), 0)
 
@@ -205,7 +199,7 @@ def test_a_change_of_the_workers_that_compute_in_a_fenced_attempt_is_reported() 
     assert not posted, "who leaves in time is not looked at"
     report(working, left, for_s=3.0)
     report(stop(working), left, for_s=3.0)
-    told = [event for event in posted if isinstance(event, MembersAtWork)]
+    told = [event for event in posted if isinstance(event, ev.MembersAtWork)]
     assert [event.workers for event in told] == [("w0",), ()]
     assert {event.attempt for event in told} == {ATTEMPT}
 
@@ -213,7 +207,7 @@ def test_a_change_of_the_workers_that_compute_in_a_fenced_attempt_is_reported() 
 def test_processes_that_load_modules_are_told_and_those_that_wait_are_not() -> None:
     """An import that hangs uses no processor, and the threads of Ray beside it do."""
     now_s = [100.0]
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
     observer = _observer(lambda: now_s[0], posted.append)
     observer.begin(ATTEMPT, ("w0",), 0)
     idle = replace(calm("w1", 1), attempt=0, rank=-1, trainer_s=1.0)
@@ -225,5 +219,5 @@ def test_processes_that_load_modules_are_told_and_those_that_wait_are_not() -> N
         observer.judge()
         now_s[0] += 1.0
 
-    told = [event for event in posted if isinstance(event, StartsAdvanced)]
+    told = [event for event in posted if isinstance(event, ev.StartsAdvanced)]
     assert [(event.at_s, event.workers) for event in told] == [(110.0, ("w2",)), (120.0, ("w2",))]

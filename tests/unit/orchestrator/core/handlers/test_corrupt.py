@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from orchestrator.core import Action, Phase, RunRules, RunState, resume_event, step
+from orchestrator.core import Phase, RunRules, RunState, resume_event, step
+from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import (
     FinishRun,
@@ -22,7 +23,7 @@ class History:
     """Three workers on three nodes that have trained ten steps, and stored some of them."""
 
     def __init__(self, *stored: int, nodes: str = "abc") -> None:
-        self.state, self.actions = RunState(), list[Action]()
+        self.state, self.actions = RunState(), list[act.Action]()
         self.send(ev.ControllerStarted(at_s=0.0, incarnation=1))
         for number, worker in enumerate(WORKERS, 1):
             node = nodes[number - 1]

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core import Phase, RunRules, RunState, StartAttempt, step
+from orchestrator.core import Phase, RunRules, RunState, step
+from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
@@ -48,7 +49,7 @@ def test_the_first_attempt_does_not_wait_for_what_replaces_a_lost_one(lost: str)
 
     state, actions = step(state, last, rules=RULES)
     assert state.phase is Phase.FORMING
-    assert StartAttempt in [type(action) for action in actions]
+    assert act.StartAttempt in [type(action) for action in actions]
 
 
 def test_the_first_attempt_waits_for_the_others_of_a_lost_node() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-from orchestrator.core import AvoidRules, NodeLost, Phase, RunRules, RunState, step
+from orchestrator.core import AvoidRules, Phase, RunRules, RunState, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from tests.support.obedient_cluster import fold
@@ -95,7 +95,7 @@ def test_a_silent_keeper_is_restarted_while_its_node_lives() -> None:
     silent = ev.KeeperSilent(at_s=20.0, node="a", silent_s=15.0)
     assert _fold(state, silent)[1] == [act.RestartKeeper(node="a", reason="silent for 15 s")]
 
-    lost, _ = _fold(state, NodeLost(at_s=21.0, node="a", cause="gone"))
+    lost, _ = _fold(state, ev.NodeLost(at_s=21.0, node="a", cause="gone"))
     assert _fold(lost, silent)[1] == []
 
 

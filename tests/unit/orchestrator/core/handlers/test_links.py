@@ -4,19 +4,8 @@ from math import inf
 
 import pytest
 
-from orchestrator.core import (
-    Action,
-    FenceAttempt,
-    KillWorker,
-    Phase,
-    ProbeLinks,
-    ReportIncident,
-    RunRules,
-    RunState,
-    describe,
-    next_deadline_s,
-    step,
-)
+from orchestrator.core import Phase, RunRules, RunState, describe, next_deadline_s, step
+from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import ReadCommitted, YieldAttempt
 from orchestrator.policies import RedundancyRules
@@ -34,7 +23,7 @@ class _Run:
         self.silent: set[str] = set()
         self.answers = True
         self.names = {node: f"w{number:04d}" for number, node in enumerate(NODES, start=1)}
-        self.actions: list[Action] = []
+        self.actions: list[act.Action] = []
         self.fold(ev.ControllerStarted(at_s=0.0, incarnation=1))
         for node, rack in zip(NODES, racks, strict=False):
             self.fold(ev.NodeJoined(at_s=0.0, node=node, rack=rack))
@@ -49,10 +38,10 @@ class _Run:
         self.state, actions = step(self.state, event, rules=self.rules)
         self.actions += actions
         for action in actions:
-            if isinstance(action, ProbeLinks) and self.answers:
+            if isinstance(action, act.ProbeLinks) and self.answers:
                 self.fold(self.answer(action))
 
-    def answer(self, order: ProbeLinks) -> ev.LinksProbed:
+    def answer(self, order: act.ProbeLinks) -> ev.LinksProbed:
         pairs = {*combinations(order.nodes, 2), *order.pairs}
         ways = [way for one, other in sorted(pairs) for way in ((one, other), (other, one))]
         asked = {node for pair in pairs for node in pair} - self.silent
@@ -136,8 +125,8 @@ class _Run:
     def where(self) -> tuple[Phase, int]:
         return self.state.phase, self.state.attempt.number
 
-    def incidents(self) -> list[ReportIncident]:
-        return [each for each in self.actions if isinstance(each, ReportIncident)]
+    def incidents(self) -> list[act.ReportIncident]:
+        return [each for each in self.actions if isinstance(each, act.ReportIncident)]
 
 
 def test_a_cut_pair_costs_one_of_its_nodes_and_blames_neither() -> None:
@@ -151,7 +140,7 @@ def test_a_cut_pair_costs_one_of_its_nodes_and_blames_neither() -> None:
     assert (incident.incident, incident.guilty) == ("link", ())
     assert incident.evidence.startswith("no connection between nodes b and d (")
     assert "in a circle" in incident.evidence
-    assert not any(isinstance(action, KillWorker) for action in run.actions)
+    assert not any(isinstance(action, act.KillWorker) for action in run.actions)
     assert not any(node.strikes for node in run.state.fleet.nodes.values())
 
 
@@ -283,7 +272,7 @@ def test_a_group_that_does_not_form_is_looked_at_and_left_alone_if_all_reach_eac
     run.hang()
     began_s = run.at_s
     run.wait(began_s + 60.0)
-    looks = [action for action in run.actions if isinstance(action, ProbeLinks)]
+    looks = [action for action in run.actions if isinstance(action, act.ProbeLinks)]
     assert run.where() == (Phase.FORMING, 2)
     assert 4 <= len(looks) <= 8
 
@@ -291,7 +280,7 @@ def test_a_group_that_does_not_form_is_looked_at_and_left_alone_if_all_reach_eac
     run.actions.clear()
     while run.state.phase is Phase.FORMING and run.at_s < began_s + 130.0:
         run.wait(next_deadline_s(run.state))
-    assert any(isinstance(action, FenceAttempt) for action in run.actions)
+    assert any(isinstance(action, act.FenceAttempt) for action in run.actions)
     run.leave()
     assert (run.state.phase, run.members()) == (Phase.FORMING, ["a", "b", "d"])
 
@@ -356,7 +345,7 @@ def test_a_stall_is_searched_before_anything_is_proven_and_ends_only_for_a_lost_
     run.leave()
     assert (run.where(), run.members()) == ((Phase.FORMING, 2), ["a", "b", "c"])
     assert [incident.incident for incident in run.incidents()] == ["link"]
-    assert sum(isinstance(action, ProbeLinks) for action in run.actions) == 2
+    assert sum(isinstance(action, act.ProbeLinks) for action in run.actions) == 2
 
 
 def test_a_hang_after_a_look_that_found_nothing_is_searched_again() -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from orchestrator.core import Leaving, RunRules, RunState, describe, own_share, step
+from orchestrator.core import RunRules, RunState, describe, own_share, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
@@ -66,7 +66,7 @@ class Fold:
                     at_s=at_s,
                     attempt=number,
                     worker=w,
-                    how=Leaving.YIELDED,
+                    how=ev.Leaving.YIELDED,
                     step=done,
                     detail="",
                 )

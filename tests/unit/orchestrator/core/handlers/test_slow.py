@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core import Bounds, RunRules, Suspected
+from orchestrator.core import Bounds, RunRules
 from orchestrator.core import events as ev
 from orchestrator.core.log.journal_lines import parse, transition_records
 from orchestrator.diagnosis import Guilty, Suspicion
@@ -64,7 +64,7 @@ class SlowCluster(Cluster):
             for number in [int(each[1:]) - 1]
         ]
         self.send(
-            Suspected(
+            ev.Suspected(
                 at_s=self.at_s,
                 attempt=self.state.attempt.number,
                 suspects=(one, *others) if times else (),
@@ -323,6 +323,6 @@ def test_a_suspicion_is_kept_in_the_journal() -> None:
     run = cluster()
     run.begin()
     (one,) = run.state.attempt.suspects
-    event = Suspected(at_s=1.0, attempt=1, suspects=(one,), usual_step_s=0.5)
+    event = ev.Suspected(at_s=1.0, attempt=1, suspects=(one,), usual_step_s=0.5)
     (record,) = transition_records(event, (), attempt=1)
     assert parse(record) == event

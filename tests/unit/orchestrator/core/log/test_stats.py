@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core import (
-    Incident,
-    Leaving,
-    RunRules,
-    RunState,
-    RunStats,
-    step,
-    transition_records,
-)
+from orchestrator.core import Incident, RunRules, RunState, RunStats, step, transition_records
 from orchestrator.core import events as ev
 from orchestrator.core.log.codec import decoder, encode
 from orchestrator.diagnosis import Guilty, Suspicion
@@ -35,7 +27,7 @@ START: tuple[ev.Event, ...] = (
 CRASH: tuple[ev.Event, ...] = (
     ev.FaultInjected(at_s=8.4, fault="kill", target="w0002"),
     ev.WorkerLeft(
-        at_s=8.5, attempt=1, worker="w0001", how=Leaving.PEER_LOST, step=6, detail="reset"
+        at_s=8.5, attempt=1, worker="w0001", how=ev.Leaving.PEER_LOST, step=6, detail="reset"
     ),
     ev.WorkerExited(at_s=8.6, worker="w0002", cause="crash", detail="SIGKILL"),
     ev.CommittedRead(at_s=8.7, attempt=1, step=4, committed_by=1, skipped=()),
@@ -115,7 +107,7 @@ def test_a_restart_that_reads_a_compaction_tells_the_same_as_one_that_folds_the_
         ranks=(0, 1), sound_step=5,
     )  # fmt: skip
     left = ev.WorkerLeft(
-        at_s=8.5, attempt=1, worker="w0002", how=Leaving.PEER_LOST, step=6, detail="reset"
+        at_s=8.5, attempt=1, worker="w0002", how=ev.Leaving.PEER_LOST, step=6, detail="reset"
     )
     stats = _stats((*START, corrupt, left, *CRASH[3:]))
     assert stats.incidents[0].places == ((0, "w0001", "a"), (1, "w0002", "b"))
@@ -222,7 +214,9 @@ def test_what_happens_before_the_first_step_is_no_recovery() -> None:
     lost: tuple[ev.Event, ...] = (
         *START[:5],
         ev.WorkerExited(at_s=1.2, worker="w0002", cause="crash", detail="SIGKILL"),
-        ev.WorkerLeft(at_s=1.3, attempt=1, worker="w0001", how=Leaving.FENCED, step=0, detail=""),
+        ev.WorkerLeft(
+            at_s=1.3, attempt=1, worker="w0001", how=ev.Leaving.FENCED, step=0, detail=""
+        ),
         ev.CommittedRead(at_s=1.4, attempt=1, step=0, committed_by=0, skipped=()),
         ev.WorkerFormed(at_s=29.0, attempt=2, worker="w0001"),
         ev.StepCompleted(at_s=30.0, attempt=2, step=1, step_s=0.5),
@@ -337,7 +331,7 @@ def test_a_restart_that_disturbs_no_step_is_on_record() -> None:
 def test_the_summary_says_how_the_run_ended() -> None:
     """``summary.json`` takes these names as they are."""
     finish = tuple(
-        ev.WorkerLeft(at_s=20.0, attempt=1, worker=w, how=Leaving.COMPLETED, step=12, detail="")
+        ev.WorkerLeft(at_s=20.0, attempt=1, worker=w, how=ev.Leaving.COMPLETED, step=12, detail="")
         for w in ("w0001", "w0002")
     )
     last = ev.StepCompleted(at_s=19.0, attempt=1, step=12, step_s=1.0)
@@ -368,7 +362,7 @@ def test_what_the_newest_attempt_loaded_is_summed_over_its_workers() -> None:
     formed = (
         ev.WorkerReady(at_s=10.5, worker="w0003", node="b", pid=13),
         ev.WorkerLeft(
-            at_s=21.0, attempt=2, worker="w0001", how=Leaving.PEER_LOST, step=5, detail=""
+            at_s=21.0, attempt=2, worker="w0001", how=ev.Leaving.PEER_LOST, step=5, detail=""
         ),
         ev.CommittedRead(at_s=21.1, attempt=2, step=5, committed_by=2, skipped=()),
         ev.WorkerFormed(
@@ -387,7 +381,7 @@ def test_an_unreadable_version_is_reported_with_the_recovery_that_met_it() -> No
             at_s=9.0,
             attempt=2,
             worker="w0001",
-            how=Leaving.UNLOADABLE,
+            how=ev.Leaving.UNLOADABLE,
             step=4,
             detail="",
             damaged=((4, 1, "", "", 0, 0),),
@@ -421,7 +415,7 @@ def test_a_damaged_version_in_storage_is_reported_with_the_recovery_that_passed_
 
 def _left(worker: str, step: int, *, attempt: int = 1) -> ev.WorkerLeft:
     return ev.WorkerLeft(
-        at_s=8.5, attempt=attempt, worker=worker, how=Leaving.PEER_LOST, step=step, detail=""
+        at_s=8.5, attempt=attempt, worker=worker, how=ev.Leaving.PEER_LOST, step=step, detail=""
     )
 
 

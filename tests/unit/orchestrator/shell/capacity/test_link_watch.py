@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core import Event, LinksTimed
+from orchestrator.core import events as ev
 from orchestrator.diagnosis import Flows, Guilty, Verdict
 from orchestrator.fault_kinds import FaultKind
 from orchestrator.shell.capacity.link_watch import LinkWatch
@@ -25,7 +25,7 @@ class _Lab:
 
     def __init__(self) -> None:
         self.at_s = 100.0
-        self.posted: list[Event] = []
+        self.posted: list[ev.Event] = []
         self.timed: list[tuple[str, str]] = []
         self.slow: set[tuple[str, str]] = set()
         self.is_slow_once = False
@@ -88,8 +88,8 @@ class _Lab:
             asyncio.run(self.watch.look())
 
     @property
-    def told(self) -> list[LinksTimed]:
-        return [event for event in self.posted if isinstance(event, LinksTimed)]
+    def told(self) -> list[ev.LinksTimed]:
+        return [event for event in self.posted if isinstance(event, ev.LinksTimed)]
 
 
 def test_an_even_network_is_not_timed() -> None:

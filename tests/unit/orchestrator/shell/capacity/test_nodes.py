@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.core import ControllerDraining, Event, NodeDraining, NodeJoined, NodeLost
+from orchestrator.core import events as ev
 from orchestrator.shell.capacity.node_view import view_of
 from orchestrator.shell.capacity.nodes import RETURN_S
 from orchestrator.shell.capacity.notices import FAR_S
@@ -49,7 +49,7 @@ def test_a_node_that_was_not_seen_yet_is_not_taken_for_lost() -> None:
 
 def test_a_node_that_went_while_no_controller_looked_is_reported() -> None:
     """Its workers would be taken for the guilty, and it for alive as long as the run lasts."""
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
 
     async def play() -> None:
         nodes = nodes_of(ClusterTable({NODE: {"NodeID": NODE, "Alive": False}}), posted.append)
@@ -57,12 +57,12 @@ def test_a_node_that_went_while_no_controller_looked_is_reported() -> None:
             await nodes.look()
 
     asyncio.run(play())
-    assert posted == [NodeLost(at_s=1.0, node=NODE, cause="Ray declared it dead")]
+    assert posted == [ev.NodeLost(at_s=1.0, node=NODE, cause="Ray declared it dead")]
 
 
 def test_a_node_that_is_back_is_as_near_to_its_end_as_before() -> None:
     """It was silent for a while under notice: the run takes it in as a new one, and for good."""
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
     now_s = [1.0]
 
     async def play() -> str:
@@ -80,17 +80,17 @@ def test_a_node_that_is_back_is_as_near_to_its_end_as_before() -> None:
     with socket.create_server(("127.0.0.1", 0)) as raylet:
         assert asyncio.run(play()) == "draining"
     assert [type(event) for event in posted] == [
-        NodeJoined,
-        NodeDraining,
-        NodeLost,
-        NodeJoined,
-        NodeDraining,
+        ev.NodeJoined,
+        ev.NodeDraining,
+        ev.NodeLost,
+        ev.NodeJoined,
+        ev.NodeDraining,
     ]
 
 
 def test_a_notice_is_followed_as_it_changes() -> None:
     """A provider may come sooner than it said, or not at all; what dies is not called back."""
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
 
     async def play() -> list[str]:
         table = ClusterTable()
@@ -110,7 +110,7 @@ def test_a_notice_is_followed_as_it_changes() -> None:
         return states
 
     assert asyncio.run(play()) == ["draining", "draining", "draining", "alive"]
-    told = [event for event in posted if isinstance(event, NodeDraining)]
+    told = [event for event in posted if isinstance(event, ev.NodeDraining)]
     assert [event.node for event in told] == [NODE, NODE, OTHER, NODE]
     assert [event.deadline_s for event in told] == [
         pytest.approx(901.0, abs=120.0),
@@ -122,7 +122,7 @@ def test_a_notice_is_followed_as_it_changes() -> None:
 
 def test_a_node_whose_clock_is_ahead_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says by its own clock when it goes: five minutes ahead, that seems to be long after."""
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
     ahead_s = 300.0
 
     async def hello() -> dict[str, object]:
@@ -150,13 +150,13 @@ def test_a_node_whose_clock_is_ahead_is_left_in_time(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ray.remote", lambda _: _Booting(lambda **_: handle))
     asyncio.run(play())
 
-    told = [event.deadline_s for event in posted if isinstance(event, NodeDraining)]
+    told = [event.deadline_s for event in posted if isinstance(event, ev.NodeDraining)]
     assert told == [pytest.approx(41.0, abs=10.0)]
 
 
 def test_the_first_end_counts_of_what_a_node_knows_and_what_ray_was_told() -> None:
     """Kubernetes tells Ray and the cloud tells the machine; each may take its notice back."""
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
     taken = Notice(what="aws: spot instance, stop", deadline_s=1e9, left_s=120.0)
 
     async def play() -> None:
@@ -179,7 +179,7 @@ def test_the_first_end_counts_of_what_a_node_knows_and_what_ray_was_told() -> No
 
     asyncio.run(play())
 
-    told = [event for event in posted if isinstance(event, NodeDraining)]
+    told = [event for event in posted if isinstance(event, ev.NodeDraining)]
     assert [(event.notice, event.deadline_s) for event in told] == [
         ("aws: rebalance recommendation", 1.0 + FAR_S),
         ("aws: spot instance, stop", 121.0),
@@ -190,7 +190,7 @@ def test_the_first_end_counts_of_what_a_node_knows_and_what_ray_was_told() -> No
 
 def test_a_drain_from_before_a_restart_holds_and_can_be_taken_back() -> None:
     """Ray and keepers say theirs again; a person's was forgotten, and the run came back there."""
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
 
     async def play() -> None:
         table = ClusterTable()
@@ -206,9 +206,9 @@ def test_a_drain_from_before_a_restart_holds_and_can_be_taken_back() -> None:
     asyncio.run(play())
 
     assert posted == [
-        NodeJoined(at_s=1.0, node=NODE),
-        NodeDraining(at_s=1.0, node=NODE, deadline_s=21.0, notice="drained from the page"),
-        NodeDraining(at_s=1.0, node=NODE, deadline_s=math.inf, notice=""),
+        ev.NodeJoined(at_s=1.0, node=NODE),
+        ev.NodeDraining(at_s=1.0, node=NODE, deadline_s=21.0, notice="drained from the page"),
+        ev.NodeDraining(at_s=1.0, node=NODE, deadline_s=math.inf, notice=""),
     ]
 
 
@@ -216,7 +216,7 @@ def test_the_end_of_the_controllers_machine_is_reported_without_workers_there(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A head has no room for workers, and the cluster may go with it."""
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
 
     async def play() -> list[str]:
         table = ClusterTable(notices={"c0c0": 0})
@@ -229,8 +229,8 @@ def test_the_end_of_the_controllers_machine_is_reported_without_workers_there(
 
     assert asyncio.run(play()) == ["drained by Ray", ""]
     assert posted == [
-        ControllerDraining(at_s=1.0, deadline_s=1.0, notice="drained by Ray"),
-        ControllerDraining(at_s=1.0, deadline_s=math.inf),
+        ev.ControllerDraining(at_s=1.0, deadline_s=1.0, notice="drained by Ray"),
+        ev.ControllerDraining(at_s=1.0, deadline_s=math.inf),
     ]
     assert [message.partition(":")[0] for message in caplog.messages] == [
         "the provider takes the controller's machine"
@@ -239,7 +239,7 @@ def test_the_end_of_the_controllers_machine_is_reported_without_workers_there(
 
 def test_a_machine_that_answers_nothing_is_lost_while_another_answers() -> None:
     """If all are silent at once it is the controller's own machine that is cut off."""
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
 
     async def play(living: tuple[str, int]) -> list[bool]:
         table = ClusterTable()
@@ -259,7 +259,7 @@ def test_a_machine_that_answers_nothing_is_lost_while_another_answers() -> None:
 
     with socket.create_server(("127.0.0.2", 0)) as server:
         assert asyncio.run(play(server.getsockname())) == [False, False]
-    lost = {event.node: event.cause for event in posted if isinstance(event, NodeLost)}
+    lost = {event.node: event.cause for event in posted if isinstance(event, ev.NodeLost)}
     assert lost == dict.fromkeys((NODE, OTHER), "its machine answers nothing")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config import Alternative
-from orchestrator.core import Event
+from orchestrator.core import events as ev
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity import reservations as module
 from orchestrator.shell.capacity.reservations import Capacity
@@ -114,7 +114,7 @@ def test_a_reservation_given_back_as_it_is_placed_is_not_granted(
         "stats": {"scheduling_state": "FINISHED"},
         "bundles_to_node_id": {0: "a"},
     }
-    granted: list[Event] = []
+    granted: list[ev.Event] = []
     capacity = Capacity(
         Inbox(at_s=lambda: 0.0, post=granted.append),
         names=names,
@@ -163,7 +163,7 @@ def test_what_ray_has_room_for_and_does_not_place_is_requested_again(
     made: list[str] = []
     removed: list[str] = []
     room = {"avoided": {"CPU": 1.0}, "full": {"CPU": 0.5}}
-    granted: list[Event] = []
+    granted: list[ev.Event] = []
 
     def make(*_: object, name: str, **__: object) -> str:
         made.append(name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
-from orchestrator.core import Event, WorkerExited, WorkerReady
+from orchestrator.core import events as ev
 from orchestrator.shell.capacity import Nodes, NodeView
 from tests.support.keeper_handles import Call, ClusterTable, nodes_of, workers_of
 from workers.protocol import Ending
@@ -34,7 +34,7 @@ def test_a_worker_that_cannot_be_reached_after_a_restart_is_killed(
     monkeypatch: pytest.MonkeyPatch, error: RayError, num_killed: int
 ) -> None:
     """It is replaced, and trained or waited on unseen: it was unknown when the run ended."""
-    posted: asyncio.Queue[Event] = asyncio.Queue()
+    posted: asyncio.Queue[ev.Event] = asyncio.Queue()
     killed: list[Any] = []
 
     async def refuse() -> None:
@@ -46,7 +46,7 @@ def test_a_worker_that_cannot_be_reached_after_a_restart_is_killed(
     handle = SimpleNamespace(hello=Call(refuse), hold=Call(refuse))
     workers = workers_of(_node_with(kill=Call(kill)), posted.put_nowait)
 
-    async def play() -> Event:
+    async def play() -> ev.Event:
         assert await workers.survey([("w0001", NODE, 60.0)]) == []
         # As the machine orders for each that was not found.
         workers.kill("w0001")
@@ -55,7 +55,7 @@ def test_a_worker_that_cannot_be_reached_after_a_restart_is_killed(
     monkeypatch.setattr("ray.get_actor", lambda *_, **__: handle)
     monkeypatch.setattr("ray.kill", lambda found, **_: killed.append(found))
 
-    assert isinstance(asyncio.run(play()), WorkerExited)
+    assert isinstance(asyncio.run(play()), ev.WorkerExited)
     assert killed == [handle] * num_killed
     assert posted.empty()
 
@@ -83,11 +83,11 @@ def test_no_worker_starts_beside_one_that_may_still_live(
         heard.append(f"{worker} starts")
         return SimpleNamespace(hello=Call(hello), hold=Call(hold))
 
-    seen: dict[tuple[str, type[Event]], asyncio.Event] = defaultdict(asyncio.Event)
-    posted: list[WorkerReady | WorkerExited] = []
+    seen: dict[tuple[str, type[ev.Event]], asyncio.Event] = defaultdict(asyncio.Event)
+    posted: list[ev.WorkerReady | ev.WorkerExited] = []
 
-    def post(event: Event) -> None:
-        assert isinstance(event, WorkerReady | WorkerExited)
+    def post(event: ev.Event) -> None:
+        assert isinstance(event, ev.WorkerReady | ev.WorkerExited)
         posted.append(event)
         seen[event.worker, type(event)].set()
 
@@ -95,15 +95,15 @@ def test_no_worker_starts_beside_one_that_may_still_live(
 
     async def play() -> None:
         workers.start("w0001", NODE)
-        await asyncio.wait_for(seen["w0001", WorkerReady].wait(), 120.0)
+        await asyncio.wait_for(seen["w0001", ev.WorkerReady].wait(), 120.0)
         workers.kill("w0001")
-        await asyncio.wait_for(seen["w0001", WorkerExited].wait(), 120.0)
+        await asyncio.wait_for(seen["w0001", ev.WorkerExited].wait(), 120.0)
         # As the machine does when the node is back: one is started, is not wanted, is another.
         workers.start("w0002", NODE)
         await asyncio.sleep(0)
         workers.kill("w0002")
         workers.start("w0003", NODE)
-        await asyncio.wait_for(seen["w0003", WorkerReady].wait(), 120.0)
+        await asyncio.wait_for(seen["w0003", ev.WorkerReady].wait(), 120.0)
         await workers.close()
 
     actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=boot))
@@ -113,7 +113,7 @@ def test_no_worker_starts_beside_one_that_may_still_live(
 
     lost = "w0001 is not confirmed"
     assert heard == ["w0001 starts", lost, lost, "w0001 is gone", "w0003 starts"]
-    exited = [event for event in posted if isinstance(event, WorkerExited)]
+    exited = [event for event in posted if isinstance(event, ev.WorkerExited)]
     assert [(event.worker, event.cause) for event in exited] == [
         ("w0001", "killed"),
         ("w0002", "killed"),
@@ -125,7 +125,7 @@ def test_a_silent_ray_delays_no_start_and_its_late_workers_are_ended(
     monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """The loop stood still until Ray's head had taken in each process."""
-    posted: list[Event] = []
+    posted: list[ev.Event] = []
     killed: list[Any] = []
     loop_goes_on, has_killed = threading.Event(), threading.Event()
     handle = SimpleNamespace()
@@ -159,7 +159,7 @@ def test_a_silent_ray_delays_no_start_and_its_late_workers_are_ended(
     asyncio.run(play())
 
     assert killed == [handle]
-    assert [type(event) for event in posted] == ([WorkerExited] if why == "killed" else [])
+    assert [type(event) for event in posted] == ([ev.WorkerExited] if why == "killed" else [])
 
 
 #: Ray 2.60's record of an actor's process.
@@ -200,11 +200,11 @@ def test_a_death_is_reported_with_the_cause_as_far_as_it_is_known(
     async def ending(pid: int) -> Ending:
         return known if pid == 77 else Ending("")
 
-    posted: asyncio.Queue[Event] = asyncio.Queue()
+    posted: asyncio.Queue[ev.Event] = asyncio.Queue()
     workers = workers_of(_node_with(ending=Call(ending)), posted.put_nowait)
     handle = SimpleNamespace(hello=Call(refuse), hold=Call(refuse))
 
-    async def play() -> Event:
+    async def play() -> ev.Event:
         workers.start("w0001", NODE)
         return await asyncio.wait_for(posted.get(), 120.0)
 
@@ -212,6 +212,6 @@ def test_a_death_is_reported_with_the_cause_as_far_as_it_is_known(
     monkeypatch.setattr("ray.remote", lambda _: actor)
     monkeypatch.setattr("ray.kill", lambda *_, **__: None)
     event = asyncio.run(play())
-    assert isinstance(event, WorkerExited)
+    assert isinstance(event, ev.WorkerExited)
     assert event.cause == cause
     assert event.detail.startswith(detail)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.core import ControllerStarted
+from orchestrator.core import events as ev
 from orchestrator.core.events import RunResumed
 from orchestrator.driver import replay_run
 from orchestrator.run_directory import read_run
@@ -50,7 +50,7 @@ def test_a_resume_of_which_half_a_line_is_left_is_done_again(tmp_path: Path) -> 
     assert begun.first.lineage == run.state.lineage
     again = Journaled(resumed, claim=2)
     again.grow(120)
-    assert isinstance(again.begin().first, ControllerStarted), "it is not resumed twice"
+    assert isinstance(again.begin().first, ev.ControllerStarted), "it is not resumed twice"
     assert replay_run(run.path)["same_decisions"]
 
 
@@ -80,7 +80,7 @@ def test_checkpoints_without_a_journal_are_resumed_from(tmp_path: Path) -> None:
 
     assert _resumed(tmp_path, number=0) == (4, 30)
     assert run.state.lineage[0][0] == 5
-    assert isinstance(run.begin().first, ControllerStarted), "it is resumed once"
+    assert isinstance(run.begin().first, ev.ControllerStarted), "it is resumed once"
     assert replay_run(str(tmp_path))["same_decisions"]
 
 
@@ -133,7 +133,7 @@ def test_a_claim_that_was_superseded_begins_no_incarnation(tmp_path: Path) -> No
     with pytest.raises(SupersededError, match="claim 2 was made"):
         older.begin()
 
-    assert isinstance(newer.begin().first, ControllerStarted)
+    assert isinstance(newer.begin().first, ev.ControllerStarted)
     assert sorted(path.name for path in Path(newer.path, "journal").iterdir()) == journal
 
 
