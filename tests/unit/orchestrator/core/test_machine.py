@@ -14,6 +14,7 @@ from orchestrator.core.actions import (
     StartWorker,
     YieldAttempt,
 )
+from orchestrator.core.events import Leaving
 from orchestrator.core.handlers.survey import Adopted
 from orchestrator.core.state import freeze, thaw
 from workers.protocol import Source
@@ -87,9 +88,7 @@ def test_events_of_another_attempt_change_nothing() -> None:
     stale: tuple[ev.Event, ...] = (
         ev.StepCompleted(at_s=3.0, attempt=7, step=99, step_s=0.1),
         ev.CheckpointCommitted(at_s=3.0, attempt=0, step=99),
-        ev.WorkerLeft(
-            at_s=3.0, attempt=0, worker="w0001", how=ev.Leaving.FENCED, step=0, detail=""
-        ),
+        ev.WorkerLeft(at_s=3.0, attempt=0, worker="w0001", how=Leaving.FENCED, step=0, detail=""),
         ev.HangFound(at_s=3.0, attempt=7, guilty=("w0001",), evidence=""),
         ev.CommittedRead(at_s=3.0, attempt=0, step=9, committed_by=1, skipped=()),
     )
@@ -125,9 +124,7 @@ def test_an_event_that_comes_twice_changes_nothing_the_second_time() -> None:
     state = _running()
     for event in (
         ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""),
-        ev.WorkerLeft(
-            at_s=3.1, attempt=1, worker="w0002", how=ev.Leaving.FENCED, step=1, detail=""
-        ),
+        ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how=Leaving.FENCED, step=1, detail=""),
     ):
         state, _ = step(state, event, rules=RULES)
         again, actions = step(state, event, rules=RULES)
@@ -189,9 +186,7 @@ def test_replacements_start_only_after_the_first_new_step() -> None:
     seen: list[type] = []
     for event in (
         ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""),
-        ev.WorkerLeft(
-            at_s=3.1, attempt=1, worker="w0002", how=ev.Leaving.FENCED, step=1, detail=""
-        ),
+        ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how=Leaving.FENCED, step=1, detail=""),
         ev.WorkerFormed(at_s=3.4, attempt=2, worker="w0002"),
     ):
         state, actions = step(state, event, rules=RULES)
@@ -224,9 +219,7 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
         state,
         ev.WorkerExited(at_s=2.0, worker=dead, cause="crash", detail=""),
         *(
-            ev.WorkerLeft(
-                at_s=2.1, attempt=1, worker=name, how=ev.Leaving.FENCED, step=1, detail=""
-            )
+            ev.WorkerLeft(at_s=2.1, attempt=1, worker=name, how=Leaving.FENCED, step=1, detail="")
             for name in left
         ),
         ev.CommittedRead(at_s=2.2, attempt=1, step=1, committed_by=1, skipped=()),
@@ -250,7 +243,7 @@ def test_a_node_where_workers_keep_failing_is_avoided() -> None:
         state, actions = step(state, crashed, rules=RULES)
         if state.phase is Phase.FENCING:
             left = ev.WorkerLeft(
-                at_s=at_s, attempt=attempt, worker="w0002", how=ev.Leaving.FENCED, step=1, detail=""
+                at_s=at_s, attempt=attempt, worker="w0002", how=Leaving.FENCED, step=1, detail=""
             )
             formed = ev.WorkerFormed(at_s=at_s, attempt=attempt + 1, worker="w0002")
             stepped = ev.StepCompleted(at_s=at_s, attempt=attempt + 1, step=2, step_s=0.1)
@@ -331,7 +324,7 @@ def test_a_hint_never_avoids_a_node() -> None:
                     at_s=at_s,
                     attempt=attempt,
                     worker=w,
-                    how=ev.Leaving.PEER_LOST,
+                    how=Leaving.PEER_LOST,
                     step=attempt,
                     detail="",
                 )
@@ -351,7 +344,7 @@ def test_a_hint_never_avoids_a_node() -> None:
 def test_members_whose_lease_ran_out_are_taken_back_without_blame() -> None:
     """The controller had been cut off from all of them; they stopped, and it hears them again."""
     left = [
-        ev.WorkerLeft(at_s=60.0, attempt=1, worker=w, how=ev.Leaving.YIELDED, step=7, detail="")
+        ev.WorkerLeft(at_s=60.0, attempt=1, worker=w, how=Leaving.YIELDED, step=7, detail="")
         for w in ("w0001", "w0002")
     ]
     state = _fold(_running(), *left)
@@ -396,9 +389,7 @@ def _taken_below_the_minimum() -> tuple[RunState, tuple[act.Action, ...]]:
 def _waiting_below_the_minimum() -> RunState:
     state, _ = _taken_below_the_minimum()
     left = [
-        ev.WorkerLeft(
-            at_s=31.0, attempt=1, worker=worker, how=ev.Leaving.YIELDED, step=900, detail=""
-        )
+        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how=Leaving.YIELDED, step=900, detail="")
         for worker in ("w0001", "w0002")
     ]
     state = _fold(state, *left, rules=BOTH)
@@ -457,9 +448,7 @@ def test_before_the_controllers_machine_goes_the_state_is_in_storage_once() -> N
     assert isinstance(order, YieldAttempt)
     assert order.durable
     left = [
-        ev.WorkerLeft(
-            at_s=31.0, attempt=1, worker=worker, how=ev.Leaving.YIELDED, step=9, detail=""
-        )
+        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how=Leaving.YIELDED, step=9, detail="")
         for worker in ("w0001", "w0002")
     ]
     state = _fold(state, *left)
@@ -518,7 +507,7 @@ def test_an_attempt_that_did_not_form_in_time_gets_more_time_the_next_time() -> 
         state,
         *(
             ev.WorkerLeft(
-                at_s=bound_s, attempt=1, worker=worker, how=ev.Leaving.FENCED, step=0, detail=""
+                at_s=bound_s, attempt=1, worker=worker, how=Leaving.FENCED, step=0, detail=""
             )
             for worker in ("w0001", "w0002")
         ),
@@ -607,7 +596,7 @@ def test_a_worker_that_was_told_to_end_is_replaced_and_nothing_is_lost(
     actions: list[act.Action] = []
     for worker in order:
         left = ev.WorkerLeft(
-            at_s=31.0, attempt=1, worker=worker, how=ev.Leaving.YIELDED, step=9, detail="",
+            at_s=31.0, attempt=1, worker=worker, how=Leaving.YIELDED, step=9, detail="",
             told=told[worker],
         )  # fmt: skip
         state, more = step(state, left, rules=RULES)
@@ -646,10 +635,10 @@ def test_a_completed_run_is_described_with_its_last_step() -> None:
     state = _fold(
         _running(),
         ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0001", how=ev.Leaving.COMPLETED, step=1000, detail=""
+            at_s=3.0, attempt=1, worker="w0001", how=Leaving.COMPLETED, step=1000, detail=""
         ),
         ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0002", how=ev.Leaving.COMPLETED, step=1000, detail=""
+            at_s=3.0, attempt=1, worker="w0002", how=Leaving.COMPLETED, step=1000, detail=""
         ),
     )
 
@@ -694,7 +683,7 @@ def _unloadable(at_s: float, attempt: int, source: Source | None = None) -> list
             at_s=at_s,
             attempt=attempt,
             worker=worker,
-            how=ev.Leaving.UNLOADABLE,
+            how=Leaving.UNLOADABLE,
             step=attempt,
             detail="",
             damaged=(source,) if source is not None and worker == "w0002" else (),
@@ -720,10 +709,10 @@ def test_attempts_that_find_something_bad_cost_no_budget_and_no_time() -> None:
     state = _fold(
         _running(),
         ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0001", how=ev.Leaving.PEER_LOST, step=1, detail=""
+            at_s=3.0, attempt=1, worker="w0001", how=Leaving.PEER_LOST, step=1, detail=""
         ),
         ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0002", how=ev.Leaving.PEER_LOST, step=1, detail=""
+            at_s=3.0, attempt=1, worker="w0002", how=Leaving.PEER_LOST, step=1, detail=""
         ),
         ev.LinksProbed(at_s=3.0, number=1, heard=("a", "b")),
     )
@@ -757,9 +746,7 @@ def test_attempts_that_cannot_load_and_find_nothing_end_the_run() -> None:
 def test_a_recovery_waits_for_storage_as_long_as_for_workers() -> None:
     """After 200 s of silence the run was over, with all its nodes in good health."""
     state = _fold(_running(), ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""))
-    left = ev.WorkerLeft(
-        at_s=3.1, attempt=1, worker="w0002", how=ev.Leaving.FENCED, step=1, detail=""
-    )
+    left = ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how=Leaving.FENCED, step=1, detail="")
     state = _fold(state, left)
     while next_deadline_s(state) < RULES.bounds.capacity_s / 2:
         state = _fold(state, ev.Ticked(at_s=next_deadline_s(state)))
