@@ -8,17 +8,18 @@ form, so a seed that found a bug becomes a scenario by copying the lines that ma
 import ast
 from dataclasses import fields
 from enum import StrEnum
-from typing import Any, get_args
+from typing import Any
 
 from orchestrator.core import RunRules, RunState, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
+from orchestrator.core.values import kinds
 from orchestrator.diagnosis import Guilty, Suspicion
 from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import CapacityRules, LayoutRules, RedundancyPlan, RedundancyRules
 from tests.simulation.checkers import check
 
-_EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
+_EVENTS: dict[str, Any] = kinds(ev, ev.Event)
 
 
 def answer(text: str) -> str:
