@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import fsspec
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 
@@ -587,13 +588,11 @@ def storage_and_site(folder: Path, *, local: bool) -> Iterator[tuple[Any, Proxy]
         "AWS_DEFAULT_REGION": "us-east-1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    import s3fs
-
     with ExitStack() as stack:
         server = stack.enter_context(s3_server(folder / "s3.log"))
         os.environ.update({**known, "AWS_ENDPOINT_URL": server})
         # Clients are kept by their arguments: the last sitting's would look for its own server.
-        s3fs.S3FileSystem.clear_instance_cache()
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
         # A process that may not keep what it compiles takes half as long again to start.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         put = urllib.request.Request(f"{server}/bucket", method="PUT")  # noqa: S310  http
