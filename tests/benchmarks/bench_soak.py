@@ -49,6 +49,7 @@ from tests.benchmarks.soak_site import (
     Ended,
     Operator,
     Undo,
+    keepers,
     kept_journal,
     ranks,
     storage_and_site,
@@ -262,9 +263,7 @@ class Sitting:
         site, nodes = self._operator.site, self._operator.site.nodes()
         numbers = {
             "controller": [(HEAD, self._operator.controller()[1])],
-            "keeper": [
-                (nodes.get(view["node"], HEAD), view["keeper_pid"]) for view in status["nodes"]
-            ],
+            "keeper": [(nodes.get(node, HEAD), number) for node, number in keepers(status)],
             "worker": [(nodes.get(one["node"], HEAD), one["pid"]) for one in ranks(status)],
         }
         return {

@@ -355,6 +355,19 @@ def ranks(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [worker for worker in status["workers"] if worker["rank"] >= 0]
 
 
+def keepers(status: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return node and number of each keeper of a status.
+
+    One that is starting has no number yet, and a node that is lost keeps the number of one that
+    ended with it.
+    """
+    return [
+        (view["node"], view["keeper_pid"])
+        for view in status["nodes"]
+        if view["keeper_pid"] and view["state"] != "lost"
+    ]
+
+
 class Deed:
     """One fault at a place: what it does, what it hurts and how it is undone.
 
@@ -413,8 +426,8 @@ class Deed:
         if status["phase"] != "training" or not status["step"]:
             return False
         if self.what.shows == "keeper":
-            keepers = self._keepers(status)
-            return bool(keepers) and not set(keepers) & set(self._keepers(self._status))
+            found = self._keepers(status)
+            return bool(found) and not set(found) & set(self._keepers(self._status))
         if self.what.shows == "controller":
             return self._operator.controller() not in (self._controller, ("", 0))
         if self.what.shows == "steps":
@@ -426,10 +439,8 @@ class Deed:
         return [each for each in ranks(status) if nodes.get(each["node"]) == self.machine]
 
     def _keepers(self, status: Mapping[str, Any]) -> list[int]:
-        """Return the keepers on the machine; one that is starting has no number yet."""
         nodes = self._site.nodes()
-        here = [view for view in status["nodes"] if nodes.get(view["node"]) == self.machine]
-        return [view["keeper_pid"] for view in here if view["keeper_pid"]]
+        return [number for node, number in keepers(status) if nodes.get(node) == self.machine]
 
     def _pid(self, process: str, status: Mapping[str, Any]) -> int | None:
         """Return the process as this one numbers it; None if it is away."""

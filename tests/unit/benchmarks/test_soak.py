@@ -13,6 +13,7 @@ import pytest
 from tests.benchmarks.bench_soak import Journal, read_lines, soak, used_by
 from tests.benchmarks.soak_faults import KINDS, RECOVERING, TOGETHER, draw
 from tests.benchmarks.soak_ledger import ALL, blamed, next_index, summed, table, time_parts
+from tests.benchmarks.soak_site import keepers
 from tests.support.history import History
 
 
@@ -142,6 +143,17 @@ def test_a_process_that_is_away_uses_nothing() -> None:
     own = used_by(os.getpid())
     assert own is not None
     assert min(own.values()) > 0.0
+
+
+def test_a_lost_node_has_no_keeper() -> None:
+    """Its row keeps the number of one that ended with it: a soak would look for it for ever."""
+    rows = [
+        {"node": "a", "keeper_pid": 425, "state": "alive"},
+        {"node": "b", "keeper_pid": 142, "state": "lost"},
+        {"node": "c", "keeper_pid": None, "state": "alive"},
+        {"node": "d", "keeper_pid": 114, "state": "draining"},
+    ]
+    assert keepers({"nodes": rows}) == [("a", 425), ("d", 114)]
 
 
 def test_each_record_of_a_journal_is_read_once(tmp_path: Path) -> None:
