@@ -94,7 +94,7 @@ def await_end(url: str) -> dict[str, Any]:
         watch.require()
         time.sleep(FOLLOW_S)
     if ends_with_run:
-        # Ray would end this process if it asked while the cluster ends.
+        # Ray ends a process that calls it while its cluster ends.
         wait(lambda: not is_simulated())
     else:
         wait(

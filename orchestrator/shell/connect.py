@@ -48,8 +48,8 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
         # Local clusters need no token, even if the user has one for other clusters.
         os.environ["RAY_AUTH_MODE"] = "disabled"
     # Ray 2.60 prints a raylet's lines about dead workers to our stdout whatever log_to_driver is.
-    # The output of --json must stay clean, and incidents report the same facts. The thread that
-    # prints them also held up a command for a minute if its cluster ended while it began.
+    # The output of --json must stay clean, and incidents report the same facts. The same thread of
+    # Ray held up a command for a minute if its cluster ended just after the command connected.
     ray_worker.listen_error_messages = lambda *_, **__: None
     # Ray would put this command's working directory first on the path of its workers, where a
     # user's file such as attrs.py would shadow a library.

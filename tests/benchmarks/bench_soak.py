@@ -6,9 +6,9 @@
 
 Four nodes with a worker each and a head are machines of Linux namespaces, beside an S3 server that
 can fail. A fault has an index: its kind, whether a second one comes with it or while the run
-recovers, and its machines follow from the seed and the index. The things that an operator's tools
-do by themselves is done here: a machine that was lost is booted again, and ``everstep run`` is
-begun again where its command ended.
+recovers, and its machines follow from the seed and the index. The soak does what an operator's
+tools do by themselves: it boots a lost machine again, and begins ``everstep run`` again where its
+command ended.
 
 A sitting is one run; after so many faults it is stopped, resumed to its end, and compared with the
 same training in one process. A fault that a run does not survive ends its sitting, and what the run
