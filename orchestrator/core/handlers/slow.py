@@ -140,8 +140,13 @@ def _judge(transition: Transition, one: Suspicion) -> None:
     transition.wake_by(until_s)
     layout = run.attempt.layout
     assert layout is not None
-    # The slow steps do not show how long a step usually takes.
-    run.steps = tuple({**dict(run.steps), layout: facts.healthy_step_s}.items())
+    # The slow steps do not show how long a step usually takes. ``healthy_step_s`` may be too short:
+    # a member at work would be killed too soon when it is fenced.
+    steps = dict(run.steps)
+    was_healthy = one.since_s > run.attempt.trained_since_s
+    known_s = min(steps.get(layout, 0.0), run.attempt.usual_step_s) if was_healthy else 0.0
+    steps[layout] = max(facts.healthy_step_s, known_s)
+    run.steps = tuple(steps.items())
     run.attempt.slow_since_s = transition.now_s
 
 

@@ -53,10 +53,13 @@ class SlowCluster(Cluster):
         worker: str = "w0004",
         rank: int = 3,
         mates: tuple[str, ...] = (),
+        since_s: float | None = None,
+        usual_step_s: float = STEP_S,
     ) -> None:
+        since_s = self.at_s if since_s is None else since_s
         one = Suspicion(
             kind=kind, guilty=Guilty.of([rank], (), ["n1"]), worker=worker,
-            confidence=0.9, since_s=self.at_s, times=times, is_steady=is_steady, evidence=SAID,
+            confidence=0.9, since_s=since_s, times=times, is_steady=is_steady, evidence=SAID,
         )  # fmt: skip
         others = [
             replace(one, worker=each, guilty=Guilty.of([number], (), [f"n{number // 2}"]))
@@ -68,7 +71,7 @@ class SlowCluster(Cluster):
                 at_s=self.at_s,
                 attempt=self.state.attempt.number,
                 suspects=(one, *others) if times else (),
-                usual_step_s=STEP_S,
+                usual_step_s=usual_step_s,
             )
         )
 
@@ -296,6 +299,31 @@ def test_what_a_slow_worker_takes_is_not_learned_of_the_layout() -> None:
     run.step_s = lambda _: 1.5
     run.train(10)
     assert run.state.steps == known
+
+
+@pytest.mark.parametrize("num_healthy", [3, 7])
+def test_a_step_is_not_taken_for_shorter_than_the_healthy_ones_were(num_healthy: int) -> None:
+    """A worker that takes 4 times as long makes a step 3 times as long: the rest is as fast."""
+    run = cluster(replace(RULES, bounds=Bounds(grace_s=1.0)))
+    run.start(4)
+    run.train(num_healthy)
+    run.slow_times, run.step_s, since_s = 3.0, run.slowed, run.at_s
+    run.train(3)
+    run.suspect(4.0, since_s=since_s)
+    run.train(8)
+    assert run.state.fleet.nodes[1].is_slow
+    assert dict(run.state.steps)[ParallelLayout(dp_shard=4)] >= STEP_S
+
+
+def test_one_that_is_slow_from_the_first_step_is_left_out() -> None:
+    """Nothing shows how long the steps of the layout usually take."""
+    run = cluster()
+    run.slow_times, run.step_s = 3.0, run.slowed
+    run.start(4)
+    run.train(3)
+    run.suspect(3.0, since_s=0.0, usual_step_s=3.0 * STEP_S)
+    run.train(24)
+    assert run.layouts == ["dp_shard=4", "dp_shard=2"]
 
 
 def test_the_node_is_used_again_after_a_while() -> None:
