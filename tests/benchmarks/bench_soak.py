@@ -3,6 +3,7 @@
     python -m tests.benchmarks soak --faults 1000 --seed 7 --results runs/soak.jsonl
     python -m tests.benchmarks soak --faults 20 --seed 7 --from 412     # these again
     python -m tests.benchmarks soak --faults 20 --local --kinds worker-kill keeper-stop
+    python -m tests.benchmarks soak --faults 1000 --seed 7 --redis      # lost heads come back
 
 Four nodes with a worker each and a head are machines of Linux namespaces, beside an S3 server that
 can fail. A fault has an index: its kind, whether a second one comes with it or while the run
@@ -57,7 +58,7 @@ from tests.benchmarks.soak_site import (
 from tests.support import train_paced
 from tests.support.forking import run_script
 from tests.support.history import read_history
-from tests.support.network_cluster import HEAD, why_not
+from tests.support.network_cluster import HEAD, why_no_redis, why_not
 from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store, read_all_appended
 
@@ -152,7 +153,7 @@ class Sitting:
             at = ""
             self._make(order, before, deeds, undone)
             watch.end("strike")
-            self._hold(deeds)
+            self._hold(deeds, order.lasts)
             watch.end("hold")
             while undone:
                 undone.pop()()
@@ -199,11 +200,11 @@ class Sitting:
             deeds.append(Deed(self._operator, kind, before, places, forward=forward))
             undone.append(deeds[-1].do())
 
-    def _hold(self, deeds: Sequence[Deed]) -> None:
+    def _hold(self, deeds: Sequence[Deed], lasts: float) -> None:
         """Let the faults last."""
         begun_s = time.monotonic()
         made = [deed for deed in deeds if not deed.missed]
-        time.sleep(max((deed.what.hold_s for deed in made if deed.what.steady), default=0.0))
+        time.sleep(max((deed.what.steady_s(lasts) for deed in made), default=0.0))
         others = [deed for deed in made if not deed.what.steady]
         if others:
             left_s = max(deed.what.hold_s for deed in others) + begun_s - time.monotonic()
@@ -274,7 +275,10 @@ class Sitting:
     def end(self, number: int, *, is_lost: bool) -> dict[str, Any]:
         """Bring the run to its end, and judge the whole of it; return the sitting's line."""
         wall_s = time.monotonic() - self._begun_s
-        line = {"sitting": number, "seed": self._seed, "wall_s": round(wall_s, 1)}
+        line = {
+            "sitting": number, "seed": self._seed, "wall_s": round(wall_s, 1),
+            "redis": self._operator.site.has_redis,
+        }  # fmt: skip
         if is_lost:
             return {**line, "ended": False, "why": LOST}
         try:
@@ -328,19 +332,25 @@ def _alone(folder: Path, steps: int, nans: Sequence[int]) -> str:
 
 
 @contextmanager
-def sitting(seed: int, kept: Path, *, local: bool) -> Iterator[Sitting]:
+def sitting(seed: int, kept: Path, *, local: bool, has_redis: bool) -> Iterator[Sitting]:
     """Bring up a cluster with storage and an endless run; take all down at the end."""
     with tempfile.TemporaryDirectory(prefix="everstep-soak-") as name:
         folder = Path(name)
         (orders := folder / "orders").mkdir()
-        with storage_and_site(folder, local=local) as (site, proxy):
+        with storage_and_site(folder, local=local, has_redis=has_redis) as (site, proxy):
             operator = Operator(site, proxy, f"s3://bucket/{folder.name}", folder, orders)
             operator.begin(ENDLESS, PACE_S)
             yield Sitting(operator, seed, kept)
 
 
 def soak(
-    orders: Sequence[Order], seed: int, results: Path, *, per_sitting: int, local: bool
+    orders: Sequence[Order],
+    seed: int,
+    results: Path,
+    *,
+    per_sitting: int,
+    local: bool,
+    has_redis: bool,
 ) -> list[dict[str, Any]]:
     """Make faults, in as many sittings as it takes; append a line for each; return the lines.
 
@@ -360,7 +370,8 @@ def soak(
     for number in count(1):
         num_before = len(left)
         try:
-            with sitting(seed, results.with_suffix(".kept"), local=local) as one:
+            kept = results.with_suffix(".kept")
+            with sitting(seed, kept, local=local, has_redis=has_redis) as one:
                 survived = True
                 for _ in range(min(per_sitting, len(left))):
                     write(line := one.suffer(left.pop(0)))
@@ -402,6 +413,9 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, metavar="KIND", default=list(KINDS))
     parser.add_argument("--local", action="store_true")
     parser.add_argument(
+        "--redis", action="store_true", help="keep the head's state in a Redis, as the guide has it"
+    )
+    parser.add_argument(
         "--table", action="store_true", help="only print what the results amount to"
     )
     arguments = parser.parse_args()
@@ -412,7 +426,8 @@ def main() -> int:
     last = arguments.faults if arguments.first is None else first + arguments.faults
     try:
         if not arguments.table and first < last:
-            if not arguments.local and (reason := why_not()):
+            needs = why_no_redis if arguments.redis else why_not
+            if not arguments.local and (reason := needs()):
                 parser.error(reason)
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
@@ -420,6 +435,7 @@ def main() -> int:
                 [draw(arguments.seed, index, kinds) for index in range(first, last)],
                 arguments.seed, arguments.results,
                 per_sitting=arguments.per_sitting, local=arguments.local,
+                has_redis=arguments.redis,
             )  # fmt: skip
     finally:
         result = summed(read_lines(arguments.results))

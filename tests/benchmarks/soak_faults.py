@@ -15,10 +15,16 @@ class Kind(NamedTuple):
     strikes: str  #: Two faults that belong together strike different machines, or different things.
     hold_s: float  #: It ends then, or once the run ``shows`` it.
     network: bool = False  #: Whether it needs machines of namespaces.
-    steady: bool = False  #: Whether it lasts for all of ``hold_s``.
+    steady: bool = False  #: Whether it lasts although the run shows it.
+    hold_s_min: float = 0.0  #: A steady one lasts a drawn time from this to ``hold_s``.
     #: A run that has dealt with it shows a later "attempt", another "keeper" on the machine,
     #: another "controller", or later "steps".
     shows: str = "attempt"
+
+    def steady_s(self, lasts: float) -> float:
+        """Return how long a steady one lasts, given the share of its range; 0 for another."""
+        shortest_s = self.hold_s_min or self.hold_s
+        return shortest_s + lasts * (self.hold_s - shortest_s) if self.steady else 0.0
 
 
 _PROCESSES: Final = ("worker", "keeper", "controller", "raylet", "head")
@@ -28,6 +34,7 @@ _OF_MACHINE: Final = frozenset({"worker", "keeper", "raylet"})
 _SHOWS: Final = {"keeper": "keeper", "controller": "controller", "head": "controller"}
 #: Nodes of a head that forgot them are back after a minute and more.
 _HEAD_S: Final = 150.0
+_BRIEF_S: Final = 4.0
 KINDS: Final[dict[str, Kind]] = {
     **{
         f"{process}-{number}": Kind(
@@ -39,16 +46,16 @@ KINDS: Final[dict[str, Kind]] = {
         for process, number in product(_PROCESSES, ("kill", "stop", "term"))
     },
     # A run trains on without it.
-    "head-stop": Kind("head", 20.0, network=True, steady=True),
+    "head-stop": Kind("head", 20.0, network=True, steady=True, hold_s_min=_BRIEF_S),
     "raise": Kind("machine", 20.0),
     "nan": Kind("numbers", 12.0, shows="steps"),
     "memory": Kind("machine", 20.0),
-    "shared-memory": Kind("machine", 15.0, network=True, steady=True),
+    "shared-memory": Kind("machine", 15.0, network=True, steady=True, hold_s_min=_BRIEF_S),
     "node-kill": Kind("machine", 20.0),
     "drain": Kind("machine", 15.0, steady=True),
     "notice": Kind("machine", 15.0, network=True, steady=True),
-    "clock": Kind("machine", 15.0, network=True, steady=True),
-    "clock-head": Kind("head", 15.0, network=True, steady=True),
+    "clock": Kind("machine", 15.0, network=True, steady=True, hold_s_min=_BRIEF_S),
+    "clock-head": Kind("head", 15.0, network=True, steady=True, hold_s_min=_BRIEF_S),
     "head-off": Kind("head", _HEAD_S, network=True, shows="controller"),
     "power-off": Kind("machine", 45.0, network=True),
     "partition": Kind("machine", 45.0, network=True),
@@ -56,12 +63,12 @@ KINDS: Final[dict[str, Kind]] = {
     "mute": Kind("machine", 45.0, network=True),
     "pair": Kind("machine", 45.0, network=True),
     "flapping": Kind("machine", 1.0, network=True),
-    "slow-link": Kind("machine", 20.0, network=True, steady=True),
-    "storage-slow": Kind("storage", 20.0, steady=True),
-    "storage-silent": Kind("storage", 15.0, steady=True),
-    "storage-away": Kind("storage", 20.0, steady=True),
-    "storage-full": Kind("storage", 20.0, steady=True),
-    "storage-busy": Kind("storage", 20.0, steady=True),
+    "slow-link": Kind("machine", 20.0, network=True, steady=True, hold_s_min=_BRIEF_S),
+    "storage-slow": Kind("storage", 20.0, steady=True, hold_s_min=_BRIEF_S),
+    "storage-silent": Kind("storage", 15.0, steady=True, hold_s_min=_BRIEF_S),
+    "storage-away": Kind("storage", 20.0, steady=True, hold_s_min=_BRIEF_S),
+    "storage-full": Kind("storage", 20.0, steady=True, hold_s_min=_BRIEF_S),
+    "storage-busy": Kind("storage", 20.0, steady=True, hold_s_min=_BRIEF_S),
 }
 
 
@@ -72,6 +79,7 @@ class Order(NamedTuple):
     kinds: tuple[str, ...]  #: One or two.
     when: str  #: "alone", "together" or "recovering".
     places: int  #: Draws the machines.
+    lasts: float  #: Share of the time between its shortest and its longest, from 0 to 1.
 
 
 def draw(seed: int, index: int, kinds: Sequence[str] = tuple(KINDS)) -> Order:
@@ -80,11 +88,12 @@ def draw(seed: int, index: int, kinds: Sequence[str] = tuple(KINDS)) -> Order:
     kind = turn[index % len(kinds)]
     own = random.Random(f"{seed} {index}")
     chance, places = own.random(), own.randrange(1 << 30)
+    lasts = random.Random(f"{seed} {index} lasts").random()
     others = [each for each in kinds if _can_meet(kind, each)]
     if chance >= TOGETHER + RECOVERING or not others:
-        return Order(index, (kind,), "alone", places)
+        return Order(index, (kind,), "alone", places, lasts)
     when = "together" if chance < TOGETHER else "recovering"
-    return Order(index, (kind, own.choice(others)), when, places)
+    return Order(index, (kind, own.choice(others)), when, places, lasts)
 
 
 def _can_meet(kind: str, other: str) -> bool:

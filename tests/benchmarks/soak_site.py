@@ -31,7 +31,7 @@ from orchestrator.shell import HostedCluster
 from tests.benchmarks.soak_faults import KINDS
 from tests.benchmarks.soak_ledger import ALL
 from tests.support import train_paced
-from tests.support.network_cluster import HEAD, OUTSIDE, NetworkCluster, host_of
+from tests.support.network_cluster import HEAD, OUTSIDE, REDIS, NetworkCluster, host_of
 from tests.support.object_servers import Fault, Proxy, proxied, s3_server
 from ucp_core.errors import UcpError
 
@@ -94,8 +94,11 @@ class Network:
     #: A machine whose Ray ended starts it again.
     revives = True
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self.cluster = NetworkCluster(NUM_NODES, has_clocks=True, environment=environment)
+    def __init__(self, environment: Mapping[str, str], *, has_redis: bool) -> None:
+        self.has_redis = has_redis
+        self.cluster = NetworkCluster(
+            NUM_NODES, has_clocks=True, has_redis=has_redis, environment=environment
+        )
         self.cluster.plug_in_host()
         self.address = self.cluster.address
         self.nodes = self.cluster.nodes
@@ -108,7 +111,7 @@ class Network:
         forgot them.
         """
         now_s = time.monotonic()
-        for machine in self.cluster.machines():
+        for machine in set(self.cluster.machines()) - {REDIS}:
             if self.named(machine, "raylet") is not None:
                 self._without_ray_s.pop(machine, None)
             elif now_s - self._without_ray_s.setdefault(machine, now_s) > _WITHOUT_RAY_S_MAX:
@@ -155,6 +158,7 @@ class Local:
     """Simulated nodes, numbered from 1 as they came."""
 
     revives = False
+    has_redis = False
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = {**os.environ, **environment}
@@ -591,7 +595,7 @@ def _unlimit(pid: int, before: tuple[int, int]) -> None:
 
 
 @contextmanager
-def storage_and_site(folder: Path, *, local: bool) -> Iterator[tuple[Any, Proxy]]:
+def storage_and_site(folder: Path, *, local: bool, has_redis: bool) -> Iterator[tuple[Any, Proxy]]:
     """Start a storage server, a proxy before it and a cluster that stores there."""
     known = {
         "AWS_ACCESS_KEY_ID": "anyone",
@@ -614,7 +618,8 @@ def storage_and_site(folder: Path, *, local: bool) -> Iterator[tuple[Any, Proxy]
             stack.callback(site.close)
         else:
             host = host_of(OUTSIDE)
-            site = Network({**known, "AWS_ENDPOINT_URL": f"http://{host}:{_PORT}"})
+            variables = {**known, "AWS_ENDPOINT_URL": f"http://{host}:{_PORT}"}
+            site = Network(variables, has_redis=has_redis)
             stack.callback(site.close)
             proxy = stack.enter_context(proxied(server, host, _PORT))()
         yield site, proxy

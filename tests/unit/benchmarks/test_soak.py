@@ -41,6 +41,9 @@ def test_a_part_of_the_faults_are_two_that_can_meet() -> None:
         assert len(order.kinds) == (1 if order.when == "alone" else 2)
         strikes = [KINDS[kind].strikes for kind in order.kinds]
         assert len(set(strikes)) == len(strikes) or set(strikes) == {"machine"}
+        for kind in map(KINDS.__getitem__, order.kinds):
+            shortest_s = kind.hold_s_min or kind.hold_s
+            assert not kind.steady or shortest_s <= kind.steady_s(order.lasts) <= kind.hold_s
 
 
 def _report(*guilty: str) -> dict[str, Any]:
@@ -176,7 +179,7 @@ def test_a_sitting_that_cannot_begin_has_a_line(
     """A soak of a night would end at its first broken cluster, and without its table."""
     monkeypatch.setattr(sys, "executable", "/bin/false")  # it would start the storage server
     results = tmp_path / "soak.jsonl"
-    written = soak([draw(7, 0)], 7, results, per_sitting=1, local=True)
+    written = soak([draw(7, 0)], 7, results, per_sitting=1, local=True, has_redis=False)
     assert read_lines(results) == json.loads(json.dumps(written))
     assert [line["sitting"] for line in written] == [1, 2, 3]
     assert all("the server ended" in line["why"] for line in written)
