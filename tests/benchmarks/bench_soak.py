@@ -153,7 +153,7 @@ class Sitting:
             at = ""
             self._make(order, before, deeds, undone)
             watch.end("strike")
-            self._hold(deeds, order.lasts)
+            self._hold(deeds, undone, order.lasts)
             watch.end("hold")
             while undone:
                 undone.pop()()
@@ -200,11 +200,14 @@ class Sitting:
             deeds.append(Deed(self._operator, kind, before, places, forward=forward))
             undone.append(deeds[-1].do())
 
-    def _hold(self, deeds: Sequence[Deed], lasts: float) -> None:
-        """Let the faults last."""
+    def _hold(self, deeds: Sequence[Deed], undone: list[Undo], lasts: float) -> None:
+        """Let the faults last; undo those that last although the run shows them."""
         begun_s = time.monotonic()
         made = [deed for deed in deeds if not deed.missed]
         time.sleep(max((deed.what.steady_s(lasts) for deed in made), default=0.0))
+        for number in reversed(range(len(deeds))):
+            if deeds[number].what.steady:
+                undone.pop(number)()
         others = [deed for deed in made if not deed.what.steady]
         if others:
             left_s = max(deed.what.hold_s for deed in others) + begun_s - time.monotonic()
