@@ -10,7 +10,7 @@ from typing import Any
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError, UnsupportedVersionError
 from ucp_core.formats.dcp.container import Container
 from ucp_core.formats.dcp.key_names import KeyNames, classify, number_names
-from ucp_core.formats.shared import NUMBER_DTYPES, Assembly, number
+from ucp_core.formats.shared import NUMBER_DTYPES, Assembly
 from ucp_core.geometry import TensorEntry, TensorKey, packed_strides
 from ucp_core.manifest import Item
 from ucp_core.numerics import crc32
@@ -52,7 +52,7 @@ def state_of(container: Container) -> Assembly:
     _add_others(found, container, names, small, loose)
     _add_roles(found, names)
     _add_items(found, container, names)
-    found.step = _step(found, container)
+    found.step = _step(found)
     _add_ties(found)
     return found
 
@@ -276,7 +276,7 @@ def _add_items(found: Assembly, container: Container, names: KeyNames) -> None:
     }
 
 
-def _step(found: Assembly, container: Container) -> int:
+def _step(found: Assembly) -> int:
     """Return the step of the save: the program's own counter, or the optimizer's."""
     places = [found.extra, *(v for v in found.extra.values() if isinstance(v, dict))]
     for name in _STEPS:
@@ -286,12 +286,7 @@ def _step(found: Assembly, container: Container) -> int:
                 value = value.get("value")
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
-    store = found.scalars.overlay(container.store)
-    for key, entry in found.entries.items():
-        if key.slot == "step" and entry.shape == ():
-            step = number(store, container.directory, _ref(entry))
-            return 0 if step is None else max(0, int(step))
-    return 0
+    return found.counted_step()
 
 
 def _add_ties(found: Assembly) -> None:

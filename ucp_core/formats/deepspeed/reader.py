@@ -10,16 +10,12 @@ from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats.deepspeed import reading
 from ucp_core.formats.deepspeed.recognition import NAME, Folder, locate, sort_names
 from ucp_core.formats.deepspeed.refusals import corrupt
-from ucp_core.formats.shared import Shards, number, refusing_nonsense
-from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.formats.shared import Shards, refusing_nonsense
 from ucp_core.language import Rules
 from ucp_core.manifest import Item
 from ucp_core.native import Checkpoint
 from ucp_core.storage import Store
-from ucp_core.torch_files import Opaque, TensorRef
-
-#: Number of elements of each master to compare.
-_SAMPLE = 256
+from ucp_core.torch_files import Opaque
 
 
 def read(
@@ -84,18 +80,6 @@ def _add_zero(native: reading.Native, found: reading.Modules) -> None:
         rank: reading.read_rank(trees[name], name, is_zero3=native.is_zero3)
         for rank, name in native.optim.items()
     }
-    by_name = dict(zip(native.optim.values(), read.values(), strict=True))
-
-    def step_of(name: str) -> float | None:
-        parts, groups = by_name[name].partitions, by_name[name].groups
-        value: Any = parts[0].scalars.get("step") if parts else None
-        if isinstance(value, TensorRef):
-            return number(native.files.store, native.files.directory, value)
-        if value is None and groups:
-            value = groups[0].get("step")
-        return value if isinstance(value, int | float) else None
-
-    reading.check_steps(native.files.directory, list(by_name), step_of)
     config = native.first.get("ds_config")
     before = bool(config.get("use_data_before_expert_parallelism")) if config else False
     for mp in range(native.tp * native.pp):
@@ -116,35 +100,15 @@ def _add_zero(native: reading.Native, found: reading.Modules) -> None:
 def _layouts(
     native: reading.Native, modules: reading.Modules, rules: Rules | None
 ) -> reading.TensorParallelLayouts:
-    trained_on = native.first.get("global_steps", 0) > 0
     arguments = native.first.get("args")
     state = arguments.state if isinstance(arguments, Opaque) else None
-
-    def beginnings(name: str, slot: str) -> set[bytes]:
-        """Return the distinct first bytes of a tensor over tensor-parallel ranks."""
-        found = set()
-        for dtype, run in modules.shards.first_runs(TensorKey(name, slot)):
-            size_bytes = min(run.stop - run.start, _SAMPLE) * DTYPE_BYTES[dtype]
-            path = native.files.path(run.file)
-            found.add(native.files.store.read_range(path, run.offset_bytes, size_bytes))
-        return found
-
-    def moved(name: str) -> bool:
-        # Different shards can be equal before the first gradient, but not after it.
-        slots = modules.shards.slots_of(name) - {reading.WEIGHT, "step"}
-        found = [beginnings(name, slot) for slot in slots]
-        return any(len(data) == 1 and any(*data) for data in found)
 
     return reading.TensorParallelLayouts(
         degree=native.tp,
         info=_info(native),
         rules=rules,
         arguments=state if isinstance(state, dict) else None,
-        # Weights in bfloat16 can be equal although their masters differ: 1.001 becomes 1.
-        equal=lambda name: (
-            trained_on and modules.same_bytes(name) and len(beginnings(name, reading.WEIGHT)) <= 1
-        ),
-        moved=moved,
+        equal=modules.same_bytes if native.first.get("global_steps", 0) > 0 else lambda _: False,
         buffers=reading.buffer_names(native),
     )
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats.deepspeed import reading
 from ucp_core.formats.deepspeed.recognition import ZERO, Folder, sort_names
 from ucp_core.formats.deepspeed.refusals import corrupt, missing
-from ucp_core.formats.shared import Files, Shards, number, reading_pool, whole_tensor
+from ucp_core.formats.shared import Files, Shards, reading_pool, whole_tensor
 from ucp_core.geometry import TensorKey
-from ucp_core.language import extract, place, plain, union
 from ucp_core.manifest import Item
 from ucp_core.native import Checkpoint
 from ucp_core.storage import Store, join
@@ -45,15 +45,6 @@ class _Folder(reading.Modules):
     def trained_names(self) -> list[str]:
         """Return the names with optimizer state."""
         return sorted({key.fqn for key in self.entries if key.slot not in (reading.WEIGHT, _STEP)})
-
-    def step_of(self, name: str) -> float | None:
-        """Return the number in a parameter's step, if it has one."""
-        entry = self.scalars.entries.get(TensorKey(name, _STEP))
-        if entry is None:
-            return None
-        fragment = entry.fragments[0]
-        ref = TensorRef(entry.dtype, (), (), fragment.file, fragment.offset_bytes, None)
-        return number(self.scalars.overlay(self.store), self.directory, ref)
 
 
 def read_universal(
@@ -155,8 +146,11 @@ def _add_params(found: _Folder, layouts: reading.TensorParallelLayouts | None) -
                 found.roles[name] = "frozen"
         for slot in (_MASTER, *sorted(slots - {_MASTER})):
             _add_slot(found, name, slot, shapes.get(name))
-        if layouts is not None:
-            _put_parts_together(found, name, layouts)
+        if layouts is not None and layouts.is_joined_wrongly(name):
+            raise UnsupportedVersionError(
+                f"{join(found.directory, item)}: DeepSpeed's converter joined the q, k and v of "
+                "several ranks in a wrong order; read the checkpoint that it was made from"
+            )
 
 
 def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | None) -> None:
@@ -185,35 +179,6 @@ def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | Non
             f"by the model files or by {_MASTER}{_SUFFIX}",
         )
     found.entries[key] = whole_tensor(key, value, shape)
-
-
-def _put_parts_together(found: _Folder, name: str, layouts: reading.TensorParallelLayouts) -> None:
-    """Correct a fused projection whose shards the converter joined end to end."""
-    for key in [TensorKey(name, slot) for slot in (reading.WEIGHT, *found.slots[name])]:
-        entry = found.entries.get(key)
-        told = layouts.concatenated(name, entry.shape) if entry is not None else None
-        if entry is None or told is None or entry.fragments[0].strides is not None:
-            continue
-        pattern, count = told
-        shard = (entry.shape[0] // count, *entry.shape[1:])
-        placement = place(pattern, [shard] * count, name=str(key))
-        file, first = entry.fragments[0].file, entry.fragments[0].offset_bytes
-        step_bytes = entry.fragments[0].num_bytes // count
-        fragments = [
-            fragment
-            for rank in range(count)
-            for fragment in extract(
-                key,
-                entry.dtype,
-                placement,
-                rank,
-                file=file,
-                offset_bytes=first + rank * step_bytes,
-            )
-        ]
-        found.entries[key] = union(key, entry.dtype, placement, fragments)
-        found.shards.patterns[key] = plain(pattern)
-        found.items[f"cut of {name}"] = Item("reshard", layouts.chosen[name])
 
 
 def _shape(
@@ -258,11 +223,6 @@ def _add_groups(found: _Folder, tree: Mapping[str, Any]) -> None:
             found.scalars.add(TensorKey(fqn, _STEP), value)
     groups = tree.get("param_groups") or inner.get("param_groups") or []
     names = _names_by_group(found, groups, tree if is_zero3 else None)
-    for group in names:
-        folders = [f"{ZERO}/{name}" for name in group]
-        reading.check_steps(
-            found.directory, folders, lambda f: found.step_of(f.removeprefix(f"{ZERO}/"))
-        )
     found.add_groups(groups, names, file)
 
 
@@ -294,12 +254,8 @@ def _step(found: _Folder, first: Mapping[str, Any], folder: Folder) -> int:
     step = first.get("global_steps")
     if isinstance(step, int) and step >= 0:
         return step
-    name = next((key.fqn for key in found.scalars.entries if key.slot == _STEP), "")
-    value = found.step_of(name)
-    if value is not None:
-        return int(value)
     match = _STEP_IN_TAG.fullmatch(folder.tag)
-    return int(match[1]) if match else 0
+    return found.counted_step() or (int(match[1]) if match else 0)
 
 
 def _add_buffers(found: _Folder) -> None:

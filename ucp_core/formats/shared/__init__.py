@@ -25,7 +25,6 @@ from ucp_core.formats.shared.torch_files import Files, reading_pool
 from ucp_core.formats.shared.values import (
     NUMBER_DTYPES,
     json_value,
-    number,
     number_of,
     refusing_nonsense,
     restored,

@@ -7,12 +7,12 @@ from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.formats.shared.shards import Shards
-from ucp_core.formats.shared.values import Scalars, json_value
+from ucp_core.formats.shared.values import NUMBER_DTYPES, Scalars, json_value, number_of
 from ucp_core.geometry import Extent, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import Item, Kind, Manifest
 from ucp_core.native import Checkpoint
 from ucp_core.numerics import BLOCK_BYTES
-from ucp_core.storage import Store
+from ucp_core.storage import Store, join
 
 
 @dataclass(slots=True)
@@ -109,6 +109,16 @@ class Assembly:
         note = f"each of {num_ranks} ranks had its own; extra keeps the first rank's"
         is_rng = "rng" in item and num_ranks > 1
         self.items[item] = Item("reseed", note) if is_rng else Item("replicate", "in extra")
+
+    def counted_step(self) -> int:
+        """Return the first step that the optimizer counted; 0 if it counts none."""
+        store = self.scalars.overlay(self.store)
+        for key, entry in [*self.entries.items(), *self.scalars.entries.items()]:
+            if key.slot == "step" and entry.shape == () and entry.dtype in NUMBER_DTYPES:
+                file, start, size = entry.fragments[0][1:4]
+                data = store.read_range(join(self.directory, file), start, size)
+                return max(0, int(number_of(data, entry.dtype)))
+        return 0
 
     def checkpoint(self, source: Mapping[str, Any], *, world_size: int = 0) -> Checkpoint:
         """Return the checkpoint with everything found."""

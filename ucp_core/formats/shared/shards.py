@@ -138,20 +138,6 @@ class Shards:
         shards = found.values() if rank is None else filter(None, [found.get(rank)])
         return next((shard.shape for shard in shards), None)
 
-    def slots_of(self, fqn: str) -> set[str]:
-        """Return the slots that any rank holds."""
-        return {key.slot for key in self._found if key.fqn == fqn}
-
-    def first_runs(self, key: TensorKey) -> list[tuple[str, FlatRun]]:
-        """Return the dtype and first run of each tensor-parallel rank's shard in one stage."""
-        ranks = self._found.get(key, {})
-        stage = min((rank.stage for rank in ranks), default=0)
-        return [
-            (shard.dtype, min(shard.runs, key=lambda run: run.start))
-            for rank, shard in sorted(ranks.items())
-            if rank.stage == stage and shard.runs
-        ]
-
     def entries(self, layouts: Layouts) -> dict[TensorKey, TensorEntry]:
         """Return the whole tensors."""
         made: dict[TensorKey, TensorEntry] = {}

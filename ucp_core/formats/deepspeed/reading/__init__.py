@@ -6,7 +6,7 @@ over tensor-parallel ranks.
 """
 
 from ucp_core.formats.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
-from ucp_core.formats.deepspeed.reading.topology import Native, check_steps, open_native
+from ucp_core.formats.deepspeed.reading.topology import Native, open_native
 from ucp_core.formats.deepspeed.reading.weights import (
     Modules,
     add_model_values,

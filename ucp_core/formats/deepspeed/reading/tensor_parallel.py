@@ -141,8 +141,6 @@ class TensorParallelLayouts:
     #: Whether all tensor-parallel ranks saved the same bytes of a tensor after training, judged by
     #: the checksums of the model files.
     equal: Callable[[str], bool] = lambda _: False
-    #: Whether all tensor-parallel ranks also had the same gradients.
-    moved: Callable[[str], bool] = lambda _: False
     buffers: frozenset[str] = frozenset()  #: Names of buffers; the lists of parameters omit them.
     #: How the pattern of a tensor was found, by name, if it was neither given nor trivial.
     chosen: dict[str, str] = field(default_factory=dict)
@@ -172,8 +170,6 @@ class TensorParallelLayouts:
         if rule is not None:
             if listed is not None:
                 _check_alike(key, rule, listed, shapes)
-            else:
-                self._refuse_doubling(key, rule, "the rules cut it")
             return rule, extent
         if listed is not None:
             return listed, extent
@@ -183,28 +179,23 @@ class TensorParallelLayouts:
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]], extent: int | None
     ) -> tuple[Pattern, int | None]:
         """Return the pattern of a tensor without rule or list: DeepSpeed's converter cuts dim 0."""
-        if not self.info.tells or key.fqn in self.buffers:
-            return self._derived(key.fqn, shapes), None
-        if _FUSED_QKV.fullmatch(key.fqn):
-            return self._query_key_value(key.fqn, shapes), extent
-        if self.equal(key.fqn) and self.moved(key.fqn):
+        fqn = key.fqn
+        if fqn in self.buffers and len(set(shapes)) == 1:
+            self.chosen[fqn] = "replicated, because it is a buffer; converting compares the copies"
+            return Replicated(), None
+        if not self.info.tells or fqn in self.buffers:
+            return self._derived(fqn, shapes), None
+        if _FUSED_QKV.fullmatch(fqn):
+            return self._query_key_value(fqn, shapes), extent
+        if key.slot == "weight" and self.equal(fqn):
             # Megatron-DeepSpeed omits the position embeddings of a pipeline without ties from its
             # list.
-            self.chosen[key.fqn] = (
-                "replicated, though not listed: all ranks have the same weights and gradients"
-            )
-            return Replicated(), extent
-        self._refuse_doubling(key, Cut(0), "the checkpoint does not list it, so it would be cut")
-        return Cut(0), extent
-
-    def _refuse_doubling(self, key: TensorKey, pattern: Pattern, why: str) -> None:
-        """Raise an error if equal copies would be concatenated."""
-        is_cut = not isinstance(pattern, Replicated | Average | Unique)
-        if is_cut and key.slot == "weight" and self.equal(key.fqn):
             raise PatternError(
-                f"{key}: {why}, but all {self.degree} tensor parallel ranks hold the same values: "
-                "it is replicated; say so with --rules"
+                f"{key}: the checkpoint does not list it, so it would be cut, but all "
+                f"{self.degree} tensor parallel ranks hold the same values; say with --rules how "
+                "it is spread"
             )
+        return Cut(0), extent
 
     def _listed(self, fqn: str) -> Pattern | None:
         """Return the pattern that the checkpoint names for the tensor; None if it names none."""
@@ -268,32 +259,19 @@ class TensorParallelLayouts:
         self.chosen[fqn] = "whole head groups of each rank, because args is older than FPDT"
         return Cut(0)
 
-    def concatenated(self, fqn: str, shape: tuple[int, ...]) -> tuple[Pattern, int] | None:
-        """Return how DeepSpeed's converter should have joined the ranks' shards.
-
-        The converter joins Megatron-DeepSpeed's fused projections end to end, whatever their
-        layout. Returns the pattern and the number of shards, or None if that was right, or nothing
-        shows the opposite.
-        """
-        arguments = self.arguments or {}
-        is_cut = self.degree > 1 and bool(shape) and shape[0] % self.degree == 0
-        if not is_cut or "ds_sequence_parallel_fpdt" not in arguments:
-            return None
-        if not _FUSED_QKV.fullmatch(fqn) or self.info.has(_PARTS, fqn):
-            return None
-        shards = [(shape[0] // self.degree, *shape[1:])] * self.degree
-        return self._query_key_value(fqn, shards), self.degree
+    def is_joined_wrongly(self, fqn: str) -> bool:
+        """Return whether DeepSpeed's converter joined shards end to end that hold q, k and v."""
+        is_newer = "ds_sequence_parallel_fpdt" in (self.arguments or {}) and self.degree > 1
+        is_fused = _FUSED_QKV.fullmatch(fqn) is not None
+        return is_newer and is_fused and not self.info.has(_PARTS, fqn)
 
     def _derived(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
-        """Return the pattern that the shards prove."""
+        """Return the pattern that the shapes of the shards prove."""
         if len(set(shapes)) > 1:
             dims = [d for d in range(len(shapes[0])) if len({s[d] for s in shapes}) > 1]
             if len(dims) == 1 and len({len(s) for s in shapes}) == 1:
                 self.chosen[fqn] = f"cut along dim {dims[0]}, because only that extent differs"
                 return Cut(dims[0])
-        elif self.equal(fqn):
-            self.chosen[fqn] = "replicated, because all ranks saved the same bytes"
-            return Replicated()
         raise _unknown(
             fqn,
             shapes,

@@ -4,14 +4,14 @@ The file of the first model-parallel rank says how many ranks there were. A miss
 error. Files of further ranks are left from another run, so the reader skips and reports them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ucp_core.formats.deepspeed.refusals import corrupt, missing, two_saves
-from ucp_core.formats.shared import Files, Rank, reading_pool
+from ucp_core.formats.shared import Files, Rank
 from ucp_core.manifest import Item
-from ucp_core.storage import Store, join
+from ucp_core.storage import Store
 from ucp_core.torch_files import Opaque
 
 _Listed = Mapping[str, dict[tuple[Any, ...], str]]
@@ -189,41 +189,19 @@ def _optim(
     kinds = {prefix: name for (prefix, _, _), name in listed.items()}
     prefix = next(iter(kinds), "")
     if len(kinds) > 1:
-        config = first.get("ds_config")
-        settings = config if isinstance(config, dict) else {}
-        bf16 = settings.get("bf16") or settings.get("bfloat16")
-        prefix = "bf16_" if isinstance(bf16, dict) and bf16.get("enabled") else ""
-        if len(kinds) > 2 or not {prefix, "bf16_"} <= kinds.keys():  # noqa: PLR2004 - one is old
-            shown = sorted(kinds.items())
-            _refuse_two_kinds(directory, dict(shown[:1]), dict(shown[1:]))
+        shown = sorted(kinds.items())
+        _refuse_two_kinds(directory, dict(shown[:1]), dict(shown[1:]))
     found = {(dp, mp): name for (kind, dp, mp), name in listed.items() if kind == prefix}
     return _taken(directory, found, ranks, f"{prefix}{_ZERO}optim_states.pt")
 
 
 def _check_one_save(native: Native) -> None:
-    """Raise an error if the files come from different saves; ZeRO's may lack a key."""
-    trees = native.files.trees
-    for key in _SAVE:
-        models = [(name, trees[name].get(key)) for name in native.model.values()]
-        of_zero = [(name, trees[name].get(key)) for name in native.optim.values()]
-        known = [(name, value) for name, value in models[:1] + of_zero if value is not None]
-        for told in (models, known):
-            for name, value in told:
-                if value != told[0][1]:
-                    raise two_saves(
-                        native.files.path(name),
-                        f"{key} is {value!r}, in {told[0][0]} {told[0][1]!r}",
-                    )
-
-
-def check_steps(
-    directory: str, names: Sequence[str], step_of: Callable[[str], float | None]
-) -> None:
-    """Raise an error if files or folders of one save are of different steps."""
-    with reading_pool(len(names)) as pool:
-        found = zip(names, pool.map(step_of, names), strict=True)
-        told = [(name, step) for name, step in found if step is not None]
-    for name, step in told:
-        if step != told[0][1]:
-            where = join(directory, name)
-            raise two_saves(where, f"it is of step {step:g}, {told[0][0]} of {told[0][1]:g}")
+    """Raise an error if the files come from different saves; some may lack a key."""
+    trees, first = native.files.trees, native.model[0, 0]
+    for name in (*native.model.values(), *native.optim.values()):
+        for key in _SAVE:
+            value, known = trees[name].get(key), trees[first].get(key)
+            if None not in (value, known) and value != known:
+                raise two_saves(
+                    native.files.path(name), f"{key} is {value!r}, in {first} {known!r}"
+                )

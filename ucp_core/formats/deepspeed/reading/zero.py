@@ -27,8 +27,6 @@ _STATE = "optimizer_state_dict"
 _WEIGHTS = "single_partition_of_fp32_groups"
 _WEIGHTS_ZERO3 = "fp32_flat_groups"
 _MAPPINGS = "param_slice_mappings"
-#: Muon's only slot.
-_MOMENTUM = "momentum_buffer"
 
 
 class Partition(NamedTuple):
@@ -41,9 +39,6 @@ class Partition(NamedTuple):
     flat: Mapping[str, TensorRef]
     #: The optimizer's numbers and 0-d tensors, such as ``step``.
     scalars: Mapping[str, TensorRef | float]
-    #: Muon's momentum, and whether it can be flat like the masters. If not, it holds one after the
-    #: other the whole parameters that the partition has a part of.
-    momentum: tuple[TensorRef, bool] | None
     #: ``(start, number of elements)`` in this partition by name; None in old versions.
     mapping: Mapping[str, tuple[int, int]] | None = None
     num_ranks: int = 0  #: Ranks that share the group; 0 if unknown.
@@ -109,8 +104,14 @@ def _zero12(state: dict[str, Any], file: str) -> RankState:
     found = []
     for index, (weight, own) in enumerate(zip(state[_WEIGHTS], states, strict=True)):
         padding = paddings[index] if paddings else None
-        is_muon = bool(groups) and bool(groups[index].get("use_muon"))
-        part = _partition((file, index), weight, own, padding, is_muon=is_muon)
+        if groups and groups[index].get("use_muon"):
+            # DeepSpeed (0.19.8) orthogonalises whole parameters, so a rank keeps the whole momentum
+            # of each parameter that it has a part of.
+            raise UnsupportedVersionError(
+                f"{file}: Muon's momentum of group {index} is not cut like its masters, which is "
+                "not supported; save at stage 3"
+            )
+        part = _partition((file, index), weight, own, padding)
         if padding is not None:
             # Only BF16_Optimizer, which saves no stage, saves the masters' padding.
             size = weight.shape[0]
@@ -157,15 +158,13 @@ def _partition(
     weight: TensorRef,
     state: Mapping[str, Any],
     padding: int | None,
-    *,
-    is_muon: bool = False,
 ) -> Partition:
     """Return a partition with its slots and numbers; ``place`` is its file and group."""
     file, group = place
     if len(weight.shape) != 1 or weight.byte_strides is not None:
         raise corrupt(file, f"the masters of group {group} are not a flat tensor")
     size = weight.shape[0]
-    flat, momentum = {WEIGHT: weight}, None
+    flat = {WEIGHT: weight}
     scalars: dict[str, TensorRef | float] = {}
     for name, value in state.items():
         is_flat = False
@@ -179,12 +178,6 @@ def _partition(
             is_flat = len(value.shape) == 1 and value.byte_strides is None
             fits = value.shape[0] in (size, size + (padding or 0))
             fits = fits or (padding is None and value.shape[0] >= size)
-            if is_flat and is_muon and name == _MOMENTUM:
-                # DeepSpeed (0.19.8) orthogonalises whole parameters, so a rank keeps the whole
-                # momentum of each parameter that it has a part of. With the optimizer offloaded, a
-                # rank keeps only the momentum of its own elements.
-                momentum = value, fits
-                continue
             is_flat = is_flat and fits
         if is_flat:
             flat[name] = value
@@ -195,7 +188,7 @@ def _partition(
                 f"{size} flat elements here: it fits only this partition and cannot be "
                 "resharded; use an optimizer whose state is one value per element"
             )
-    return Partition(file, group, flat, scalars, momentum)
+    return Partition(file, group, flat, scalars)
 
 
 def add_zero12(stage: Stage, found: Assembly) -> None:
@@ -267,16 +260,11 @@ def _add_group(
             raise two_saves(
                 part.file, f"it has elements of {min(strange)}, which is not in {stage.where}"
             )
-        starts = _momentum_starts(part, mapping, shapes)
         for name, (start, count) in mapping.items():
             span = done[name], done[name] + count
             done[name] += count
             fqn, shape = rename.get(name, name), shapes[name]
             _add(stage, found, part, fqn, shape, start, span)
-            if part.momentum is not None:
-                at = start if starts is None else starts[name] + span[0]
-                key = TensorKey(fqn, _MOMENTUM)
-                found.shards.add_flat(key, stage.rank, part.momentum[0], shape, at, span)
     between = stage.states[0].rest.get("param_alignment_paddings") or []
     group = parts[0].group
     padding = sum(between[group]) if group < len(between) else 0
@@ -290,30 +278,6 @@ def _add_group(
             f"it names parameters of {total} elements in group {group}, ZeRO's files hold "
             f"{held}" + (f", {done[wrong]} of {wrong} {list(shapes[wrong])}" if wrong else ""),
         )
-
-
-def _momentum_starts(
-    part: Partition, mapping: Mapping[str, tuple[int, int]], shapes: Shapes
-) -> dict[str, int] | None:
-    """Return where each parameter begins in Muon's momentum; None: where its masters do."""
-    if part.momentum is None:
-        return None
-    ref, is_flat = part.momentum
-    starts: dict[str, int] = {}
-    total = 0
-    for name in sorted(mapping, key=lambda name: mapping[name][0]):
-        starts[name] = total
-        total += prod(shapes[name])
-    if total == sum(count for _, count in mapping.values()) and is_flat:
-        return None
-    if is_flat is (total == ref.num_elements):
-        raise UnsupportedVersionError(
-            f"{part.file}: Muon's momentum of group {part.group} has {ref.num_elements} elements, "
-            f"which fits {'both' if is_flat else 'neither'} the {part.flat[WEIGHT].num_elements} "
-            f"flat elements there {'and' if is_flat else 'nor'} the {total} of whole parameters; "
-            "save with another number of ranks"
-        )
-    return None if is_flat else starts
 
 
 def _computed(shapes: Shapes, low: int, high: int) -> dict[str, tuple[int, int]]:

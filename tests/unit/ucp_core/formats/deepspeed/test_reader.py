@@ -19,7 +19,7 @@ from tests.support.deepspeed_folders import (
     read,
     tensor,
 )
-from ucp_core.errors import CheckpointCorruptError
+from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.geometry import TensorKey
 from ucp_core.language import load_rules
 from ucp_core.torch_files import Instance
@@ -484,3 +484,13 @@ def test_parameters_that_were_dealt_out_in_turns_are_in_another_order(tmp_path: 
     tree["ds_config"] = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
 
     assert_equal(loaded(read(folder.write(tmp_path))), folder.expected)
+
+
+def test_momentum_of_whole_parameters_is_refused(tmp_path: Path) -> None:
+    """Muon's is not cut like the masters below stage 3; its elements would be shifted."""
+    folder = native([Param("up.weight", (7, 6))], dp=2)
+    for rank in range(2):
+        folder.optim(rank)["base_optimizer_state"]["param_groups"][0]["use_muon"] = True
+
+    with pytest.raises(UnsupportedVersionError, match="save at stage 3"):
+        read(folder.write(tmp_path))
