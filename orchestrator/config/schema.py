@@ -22,8 +22,6 @@ from orchestrator.policies import (
     CadenceRules,
     CapacityRules,
     LayoutRules,
-    Preference,
-    RedundancyRules,
     SharingRules,
 )
 from workers.settings import (
@@ -116,7 +114,6 @@ class RunConfig(Section):
             data=self.data,
             train=self.train,
             checkpoint=self.checkpoint,
-            snapshot=self.snapshot,
             parallel=self.parallel,
             gpu_share=self.cluster.gpus_per_worker or 1.0,
         )
@@ -159,10 +156,7 @@ class RunConfig(Section):
                 user_max=recovery.user_errors_max,
                 stuck_max=recovery.stuck_attempts_max,
             ),
-            redundancy=RedundancyRules(
-                tolerance=self.snapshot.tolerance,
-                preference=Preference(self.snapshot.mechanism),
-            ),
+            snapshot=self.snapshot,
             cadence=CadenceRules(
                 has_snapshots=bool(self.snapshot.every_steps),
                 chooses_snapshots=self.snapshot.every_steps == AUTO,

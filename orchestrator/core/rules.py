@@ -9,7 +9,6 @@ from orchestrator.policies import (
     CapacityRules,
     GrowthRules,
     LayoutRules,
-    RedundancyRules,
     Refused,
     SharingRules,
     SlowRules,
@@ -18,6 +17,7 @@ from orchestrator.policies import (
 )
 from orchestrator.traffic import Topology
 from ucp_core.layout import ParallelLayout
+from workers.settings import SnapshotSettings
 
 #: A process that is not ready after ten times the bound hangs, as does an attempt that has not
 #: formed after 16 times its bound.
@@ -121,7 +121,7 @@ class RunRules:
     growth: GrowthRules = field(default_factory=GrowthRules)
     slow: SlowRules = field(default_factory=SlowRules)
     budgets: BudgetRules = field(default_factory=BudgetRules)
-    redundancy: RedundancyRules = field(default_factory=RedundancyRules)
+    snapshot: SnapshotSettings = field(default_factory=lambda: SnapshotSettings(tolerance=0))
     avoid: AvoidRules = field(default_factory=AvoidRules)
     cadence: CadenceRules = field(default_factory=CadenceRules)
     capacity: CapacityRules = field(default_factory=CapacityRules)

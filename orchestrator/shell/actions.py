@@ -98,7 +98,7 @@ class Actions:
         self._parts.inbox.post(ev.WorkersSet(at_s=self._at_s, num=num))
         least = "" if fits == num else f"; its layout fits on {fits}"
         tolerance, groups = (
-            self._parts.rules.redundancy.tolerance,
+            self._parts.rules.snapshot.tolerance,
             fits // self._parts.rules.layout.tp,
         )
         price = (

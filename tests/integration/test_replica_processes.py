@@ -3,15 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from orchestrator.policies import (
-    Preference,
     RedundancyFacts,
     RedundancyPlan,
-    RedundancyRules,
     plan_redundancy,
 )
 from tests.support.attempts import lines, settings, wait_for_steps
@@ -54,17 +52,17 @@ def make_nodes(run: Run, tmp_path: Path) -> Iterator[MakeNodes]:
         node.kill()
 
 
-def _plan(layout: ParallelLayout, preference: Preference) -> RedundancyPlan:
+def _plan(layout: ParallelLayout, mechanism: Literal["auto", "copy", "parity"]) -> RedundancyPlan:
     """Return what the orchestrator would have replicas do, one on each node."""
     nodes = tuple(node for node in NODES[: layout.dp_replicate] for _ in range(layout.dp_shard))
     facts = RedundancyFacts(nodes=nodes, budgets_bytes={}, rank_bytes=0, layout=layout)
-    return plan_redundancy(facts, RedundancyRules(tolerance=1, preference=preference))
+    return plan_redundancy(facts, SnapshotSettings(tolerance=1, mechanism=mechanism))
 
 
 def _begin(run: Run, chosen: Settings, *, num_shards: int) -> list[Trainer]:
     """Start two replicas that save each other's shares."""
     layout = ParallelLayout(dp_replicate=2, dp_shard=num_shards)
-    plan = _plan(layout, Preference.AUTO)
+    plan = _plan(layout, "auto")
     assert plan.guards is not None
     return run.begin(chosen, num_workers=2 * num_shards, layout=layout, guards=plan.guards)
 
@@ -128,7 +126,7 @@ def test_what_a_lost_node_had_is_computed_from_the_replicas_of_two(
     chosen = _rarely_stored(text)
     nodes = make_nodes(chosen, 3, 1)
     layout = ParallelLayout(dp_replicate=3)
-    plan = _plan(layout, Preference.PARITY)
+    plan = _plan(layout, "parity")
     assert plan.rank_groups is not None
     _protect(nodes)
     members = run.begin(chosen, num_workers=3, layout=layout, parity=plan.rank_groups)

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 
 from orchestrator.policies import (
     Mechanism,
-    Preference,
     RedundancyFacts,
-    RedundancyRules,
     plan_redundancy,
 )
 from ucp_core.layout import ParallelLayout
+from workers.settings import SnapshotSettings
 from workers.state import replicas_of
 
 LAYOUTS = st.builds(ParallelLayout, dp_replicate=st.integers(2, 5), dp_shard=st.integers(1, 3))
@@ -26,7 +25,7 @@ def test_every_share_outlives_as_many_nodes_as_may_be_lost(
     nodes = tuple(f"n{place}" for place in places[: layout.world_size])
     racks = {node: f"r{int(node[1:]) % num_racks}" for node in nodes}
     facts = RedundancyFacts(nodes=nodes, budgets_bytes={}, rank_bytes=1, layout=layout, racks=racks)
-    plan = plan_redundancy(facts, RedundancyRules(tolerance=tolerance, preference=Preference.AUTO))
+    plan = plan_redundancy(facts, SnapshotSettings(tolerance=tolerance, mechanism="auto"))
 
     shards = {replicas_of(layout, rank) for rank in range(layout.world_size)}
     is_spread = all(len({nodes[rank] for rank in shard}) > tolerance for shard in shards)
@@ -55,7 +54,7 @@ def test_replicas_on_nodes_of_their_own_save_alike_much(
     """The slowest one holds up the step of all."""
     nodes = tuple(f"n{rank}" for rank in range(layout.world_size))
     facts = RedundancyFacts(nodes=nodes, budgets_bytes={}, rank_bytes=1, layout=layout)
-    plan = plan_redundancy(facts, RedundancyRules(tolerance=tolerance, preference=Preference.AUTO))
+    plan = plan_redundancy(facts, SnapshotSettings(tolerance=tolerance, mechanism="auto"))
 
     if layout.dp_replicate > tolerance:
         assert plan.guards is not None

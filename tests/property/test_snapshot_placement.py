@@ -8,9 +8,10 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.policies import RedundancyFacts, RedundancyRules, plan_redundancy
+from orchestrator.policies import RedundancyFacts, plan_redundancy
 from orchestrator.policies.saving.groups import form_groups, partners, shared_domains
 from tests.support.placements import is_readable
+from workers.settings import SnapshotSettings
 
 RACKS = st.lists(st.integers(0, 4), min_size=1, max_size=8)
 
@@ -97,8 +98,10 @@ def test_every_claimed_tolerance_is_true_and_none_is_too_small(
         budgets_bytes=dict(zip(names, headroom, strict=False)),
         rank_bytes=rank_bytes,
         racks=domains,
+        group_max=group_max,
+        num_buffers=1,
     )
-    rules = RedundancyRules(tolerance=tolerance, group_max=group_max, num_buffers=1)
+    rules = SnapshotSettings(tolerance=tolerance)
     plan = plan_redundancy(facts, rules)
     for count in range(plan.tolerance + 1):
         assert all(is_readable(plan, names, lost) for lost in combinations(names, count))

@@ -29,8 +29,6 @@ from orchestrator.policies import (
     CapacityRules,
     GrowthRules,
     LayoutRules,
-    Preference,
-    RedundancyRules,
     SharingRules,
     SlowRules,
 )
@@ -48,6 +46,7 @@ from tests.simulation.world import (
     Tiers,
 )
 from workers.protocol import Pace, SaveCosts
+from workers.settings import SnapshotSettings
 
 #: Every wait of the machine is shorter than a minute here, and some follow each other.
 LIVENESS_S = 120.0
@@ -634,11 +633,11 @@ def _draw_tiers(rng: Random, apart: Random) -> Tiers:
         snapshot_every=rng.choice((1, 1, 2)),
         store_every=rng.choice((2, 3, 5, 10)),
         tolerance=rng.choice((1, 1, 1, 2, 0)),
-        preference=rng.choice((Preference.COPY, Preference.PARITY)),
+        mechanism=rng.choice(("copy", "parity")),
         copy_s=rng.choice((COPY_S, COPY_S, 2.5 * STEP_S)),
     )
     if apart.random() < 1 / 3:
-        tiers = replace(tiers, preference=Preference.AUTO)
+        tiers = replace(tiers, mechanism="auto")
     costs = SaveCosts(
         step_s=STEP_S,
         snapshot_stall_s=0.001,
@@ -689,7 +688,7 @@ def _draw_rules(
         slow=_SLOW_RULES,
         budgets=_BUDGETS,
         cadence=CadenceRules(chooses_checkpoints=tiers.costs is not None),
-        redundancy=RedundancyRules(tolerance=tiers.tolerance, preference=tiers.preference),
+        snapshot=SnapshotSettings(tolerance=tiers.tolerance, mechanism=tiers.mechanism),
         avoid=AvoidRules(strikes_max=rng.choice((2, 3)), window_s=20.0, avoid_s=5.0),
         sharing=_SHARING,
         capacity=replace(_CAPACITY, usd_per_hour=market.choice(_PRICES)),

@@ -16,8 +16,9 @@ from orchestrator.core import events as ev
 from orchestrator.core.values import kinds
 from orchestrator.diagnosis import Guilty, Suspicion
 from orchestrator.fault_kinds import FaultKind
-from orchestrator.policies import CapacityRules, LayoutRules, RedundancyPlan, RedundancyRules
+from orchestrator.policies import CapacityRules, LayoutRules, RedundancyPlan
 from tests.simulation.checkers import check
+from workers.settings import SnapshotSettings
 
 _EVENTS: dict[str, Any] = kinds(ev, ev.Event)
 
@@ -97,11 +98,9 @@ def _rules(line: str) -> RunRules:
         if axis in values
     }
     layout = LayoutRules(**degrees)
-    redundancy = RedundancyRules(tolerance=values.pop("tolerance", 0))
+    snapshot = SnapshotSettings(tolerance=values.pop("tolerance", 0))
     capacity = CapacityRules(usd_per_hour=values.pop("usd_per_hour", (0.0,)))
-    return RunRules(
-        run="scenario", layout=layout, redundancy=redundancy, capacity=capacity, **values
-    )
+    return RunRules(run="scenario", layout=layout, snapshot=snapshot, capacity=capacity, **values)
 
 
 def _event(line: str) -> ev.Event:

@@ -8,7 +8,6 @@ import pytest
 from orchestrator.core import RunState
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.policies import Preference
 from tests.simulation import history as history_module
 from tests.simulation.__main__ import main
 from tests.simulation.campaign import run_campaign
@@ -88,7 +87,7 @@ def test_a_kill_that_is_lost_with_the_controller_is_made_up_for(
 
 def test_what_one_node_alone_held_is_lost_with_it_right_after_a_growth() -> None:
     """No other node has it before the next snapshot is protected: this is known, and is bounded."""
-    tiers = Tiers(snapshot_every=1, store_every=10, tolerance=1, preference=Preference.COPY)
+    tiers = Tiers(snapshot_every=1, store_every=10, tolerance=1, mechanism="copy")
     before = list[int]()
 
     def lose(_event: ev.Event, _state: RunState, actions: Sequence[act.Action]) -> None:

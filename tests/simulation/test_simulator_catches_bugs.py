@@ -35,7 +35,7 @@ from orchestrator.core.state import MutableRunState, Node, Pair, worker_number
 from orchestrator.core.transition import Transition
 from orchestrator.diagnosis import live
 from orchestrator.diagnosis.slow import Lag
-from orchestrator.policies import Preference, RedundancyPlan, Share, budgets, versions
+from orchestrator.policies import RedundancyPlan, Share, budgets, versions
 from tests.simulation.faults import drawing
 from tests.simulation.history import run_history
 from tests.simulation.violation import Violation
@@ -43,7 +43,7 @@ from tests.simulation.world import Storage, Tiers
 
 SEEDS = 1500
 #: Memory protects every step, by a plan that is open until the first snapshot.
-SNAPSHOTS = Tiers(snapshot_every=1, store_every=10, tolerance=1, preference=Preference.AUTO)
+SNAPSHOTS = Tiers(snapshot_every=1, store_every=10, tolerance=1, mechanism="auto")
 
 
 def _members_out(transition: Transition) -> None:

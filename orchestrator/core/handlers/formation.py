@@ -267,7 +267,7 @@ def _best(
         last = max(at for at, num in enumerate(spread(rooms, layout)) if num)
         # For protection, add no node that the user prefers less than the last one needed.
         alike = [places[number] <= places[preferred[last]] for number in preferred]
-        num_nodes = min(sum(alike), transition.rules.redundancy.tolerance + 1)
+        num_nodes = min(sum(alike), transition.rules.snapshot.tolerance + 1)
         nums = dict(zip(preferred, spread(rooms, layout, num_nodes), strict=True))
         used = {number: ready[number][: nums[number]] for number in ready if nums[number]}
     if leaving:

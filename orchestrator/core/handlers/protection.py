@@ -18,7 +18,7 @@ def plan(
     transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
 ) -> RedundancyPlan:
     """Return how to protect the snapshots of an attempt with ranks on ``nodes``."""
-    return plan_redundancy(_facts(transition, nodes, layout), transition.rules.redundancy)
+    return plan_redundancy(_facts(transition, nodes, layout), transition.rules.snapshot)
 
 
 def memory_measured(transition: Transition, event: MemoryMeasured) -> None:
@@ -39,7 +39,7 @@ def memory_measured_training(transition: Transition, event: MemoryMeasured) -> N
     attempt = transition.run.attempt
     if transition.run.state_bytes and not attempt.plan.is_final:
         facts = _facts(transition, attempt.nodes, attempt.layout)
-        attempt.plan = revise(attempt.plan, facts, transition.rules.redundancy)
+        attempt.plan = revise(attempt.plan, facts, transition.rules.snapshot)
         transition.follow(KeepersOutdated())
 
 

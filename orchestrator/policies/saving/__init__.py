@@ -15,10 +15,8 @@ from orchestrator.policies.saving.intervals import (
 from orchestrator.policies.saving.reduced import ReducedTime, alert, noted
 from orchestrator.policies.saving.redundancy import (
     Mechanism,
-    Preference,
     RedundancyFacts,
     RedundancyPlan,
-    RedundancyRules,
     plan_redundancy,
     revise,
     state_bytes,

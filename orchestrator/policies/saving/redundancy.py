@@ -33,6 +33,7 @@ from orchestrator.policies.saving.groups import (
 )
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Inventory
+from workers.settings import AUTO, SnapshotSettings
 from workers.state import replicas_of
 
 #: A parity over one other node's data would be a copy of it.
@@ -53,17 +54,6 @@ class Mechanism(StrEnum):
 
 
 PARITIES = frozenset({Mechanism.REPLICA_PARITY, Mechanism.DOUBLE_PARITY, Mechanism.RING_PARITY})
-
-
-class Preference(StrEnum):
-    """Which mechanisms are allowed.
-
-    A parity over one node's data is a copy, and is treated as one.
-    """
-
-    AUTO = "auto"
-    COPY = "copy"
-    PARITY = "parity"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +78,10 @@ class RedundancyFacts:
     #: Whether keepers that protect each other may replace a copy that workers were ordered to save,
     #: if there is no room for it.
     is_open: bool = False
+    #: Largest number of nodes in a group. From 64 nodes on, groups of 8 with two parities survive
+    #: longer than pairs, at a third of their memory.
+    group_max: int = 8
+    num_buffers: int = 3  #: How many versions keepers hold at the same time.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,64 +124,46 @@ class RedundancyPlan:
         return next((group for group in self.groups if node in group), ())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedundancyRules:
-    """The user's wishes, and limits."""
-
-    #: How many lost nodes of a group to survive: 1 or 2; 0 for none. With too few nodes or too
-    #: little memory, fewer are survived.
-    tolerance: int = 0
-    preference: Preference = Preference.AUTO  #: Allowed mechanisms.
-    #: Largest number of nodes in a group. From 64 nodes on, groups of 8 with two parities survive
-    #: longer than pairs, at a third of their memory.
-    group_max: int = 8
-    num_buffers: int = 3  #: How many versions are held at the same time.
-
-
-def plan_redundancy(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
+def plan_redundancy(facts: RedundancyFacts, wish: SnapshotSettings) -> RedundancyPlan:
     """Return how to protect the snapshots of an attempt."""
-    if not rules.tolerance or not facts.nodes:
+    if not wish.tolerance or not facts.nodes:
         return RedundancyPlan(reason="no protection is configured (snapshot.tolerance: 0)")
-    found = _over_replicas(facts, rules)
+    found = _over_replicas(facts, wish)
     if isinstance(found, RedundancyPlan):
         return found
-    plan = _over_network(facts, rules)
+    plan = _over_network(facts, wish)
     return replace(plan, reason=f"{plan.reason}; {found}") if found else plan
 
 
-def revise(plan: RedundancyPlan, facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
+def revise(plan: RedundancyPlan, facts: RedundancyFacts, wish: SnapshotSettings) -> RedundancyPlan:
     """Return the plan of an attempt that trains by ``plan``, now that more is known.
 
     Its workers continue as ordered if there is room. Otherwise their keepers protect each other.
     """
     is_by_workers = plan.is_by_workers
     told = plan.mechanism if is_by_workers else Mechanism.NONE
-    found = plan_redundancy(replace(facts, told=told, is_open=is_by_workers), rules)
+    found = plan_redundancy(replace(facts, told=told, is_open=is_by_workers), wish)
     if is_by_workers and found.is_by_workers:
         return replace(plan, reason=found.reason, is_final=found.is_final)
     return found
 
 
-def _over_network(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
+def _over_network(facts: RedundancyFacts, wish: SnapshotSettings) -> RedundancyPlan:
     """Return the plan by which keepers send each other what their ranks wrote."""
     domains = _domains(facts)
-    groups = form_groups(domains, size_min=rules.tolerance + 1, size_max=rules.group_max)
+    groups = form_groups(domains, size_min=wish.tolerance + 1, size_max=facts.group_max)
     smallest = min(map(len, groups))
-    if (
-        rules.preference is Preference.AUTO
-        and not facts.rank_bytes
-        and smallest > rules.tolerance + 1
-    ):
+    if wish.mechanism == AUTO and not facts.rank_bytes and smallest > wish.tolerance + 1:
         reason = "copies or parity: decided when the first snapshot shows its size"
         return RedundancyPlan(reason=reason, is_final=False)
     refused: list[str] = []
-    if smallest <= rules.tolerance:
-        refused.append(f"tolerance {rules.tolerance} needs {rules.tolerance + 1} nodes")
-    for tolerance in range(min(rules.tolerance, smallest - 1), -1, -1):
+    if smallest <= wish.tolerance:
+        refused.append(f"tolerance {wish.tolerance} needs {wish.tolerance + 1} nodes")
+    for tolerance in range(min(wish.tolerance, smallest - 1), -1, -1):
         keepers = partners(groups, domains, tolerance, facts.met)
-        for mechanism in _candidates(groups, tolerance, rules.preference):
+        for mechanism in _candidates(groups, tolerance, wish.mechanism):
             need_bytes = version_bytes(facts, mechanism, tolerance, groups, keepers)
-            if why := _refusal(facts, rules, need_bytes):
+            if why := _refusal(facts, need_bytes):
                 refused.append(f"{mechanism} for {tolerance} {why}")
                 if tolerance:
                     continue
@@ -209,7 +185,7 @@ def _over_network(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyP
     raise AssertionError("no redundancy is always a candidate")
 
 
-def _candidates(groups: Groups, tolerance: int, preference: Preference) -> list[Mechanism]:
+def _candidates(groups: Groups, tolerance: int, wished: str) -> list[Mechanism]:
     """Return the mechanisms for a tolerance, fastest recovery first."""
     if not tolerance:
         return [Mechanism.NONE]
@@ -221,9 +197,9 @@ def _candidates(groups: Groups, tolerance: int, preference: Preference) -> list[
             parities.append(Mechanism.RING_PARITY)
         elif max(sizes) <= _DOUBLE_NODES_MAX:
             parities.append(Mechanism.DOUBLE_PARITY)
-    if preference is Preference.PARITY:
+    if wished == "parity":
         return parities or copies
-    return copies if preference is Preference.COPY else [*copies, *parities]
+    return copies if wished == "copy" else [*copies, *parities]
 
 
 def version_bytes(
@@ -251,7 +227,7 @@ def version_bytes(
     return found
 
 
-def _over_replicas(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan | str:
+def _over_replicas(facts: RedundancyFacts, wish: SnapshotSettings) -> RedundancyPlan | str:
     """Return the plan that sends nothing, or why there is none; "" without replicas."""
     layout = facts.layout
     if layout is None or layout.dp_replicate == 1 or layout.world_size != len(facts.nodes):
@@ -259,16 +235,16 @@ def _over_replicas(facts: RedundancyFacts, rules: RedundancyRules) -> Redundancy
     if facts.told is Mechanism.NONE:
         return "the replicas of this attempt were not told to save each other's shares"
     if facts.told is Mechanism.REPLICA_PARITY:
-        return _replica_parity(facts, rules, layout)
-    copies = _redundant_copies(facts, rules, layout)
+        return _replica_parity(facts, wish, layout)
+    copies = _redundant_copies(facts, wish, layout)
     is_refused = isinstance(copies, str)
     # Between two nodes a parity would be a copy.
     is_large = len(set(facts.nodes)) >= _PARITY_NODES_MIN
-    wants_parity = rules.preference is Preference.PARITY and is_large
-    may_be_parity = wants_parity or (is_refused and rules.preference is not Preference.COPY)
+    wants_parity = wish.mechanism == "parity" and is_large
+    may_be_parity = wants_parity or (is_refused and wish.mechanism != "copy")
     if facts.told is Mechanism.REDUNDANT_COPY or not may_be_parity:
         return copies
-    parity = _replica_parity(facts, rules, layout)
+    parity = _replica_parity(facts, wish, layout)
     if not is_refused:
         return parity
     if isinstance(parity, RedundancyPlan):
@@ -277,11 +253,11 @@ def _over_replicas(facts: RedundancyFacts, rules: RedundancyRules) -> Redundancy
 
 
 def _redundant_copies(
-    facts: RedundancyFacts, rules: RedundancyRules, layout: ParallelLayout
+    facts: RedundancyFacts, wish: SnapshotSettings, layout: ParallelLayout
 ) -> RedundancyPlan | str:
     """Return the plan by which workers save each other's shares, or why they cannot."""
     is_free = facts.told is None or facts.is_open
-    tolerance, domains = rules.tolerance, _domains(facts)
+    tolerance, domains = wish.tolerance, _domains(facts)
     guards: list[list[int]] = [[] for _ in facts.nodes]
     num_shares, num_kept = Counter(facts.nodes), Counter[int]()
     held_by: list[tuple[str, ...]] = []
@@ -306,7 +282,7 @@ def _redundant_copies(
             num_shares[facts.nodes[other]] += 1
         held_by.append((node, *(facts.nodes[other] for other in others)))
     need_bytes = {name: number * facts.rank_bytes for name, number in num_shares.items()}
-    if is_free and (refusal := _refusal(facts, rules, need_bytes)):
+    if is_free and (refusal := _refusal(facts, need_bytes)):
         return f"{Mechanism.REDUNDANT_COPY} of replicas {refusal}"
     return RedundancyPlan(
         mechanism=Mechanism.REDUNDANT_COPY,
@@ -324,13 +300,13 @@ def _redundant_copies(
 
 
 def _replica_parity(
-    facts: RedundancyFacts, rules: RedundancyRules, layout: ParallelLayout
+    facts: RedundancyFacts, wish: SnapshotSettings, layout: ParallelLayout
 ) -> RedundancyPlan | str:
     """Return the plan by which workers keep parities from their own replicas, or why not."""
     what = Mechanism.REPLICA_PARITY
-    if rules.tolerance > 1:
+    if wish.tolerance > 1:
         return f"{what} survives 1 node"
-    groups = _like_groups(facts, rules, layout)
+    groups = _like_groups(facts, layout)
     if groups is None:
         return f"no {what}: nodes have replicas of other shards, or they are fewer than 3"
     rank_groups: dict[int, tuple[int, ...]] = {}
@@ -344,7 +320,7 @@ def _replica_parity(
         for group in groups
         for name in group
     }
-    if facts.told is None and (refusal := _refusal(facts, rules, need_bytes)):
+    if facts.told is None and (refusal := _refusal(facts, need_bytes)):
         return f"{what} {refusal}"
     smallest = min(map(len, groups))
     return RedundancyPlan(
@@ -361,9 +337,7 @@ def _replica_parity(
     )
 
 
-def _like_groups(
-    facts: RedundancyFacts, rules: RedundancyRules, layout: ParallelLayout
-) -> Groups | None:
+def _like_groups(facts: RedundancyFacts, layout: ParallelLayout) -> Groups | None:
     """Return groups of nodes whose first ranks hold the same state, whose second do, and so on.
 
     Return None if that is impossible, or if a group would be too small for a parity to pay.
@@ -383,17 +357,17 @@ def _like_groups(
         groups += form_groups(
             {name: domains[name] for name in names},
             size_min=_PARITY_NODES_MIN,
-            size_max=rules.group_max,
+            size_max=facts.group_max,
         )
     return tuple(groups)
 
 
-def _refusal(facts: RedundancyFacts, rules: RedundancyRules, need_bytes: Mapping[str, int]) -> str:
+def _refusal(facts: RedundancyFacts, need_bytes: Mapping[str, int]) -> str:
     """Return, for people, which node lacks memory for versions of these sizes; "" if none."""
     known = facts.budgets_bytes
     least_bytes = min(known.values(), default=sys.maxsize)
     for name, size_bytes in need_bytes.items():
-        all_bytes, free_bytes = rules.num_buffers * size_bytes, known.get(name, least_bytes)
+        all_bytes, free_bytes = facts.num_buffers * size_bytes, known.get(name, least_bytes)
         if all_bytes > free_bytes:
             return f"needs {sized(all_bytes)} on {name[:8]}, {sized(free_bytes)} are free"
     return ""

@@ -9,7 +9,7 @@ from math import inf
 
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.policies import Preference, Share, bad_sources, complete, versions
+from orchestrator.policies import Share, bad_sources, complete, versions
 from tests.simulation.violation import Violation, require
 from tests.simulation.world import CORRUPT, STEP_S, SimNode, SimWorker, World, answers
 from ucp_core.lineage import Lineage
@@ -336,7 +336,7 @@ class Monitor:
             # Nothing protects an attempt on one node from the loss of that node.
             attempt = world.attempts[self.attempt]
             # How to protect snapshots may be open until the first one shows their size.
-            is_open = world.tiers.preference is Preference.AUTO and (
+            is_open = world.tiers.mechanism == "auto" and (
                 attempt.first_kept_step is None or self.last_step <= attempt.first_kept_step + 1
             )
             # A version taken on one node is on that node alone until the next one is protected.

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf
+from typing import Literal
 
 from orchestrator.core import actions as act
-from orchestrator.policies import Preference, RedundancyPlan
+from orchestrator.policies import RedundancyPlan
 from ucp_core.layout import ParallelLayout
 from workers.protocol import DEVICE_MEMORY, Member, PartRef, SaveCosts, Source, stored_source
 
@@ -125,7 +126,7 @@ class Tiers:
     snapshot_every: int
     store_every: int
     tolerance: int
-    preference: Preference = Preference.COPY
+    mechanism: Literal["auto", "copy", "parity"] = "copy"
     budget_bytes: int = 0
     costs: SaveCosts | None = None
     copy_s: float = COPY_S

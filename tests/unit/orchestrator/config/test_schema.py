@@ -25,6 +25,7 @@ def test_the_least_configuration_says_where_and_how_many() -> None:
 
     assert config.workers.max == 4
     assert config.rules().total_steps == config.train.steps
+    assert config.rules().snapshot == config.snapshot
     assert config.run.name == "x"
 
 

@@ -8,7 +8,7 @@ from orchestrator.core import Phase, RunRules, RunState, describe, next_deadline
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import ReadCommitted, YieldAttempt
-from orchestrator.policies import RedundancyRules
+from workers.settings import SnapshotSettings
 
 NODES = ("a", "b", "c", "d")
 RULES = RunRules(run="test", min_workers=2, max_workers=4, total_steps=100_000)
@@ -448,7 +448,7 @@ def test_members_change_places_once_when_no_rank_need_send_over_a_slow_link() ->
 @pytest.mark.parametrize("slow", list(permutations("abc", 2)))
 def test_copies_keep_off_a_slow_link_from_the_next_attempt_on(slow: tuple[str, str]) -> None:
     """The first choice of keepers must not leave the slow link to the last node."""
-    run = _Run(replace(RULES, redundancy=RedundancyRules(tolerance=1)))
+    run = _Run(replace(RULES, snapshot=SnapshotSettings(tolerance=1)))
     budgets = tuple((node, 1 << 30) for node in NODES)
     run.fold(ev.MemoryMeasured(at_s=run.at_s, budgets=budgets, state_bytes=4 << 20))
     _timed(run, slow, ratio=1.0)

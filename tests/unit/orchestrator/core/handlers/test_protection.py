@@ -8,18 +8,19 @@ import pytest
 from orchestrator.core import RunRules, RunState, describe
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.policies import LayoutRules, Mechanism, Preference, RedundancyRules
+from orchestrator.policies import LayoutRules, Mechanism
 from orchestrator.traffic import Topology
 from tests.support.keeper_handles import held
 from tests.support.obedient_cluster import fold
 from workers.protocol import PartRef
+from workers.settings import SnapshotSettings
 
 RULES = RunRules(
     run="test",
     min_workers=3,
     max_workers=3,
     total_steps=100,
-    redundancy=RedundancyRules(tolerance=1),
+    snapshot=SnapshotSettings(tolerance=1),
 )
 REPLICAS = replace(RULES, layout=LayoutRules(dp_replicate=3))
 NODES = ("a", "b", "c")
@@ -103,7 +104,7 @@ def test_the_next_attempt_is_planned_by_what_is_known() -> None:
 
 def test_racks_that_nodes_share_are_told() -> None:
     """Two machines behind one switch are one loss."""
-    rules = replace(RULES, redundancy=RedundancyRules(tolerance=1, preference=Preference.COPY))
+    rules = replace(RULES, snapshot=SnapshotSettings(tolerance=1, mechanism="copy"))
     assert _started(rules, racks=("r", "s", "t")).attempt.plan.shared_racks == ()
     assert _started(rules, racks=("r", "r", "r")).attempt.plan.shared_racks == ("r",)
 
@@ -147,7 +148,7 @@ def test_keepers_are_where_copies_meet_least_of_what_training_sends() -> None:
         RULES,
         min_workers=4,
         max_workers=4,
-        redundancy=RedundancyRules(tolerance=1, preference=Preference.COPY),
+        snapshot=SnapshotSettings(tolerance=1, mechanism="copy"),
     )
     zones = {"r1": "east", "r2": "west", "r3": "east", "r4": "west"}
     topology = Topology(racks={}, zones=zones, node_bytes_s=10.0, zone_bytes_s=1.0)

@@ -6,8 +6,9 @@ from orchestrator.core import RunRules, RunState, describe, own_share, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
-from orchestrator.policies import CapacityRules, RedundancyRules, Share, SharingRules
+from orchestrator.policies import CapacityRules, Share, SharingRules
 from tests.simulation.checkers import check
+from workers.settings import SnapshotSettings
 
 NEEDS = (("CPU", 1.0),)
 RULES = RunRules(
@@ -293,7 +294,7 @@ def test_fewer_workers_keep_as_many_nodes_as_protect_them() -> None:
     """A person who wanted two workers of four got both on one node, and no protection."""
     places = []
     for tolerance in (0, 1):
-        run = Fold(replace(RULES, redundancy=RedundancyRules(tolerance=tolerance)))
+        run = Fold(replace(RULES, snapshot=SnapshotSettings(tolerance=tolerance)))
         run.train(1.0, {1: "a", 2: "a", 3: "b", 4: "b"})
         run(ev.WorkersSet(at_s=100.0, num=2))
         actions = run.leave(101.0)
@@ -309,7 +310,7 @@ def test_fewer_workers_keep_as_many_nodes_as_protect_them() -> None:
 
 def test_protection_takes_no_capacity_that_the_user_likes_less() -> None:
     """A second node of the dear kind costs more than what a loss of the cheap one would."""
-    run = Fold(replace(CHOICE, redundancy=RedundancyRules(tolerance=1)))
+    run = Fold(replace(CHOICE, snapshot=SnapshotSettings(tolerance=1)))
     run(
         ev.ReservationGranted(at_s=1.0, reservation=1, node="cheap"),
         ev.ReservationGranted(at_s=1.0, reservation=2, node="cheap"),

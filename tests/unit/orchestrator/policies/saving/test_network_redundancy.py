@@ -7,23 +7,25 @@ import pytest
 
 from orchestrator.policies import (
     Mechanism,
-    Preference,
     RedundancyFacts,
     RedundancyPlan,
-    RedundancyRules,
     plan_redundancy,
 )
 from orchestrator.policies.saving.redundancy import version_bytes
 from tests.support.placements import is_readable
+from workers.settings import SnapshotSettings
 
 RANK_BYTES = 600
-RULES = RedundancyRules(tolerance=1, num_buffers=1)
+RULES = SnapshotSettings(tolerance=1)
 
 
 def _facts(count: int, headroom_bytes: int, rank_bytes: int = RANK_BYTES) -> RedundancyFacts:
     nodes = tuple(f"n{index}" for index in range(count))
     return RedundancyFacts(
-        nodes=nodes, budgets_bytes=dict.fromkeys(nodes, headroom_bytes), rank_bytes=rank_bytes
+        nodes=nodes,
+        budgets_bytes=dict.fromkeys(nodes, headroom_bytes),
+        rank_bytes=rank_bytes,
+        num_buffers=1,
     )
 
 
@@ -73,7 +75,7 @@ def test_the_line_names_what_did_not_fit() -> None:
 
 def test_a_size_that_is_not_known_is_not_said_to_be_nothing() -> None:
     """Before the first snapshot it is unknown, and 0 B would be good news."""
-    rules = replace(RULES, preference=Preference.COPY)
+    rules = replace(RULES, mechanism="copy")
     assert plan_redundancy(_facts(4, 1100, rank_bytes=0), rules).reason == (
         "snapshots: partner copy, for the loss of 1 of 4 nodes"
     )
@@ -125,8 +127,8 @@ def test_random_losses_are_survived_as_often_as_combinatorics_say(
     group_max: int, tolerance: int, headroom_bytes: int, num_lost: int, share: float
 ) -> None:
     """For 16 nodes: pairs, one parity of 4 and of 8, two of 8, as computed without this code."""
-    rules = replace(RULES, tolerance=tolerance, group_max=group_max)
-    facts = _facts(16, headroom_bytes)
+    rules = replace(RULES, tolerance=tolerance)
+    facts = replace(_facts(16, headroom_bytes), group_max=group_max)
     plan = plan_redundancy(facts, rules)
     outcomes = [
         is_readable(plan, facts.nodes, lost) for lost in combinations(facts.nodes, num_lost)
@@ -141,7 +143,7 @@ def test_copies_stay_in_a_zone_whose_links_training_does_not_fill() -> None:
     facts = RedundancyFacts(
         nodes=nodes, budgets_bytes=dict.fromkeys(nodes, 1 << 30), rank_bytes=100
     )
-    rules = RedundancyRules(tolerance=1, preference=Preference.COPY)
+    rules = SnapshotSettings(tolerance=1, mechanism="copy")
 
     assert plan_redundancy(facts, rules).keepers == {
         "a": ("b",), "b": ("c",), "c": ("d",), "d": ("a",),

@@ -1,18 +1,17 @@
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from orchestrator.policies import (
     Mechanism,
-    Preference,
     RedundancyFacts,
     RedundancyPlan,
-    RedundancyRules,
     plan_redundancy,
     state_bytes,
 )
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Held, Inventory, PartRef
+from workers.settings import SnapshotSettings
 
 FIVE = ("e", "c", "a", "b", "d")
 
@@ -23,14 +22,14 @@ def _plan(
     budget_bytes: int = 1 << 30,
     size_bytes: int = 100,
     tolerance: int = 1,
-    preference: Preference = Preference.AUTO,
+    mechanism: Literal["auto", "copy", "parity"] = "auto",
 ) -> RedundancyPlan:
     facts = RedundancyFacts(
         nodes=nodes,
         budgets_bytes=dict.fromkeys(nodes, budget_bytes),
         rank_bytes=size_bytes,
     )
-    return plan_redundancy(facts, RedundancyRules(tolerance=tolerance, preference=preference))
+    return plan_redundancy(facts, SnapshotSettings(tolerance=tolerance, mechanism=mechanism))
 
 
 @pytest.mark.parametrize("tolerance", [1, 2])
@@ -78,13 +77,13 @@ def test_before_the_first_snapshot_nothing_is_decided_that_could_be_wrong() -> N
     )
     # Two nodes have no choice, and who asked for one has made it.
     assert _plan(("a", "b"), size_bytes=0).mechanism is Mechanism.PARTNER_COPY
-    forced = _plan(FIVE, size_bytes=0, preference=Preference.PARITY)
+    forced = _plan(FIVE, size_bytes=0, mechanism="parity")
     assert forced.mechanism is Mechanism.RING_PARITY
 
 
 def test_parity_that_is_asked_for_is_a_copy_between_two_nodes() -> None:
     """After a loss there may be no more than two, and they can protect each other."""
-    plan = _plan(("a", "b"), preference=Preference.PARITY)
+    plan = _plan(("a", "b"), mechanism="parity")
 
     assert plan.mechanism is Mechanism.PARTNER_COPY
     assert plan.copies_of("a") == ("b",)
@@ -108,13 +107,16 @@ HSDP = ParallelLayout(dp_replicate=2, dp_shard=2)
 
 
 def _replicated(
-    nodes: str, preference: Preference = Preference.AUTO, tolerance: int = 1, **facts: Any
+    nodes: str,
+    mechanism: Literal["auto", "copy", "parity"] = "auto",
+    tolerance: int = 1,
+    **facts: Any,
 ) -> Any:
     known = RedundancyFacts(
         nodes=tuple(nodes),
         **{"budgets_bytes": {}, "rank_bytes": 100, "layout": HSDP, **facts},
     )
-    return plan_redundancy(known, RedundancyRules(tolerance=tolerance, preference=preference))
+    return plan_redundancy(known, SnapshotSettings(tolerance=tolerance, mechanism=mechanism))
 
 
 def test_replicas_on_other_nodes_save_each_others_shares_and_keepers_copy_nothing() -> None:
@@ -181,13 +183,13 @@ def test_where_copies_of_replicas_have_no_room_a_parity_of_them_is_kept() -> Non
 def test_ranks_of_a_lane_hold_the_same_state_in_a_group_of_nodes_that_do() -> None:
     """Two shards on each of three nodes; or on nodes of their own, which protect each other."""
     hsdp = ParallelLayout(dp_replicate=3, dp_shard=2)
-    both = _replicated("aabbcc", Preference.PARITY, layout=hsdp)
+    both = _replicated("aabbcc", "parity", layout=hsdp)
     assert (both.groups, both.rank_groups) == ((("a", "b", "c"),), ((0, 2, 4), (1, 3, 5)) * 3)
-    apart = _replicated("abcdef", Preference.PARITY, layout=hsdp)
+    apart = _replicated("abcdef", "parity", layout=hsdp)
     assert apart.groups == (("a", "c", "e"), ("b", "d", "f"))
     assert apart.rank_groups == ((0, 2, 4), (1, 3, 5)) * 3
     for nodes, layout in (("aabcbc", hsdp), ("abcd", HSDP)):
-        plan = _replicated(nodes, Preference.PARITY, layout=layout)
+        plan = _replicated(nodes, "parity", layout=layout)
         assert (plan.mechanism, plan.rank_groups) == (Mechanism.RING_PARITY, None)
         assert "nodes have replicas of other shards, or they are fewer than 3" in plan.reason
 
@@ -195,14 +197,14 @@ def test_ranks_of_a_lane_hold_the_same_state_in_a_group_of_nodes_that_do() -> No
 def test_a_group_that_loses_nodes_keeps_parities_until_they_would_be_copies() -> None:
     """Two of four nodes are lost, one after the other; the request stays."""
     found = [
-        _replicated("abcd"[:size], Preference.PARITY, layout=ParallelLayout(dp_replicate=size))
+        _replicated("abcd"[:size], "parity", layout=ParallelLayout(dp_replicate=size))
         for size in (4, 3, 2)
     ]
     parity, copy = Mechanism.REPLICA_PARITY, Mechanism.REDUNDANT_COPY
     assert [plan.mechanism for plan in found] == [parity, parity, copy]
     assert [plan.tolerance for plan in found] == [1, 1, 1]
     assert found[-1].guards == ((1,), (0,))
-    two = _replicated("abcd", Preference.PARITY, layout=FOUR, tolerance=2)
+    two = _replicated("abcd", "parity", layout=FOUR, tolerance=2)
     assert (two.mechanism, two.tolerance) == (Mechanism.DOUBLE_PARITY, 2)
     assert "parity over replicas survives 1 node" in two.reason
 

@@ -5,16 +5,14 @@ import itertools
 import threading
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from orchestrator.core.actions import OrderKeepers
 from orchestrator.policies import (
-    Preference,
     RedundancyFacts,
     RedundancyPlan,
-    RedundancyRules,
     plan_redundancy,
 )
 from orchestrator.shell.capacity import NodeView
@@ -42,6 +40,7 @@ from workers.protocol import (
     Source,
     stored_source,
 )
+from workers.settings import SnapshotSettings
 
 
 class Stalling(MemoryStore):
@@ -82,10 +81,10 @@ def _order(
     *nodes: str,
     attempt: int = 1,
     bad: tuple[Source, ...] = (),
-    preference: Preference = Preference.AUTO,
+    mechanism: Literal["auto", "copy", "parity"] = "auto",
 ) -> OrderKeepers:
     facts = RedundancyFacts(nodes=nodes, budgets_bytes={}, rank_bytes=11)
-    plan = plan_redundancy(facts, RedundancyRules(tolerance=1, preference=preference))
+    plan = plan_redundancy(facts, SnapshotSettings(tolerance=1, mechanism=mechanism))
     return OrderKeepers(attempt=attempt, lineage=LINEAGE, nodes=nodes, plan=plan, bad=bad)
 
 
@@ -281,7 +280,7 @@ def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
         views = handles.nodes.views
         handles["cc"] = Handle("cc", (), 2)
         views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"])
-        orders.give(_order("aa", "bb", "cc", "cc", preference=Preference.PARITY))
+        orders.give(_order("aa", "bb", "cc", "cc", mechanism="parity"))
         views["cc"].secret = b"cc"
         orders.repeat()
         return handles["bb"].orders
