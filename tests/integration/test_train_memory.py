@@ -1,7 +1,6 @@
 """Real training processes whose states go into the memory of a keeper in another process."""
 
 import functools
-import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -249,34 +248,6 @@ def test_a_state_that_leaves_beside_the_next_step_is_that_of_its_own(
     assert all((max(of_rank) > 1) == (layout.pp > 1) for of_rank in shares), shares
 
 
-def test_whatever_moment_trainers_are_killed_at_memory_holds_a_whole_version(
-    run: Run, text: DataSettings, make_nodes: MakeNodes
-) -> None:
-    """In a copy, between data and record, between two ranks: the newest finished one is there."""
-    chosen = rarely_stored(text, steps=10_000)
-    (node,) = make_nodes(chosen)
-    rng = random.Random(11)
-    resume = (0, 0)
-    memory: tuple[PartRef, ...] = ()
-    for _ in range(6):
-        before = len(lines(run)) if run.lineage else 0
-        members = run.begin(chosen, num_workers=2, resume=resume, memory=memory)
-        wait_for_steps(run, before + 4)
-        time.sleep(rng.random() * 0.05)
-        for member in members:
-            member.process.kill()
-            member.process.join()
-        run.trainers.clear()
-        (step, attempt), memory = newest([node])
-        last = lines(run)[-1]["step"]
-        taken = [line["step"] for line in lines(run) if line["snapshot"] == "taken"]
-        # The line of a step is there before its version is, and a rank may lack the newest.
-        assert attempt == len(run.lineage)
-        assert step in taken[-2:], (step, last, taken[-3:])
-        assert read(memory, node)
-        resume = (step, attempt)
-
-
 def test_a_flipped_bit_is_found_and_the_copy_on_another_node_is_loaded(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
@@ -385,28 +356,6 @@ def test_without_memory_the_trainers_store_as_they_did(
     assert stored == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_restarted_keeper_gets_back_what_the_trainers_hold(
-    run: Run, text: DataSettings, make_nodes: MakeNodes
-) -> None:
-    """Its own memory went with it; no step is repeated and no trainer notices."""
-    chosen = rarely_stored(text, steps=10_000)
-    (node,) = make_nodes(chosen)
-    members = run.begin(chosen, num_workers=2)
-    wait_for_steps(run, 3)
-    node.kill()
-    at_kill = len(lines(run))
-    wait_for_steps(run, at_kill + 3)
-    node.start()
-    wait_for_steps(run, len(lines(run)) + 20)
-    members[0].yield_at_boundary(1, durable=False)
-    outcomes = [member.left().outcome for member in members]
-
-    (step, _), places = newest([node])
-    assert outcomes == [Yielded(attempt=1, step=step)] * 2
-    assert read(places, node)
-    assert not (run.directory / "checkpoints").exists()
-
-
 def test_a_state_that_changed_its_form_is_left_with_through_storage(
     run: Run, tmp_path: Path, make_nodes: MakeNodes
 ) -> None:
@@ -428,36 +377,6 @@ def test_a_state_that_changed_its_form_is_left_with_through_storage(
     assert newest_stored(run) == (train_late_state.LATE_STEP, 1)
     (step, _), _ = newest([node])
     assert step < train_late_state.LATE_STEP
-
-
-@pytest.mark.chaos
-def test_attempts_through_memory_leave_nothing_behind(
-    run: Run, text: DataSettings, make_nodes: MakeNodes
-) -> None:
-    """Every recovery maps arenas and opens connections; a run has hundreds of them."""
-    chosen = rarely_stored(text, steps=10_000)
-    nodes = make_nodes(chosen, num_nodes=2)
-    resume = (0, 0)
-    memory: tuple[PartRef, ...] = ()
-    held = []
-    for number in range(12):
-        before = len(lines(run)) if run.lineage else 0
-        # They change places, so that each needs what the other has.
-        turn = (number % 2, 1 - number % 2)
-        members = run.begin(chosen, num_workers=2, resume=resume, memory=memory, members=turn)
-        wait_for_steps(run, before + 3)
-        members[0].yield_at_boundary(len(run.lineage), durable=False)
-        left = [member.left() for member in members]
-        assert all(isinstance(one.outcome, Yielded) for one in left), left
-        assert not number or all(dict(one.sources)["peer memory"] for one in left)
-        resume, memory = newest(nodes)
-        if number >= 3:
-            held.append([(one.num_fds, one.num_threads) for one in left])
-
-    for worker in (0, 1):
-        mine = [found[worker] for found in held]
-        assert max(fds for fds, _ in mine) <= mine[0][0] + 2
-        assert max(threads for _, threads in mine) <= mine[0][1] + 2
 
 
 def test_no_node_takes_more_than_a_step_along_though_the_attempt_has_just_begun(

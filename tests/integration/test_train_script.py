@@ -1,77 +1,16 @@
-"""The script interface: alone, in workers, unchanged, and close to plain torch."""
+"""Scripts in workers: a missing call of `run`, and the state that a script registers."""
 
-import difflib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.attempts import curve, newest, wait_for_steps
-from tests.support.forking import run_script
 from tests.support.trainers import Run
-from workers.protocol import Completed, Raised
+from workers.protocol import Raised
 from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 SUPPORT = Path(__file__).parents[1] / "support"
-SCRIPT = SUPPORT / "train_script.py"
-
-
-def run_python(directory: Path) -> str:
-    """Run the script as a user does, in a Python that has imported nothing yet."""
-    finished = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
-
-
-def test_a_plain_script_changes_in_at_most_ten_lines() -> None:
-    """The promise is about what the user has to touch, so the two scripts are compared."""
-    plain = (SUPPORT / "train_plain.py").read_text().splitlines()
-    changed = difflib.ndiff(plain, SCRIPT.read_text().splitlines())
-
-    new_lines = [line for line in changed if line.startswith("+ ")]
-
-    assert 5 <= len(new_lines) <= 10
-
-
-def test_a_script_runs_alone_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Its second run finds the last step committed and has nothing left to do.
-
-    A bias of its model is frozen: of that the optimizer kept nothing that could be loaded.
-    """
-    first = run_python(tmp_path)
-    again = run_script(SCRIPT, tmp_path)
-
-    lines = (tmp_path / "run/metrics/rank0.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 61))
-    assert first in again
-    assert 0.0 < float(first.split()[1]) < 0.1
-
-
-def test_the_same_script_learns_the_same_in_several_workers(tmp_path: Path) -> None:
-    """Alone it initialises the whole model; in workers each holds a part of it."""
-    (tmp_path / "alone").mkdir()
-    run_script(SCRIPT, tmp_path / "alone")
-    alone = json.loads((tmp_path / "alone/run/result.json").read_text())
-    settings = Settings(
-        run=RunSettings(directory="run", script=str(SCRIPT)),
-        train=TrainSettings(steps=60, global_batch=32, micro_batch=8, lr=0.02),
-    )
-
-    with Run(tmp_path) as run:
-        outcomes = [left.outcome for left in run.train(settings, num_workers=3)]
-
-    together = json.loads((tmp_path / "result.json").read_text())
-    assert outcomes == [Completed(attempt=1, step=60)] * 3
-    assert abs(together["final_loss"] - alone["final_loss"]) < 1e-5
 
 
 def test_a_script_that_never_calls_run_gets_an_error(tmp_path: Path) -> None:
