@@ -1,13 +1,10 @@
 """Train parameters of odd shapes: a scale as CLIP's, gates of layers, a frozen one, an empty one.
 
 With the argument ``all`` each micro-batch has all samples, so that plain torch does the same steps.
-With ``own`` the optimizer is one that keeps values of its own. With a path, two workers die.
+With ``own`` the optimizer is one that keeps values of its own.
 """
 
-import os
-import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,18 +101,8 @@ def train(session: Session) -> None:
         session.optimizer(lambda named: Own(named.values()), elementwise=True)
     else:
         session.optimizer(lambda named: torch.optim.AdamW(named.values(), fused=True))
-    for step in session.steps(len(INPUTS)):
+    for _ in session.steps(len(INPUTS)):
         session.train_step(lambda indices: loss_of(model, indices))
-        if step.number in (2, 4) and session.rank == 1:
-            die_once(step.number)
-
-
-def die_once(number: int) -> None:
-    """Kill this worker, unless one died in this step already."""
-    for path in (Path(one, str(number)) for one in sys.argv[1:] if Path(one).is_dir()):
-        if not path.exists():
-            path.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

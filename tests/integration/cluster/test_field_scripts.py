@@ -18,15 +18,11 @@ from orchestrator.driver.changes import require_resumable
 from orchestrator.driver.faults import signal_rank, wait_for
 from orchestrator.driver.launch import Launched, launch_run
 from orchestrator.errors import ConfigError
-from tests.support import train_numbers, train_told
-from tests.support.attempts import curve, finish
+from tests.support import train_told
 from tests.support.endless import endless
-from tests.support.history import read_history
-from tests.support.trainers import Run
 from ucp_core.errors import HeldError
 from ucp_core.native import open_checkpoint
 from ucp_core.storage import LocalStore
-from workers.settings import RunSettings, Settings
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -147,40 +143,6 @@ def test_a_run_and_a_script_that_runs_alone_refuse_each_other(
         with pytest.raises(HeldError, match=f"pid {process.pid}, host "):
             launch_run(config.model_copy(update={"run": settings}))
     assert [path.name for path in other.iterdir()] == ["claims"]
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize(("loss", "axis"), [("masked", "pp"), ("denoising", "cp")])
-def test_losses_that_draw_numbers_are_those_of_one_process(
-    nodes: Any,
-    make_config: Callable[..., RunConfig],
-    run: Run,
-    tmp_path: Path,
-    loss: str,
-    axis: str,
-) -> None:
-    """Two workers share sequences or layers; one dies, and the other computes them whole."""
-    config = make_config(
-        "disturbed",
-        run__script=train_numbers.__file__,
-        run__arguments=json.dumps([loss, f"die={tmp_path / 'died'}"]),
-        workers__max=2,
-        workers__standby_per_node=0,
-        train__deterministic=False,
-        **{f"train__{key}": value for key, value in train_numbers.TRAIN.items()},
-        **{f"parallel__{axis}": 2},
-    )
-    summary = Launched(config, nodes).follow(lambda _: None)
-    alone = RunSettings(directory="run", script=train_numbers.__file__, arguments=(loss, "die=/"))
-    finish(run, Settings(run=alone, train=config.train), num_workers=1)
-
-    assert summary["outcome"] == "completed", summary["reason"]
-    crash = next(one for one in summary["incidents"] if one["kind"] == "crash")
-    assert crash["layout_before"] == f"{axis}=2"
-    read_history(config.run.directory).check_exactly_once(config)
-    expected = {step: one for step, (one, _) in curve(run.directory).items()}
-    found = {step: one for step, (one, _) in curve(Path(config.run.directory)).items()}
-    assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.chaos

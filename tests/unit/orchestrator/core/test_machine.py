@@ -56,16 +56,6 @@ def _kinds(actions: tuple[act.Action, ...]) -> list[type]:
     return [type(action) for action in actions]
 
 
-def test_the_start_asks_for_the_largest_run() -> None:
-    """An autoscaler sees pending reservations, so all are requested though fewer may do."""
-    _, actions = step(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1), rules=RULES)
-
-    assert actions == (
-        act.RequestReservation(reservation=1, avoid=()),
-        act.RequestReservation(reservation=2, avoid=()),
-    )
-
-
 def test_the_first_attempt_waits_for_all_until_the_grace_ends() -> None:
     """Starting with one worker and growing a second later would cost a re-formation."""
     state = _fold(
@@ -141,15 +131,6 @@ def test_a_tick_before_any_bound_is_free() -> None:
     assert actions == ()
 
 
-def test_a_dead_worker_fences_the_others_at_once() -> None:
-    """Survivors hold process groups with a dead peer; waiting for their timeout costs minutes."""
-    crashed = ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail="SIGKILL")
-    state, actions = step(_running(), crashed, rules=RULES)
-
-    assert state.phase is Phase.FENCING
-    assert actions[0] == act.FenceAttempt(attempt=1, workers=("w0002",), reason="SIGKILL")
-
-
 def test_evidence_of_a_hang_is_taken_before_anything_dies() -> None:
     """The kill ends the process that shows why. Survivors write their stacks before they obey."""
     hang = ev.HangFound(at_s=3.0, attempt=1, guilty=("w0001",), evidence="it sleeps")
@@ -170,13 +151,13 @@ def test_a_worker_that_may_be_well_costs_its_node_no_strike(
     assert sum(len(node.strikes) for node in state.fleet.nodes.values()) == num_strikes
 
 
-def test_a_crash_does_not_wait_for_evidence() -> None:
-    """It explains itself; what its peers did is taken beside the recovery."""
+def test_a_dead_worker_fences_the_others_before_any_evidence_is_taken() -> None:
+    """Survivors hold process groups with a dead peer. A crash explains itself."""
     crashed = ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail="SIGKILL")
-    _, actions = step(_running(), crashed, rules=RULES)
+    state, actions = step(_running(), crashed, rules=RULES)
 
-    kinds = _kinds(actions)
-    assert kinds.index(act.FenceAttempt) < kinds.index(CollectEvidence)
+    assert state.phase is Phase.FENCING
+    assert actions[0] == act.FenceAttempt(attempt=1, workers=("w0002",), reason="SIGKILL")
     assert CollectEvidence(attempt=1, nodes=("a", "b"), is_awaited=False) in actions
 
 
@@ -665,17 +646,6 @@ def test_description_has_what_status_promises() -> None:
     assert document["cause"] is None
 
 
-def test_a_worker_that_only_starts_has_no_process_id() -> None:
-    """0 would be one that `kill` takes: its own process group."""
-    state = _fold(
-        RunState(),
-        ev.ControllerStarted(at_s=0.0, incarnation=1),
-        ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
-    )
-
-    assert [worker["pid"] for worker in describe(state)["standbys"]] == [None]
-
-
 def _unloadable(at_s: float, attempt: int, source: Source | None = None) -> list[ev.Event]:
     """Return how both members leave an attempt of which one could not load."""
     return [
@@ -771,15 +741,11 @@ def _in_other_order() -> RunState:
     return freeze(run)
 
 
-def test_a_restarted_controller_knows_the_members_by_rank() -> None:
-    """Answers come by name: watched in that order, one rank is blamed for what another does."""
-    alive = [("w0001", "a", 1), ("w0002", "b", 1)]
-
-    assert adopted(_in_other_order(), alive).members == ("w0002", "w0001")
-
-
 def test_a_member_that_does_not_answer_a_restarted_controller_is_still_watched() -> None:
-    """It may be stuck inside, or late: otherwise its hang or end would not be learned."""
+    """It may be stuck inside, or late: otherwise its hang or end would not be learned.
+
+    Members are known by rank: watched by name, one rank is blamed for what another does.
+    """
     silent = [("w0001", "a", ev.UNKNOWN_ATTEMPT), ("w0002", "b", 1)]
     left = [("w0001", "a", 0), ("w0002", "b", 1)]
 

@@ -68,15 +68,6 @@ def test_samples_are_not_called_tokens(tmp_path: Path) -> None:
     assert document["cost"]["usd_per_million_tokens"] is None
 
 
-def test_start_up_does_not_count_against_goodput(tmp_path: Path) -> None:
-    """5.5 s of 20.5 are start-up; all else is steps."""
-    document = _document(write_run(tmp_path))
-
-    assert document["startup_s"] == 5.5
-    assert document["goodput"] == pytest.approx(15.0 / 20.5)
-    assert document["goodput_since_start"] == 1.0
-
-
 def test_workers_and_throughput_are_told_over_time(tmp_path: Path) -> None:
     """A run that trains half of its time on half of its workers looks well in every average."""
     document = _document(write_run(tmp_path, faults=(CRASH, NODE)))

@@ -102,19 +102,6 @@ def test_a_slow_worker_is_left_out_if_nothing_replaces_it() -> None:
     assert len(run.started) == 2
 
 
-@pytest.mark.parametrize(("is_steady", "num_steps"), [(True, 4), (False, 7)])
-def test_one_that_is_slow_in_every_step_is_given_up_sooner(
-    *, is_steady: bool, num_steps: int
-) -> None:
-    """Steps take 1.5 s in place of 0.5: four of them cost as much as eight healthy ones take."""
-    run = cluster()
-    run.begin(is_steady=is_steady)
-    run.train(num_steps - 1)
-    assert not run.state.fleet.nodes[1].is_slow
-    run.train(1)
-    assert run.state.fleet.nodes[1].is_slow
-
-
 @pytest.mark.parametrize(
     ("mates", "num_steps"), [((), 13), (("w0003",), 9), (("w0002",), 13)], ids=str
 )

@@ -44,15 +44,6 @@ def test_a_folded_journal_is_the_state_that_was_left() -> None:
     assert verify([journal], RULES)[0] == state
 
 
-@pytest.mark.parametrize("cut", [1, 20, 60])
-def test_a_torn_last_line_is_left_out(cut: int) -> None:
-    """The controller may die while it appends; the event was then not acted upon."""
-    journal, _ = _journal()
-    whole = list(read([journal]))
-
-    assert list(read([journal[:-cut]])) == whole[:-1]
-
-
 def test_each_claim_may_have_torn_its_own_last_line() -> None:
     """A segment per incarnation: the next one writes a new file and never repairs the old one."""
     journal, state = _journal()

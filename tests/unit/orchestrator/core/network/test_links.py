@@ -32,14 +32,6 @@ def test_one_cut_pair_costs_one_node_and_rather_a_new_one() -> None:
     assert links.left_out({**weights, "d": 2}, [("b", "d")], preferred="abc") == {"b"}
 
 
-def test_a_node_without_any_link_is_the_one_that_is_left_out() -> None:
-    """Every pair with it is lost; without it all the others train."""
-    pairs = [("a", "c"), ("b", "c"), ("c", "d")]
-
-    assert links.left_out(dict.fromkeys("abcd", 1), pairs) == {"c"}
-    assert links.described([*pairs, ("c", "a")]) == "node c has no connection with 3 others"
-
-
 def test_a_link_without_one_way_differs_from_one_without_both() -> None:
     """A firewall may stop one of them, and people look for it at its end."""
     assert links.described([("b", "a")]) == "no connection from node b to node a"

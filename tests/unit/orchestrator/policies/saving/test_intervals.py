@@ -274,23 +274,3 @@ def test_intervals_that_were_asked_for_are_measured_against_the_budget() -> None
 
     assert cost_share(0.5, 0.004, 0.1, steps=(0, 10)) == pytest.approx(0.02), "without snapshots"
     assert cost_share(0.0, 0.004, 0.1, steps=(1, 10)) == 0.0, "nothing was measured yet"
-
-
-@given(step_s=st.floats(1e-3, 60.0), stall_s=st.floats(0.0, 1.0), persist_s=st.floats(0.0, 10.0))
-def test_what_is_chosen_is_never_over_budget(
-    step_s: float, stall_s: float, persist_s: float
-) -> None:
-    """The line tells people to set intervals to auto."""
-    rules = CadenceRules(snapshot_s_max=1e6, persist_s_max=1e6)
-    found = decide(
-        replace(
-            FACTS,
-            step_s=step_s,
-            snapshot=Tier(stall_s=stall_s, busy_s=stall_s),
-            persist=Tier(stall_s=persist_s, busy_s=persist_s),
-        ),
-        rules,
-    )
-    steps = found.snapshot_steps, found.persist_steps
-    share = cost_share(step_s, stall_s, persist_s, steps=steps)
-    assert over_budget(share * (1 - 1e-6), rules, steps=steps) == ""

@@ -89,13 +89,6 @@ def test_nodes_of_several_ranks_pay_for_all_of_them() -> None:
     assert "1.758 KiB a node and version, 1.172 KiB sent" in plan.reason
 
 
-def test_one_node_alone_says_that_it_is_not_protected() -> None:
-    """A run on one machine is legal; its snapshots survive processes and not the node."""
-    plan = plan_redundancy(_facts(1, 1 << 20), RULES)
-    assert plan.mechanism is Mechanism.NONE
-    assert plan.reason.endswith("tolerance 1 needs 2 nodes")
-
-
 def test_a_rack_that_cannot_be_kept_apart_is_named() -> None:
     """Three of four nodes in one rack: two groups of two cannot avoid a pair."""
     facts = replace(_facts(4, 9999), racks={"n0": "a", "n1": "a", "n2": "a", "n3": "b"})

@@ -32,44 +32,6 @@ def _plan(
     return plan_redundancy(facts, SnapshotSettings(tolerance=tolerance, mechanism=mechanism))
 
 
-@pytest.mark.parametrize("tolerance", [1, 2])
-def test_copies_are_kept_on_as_many_other_nodes_as_may_be_lost(tolerance: int) -> None:
-    """A node that holds no copies leaves another one without."""
-    plan = _plan(FIVE, tolerance=tolerance)
-
-    assert (plan.mechanism, plan.tolerance, plan.is_final) == (
-        Mechanism.PARTNER_COPY,
-        tolerance,
-        True,
-    )
-    kept = [other for node in FIVE for other in plan.copies_of(node)]
-    assert sorted(kept) == sorted(FIVE * tolerance)
-    assert all(node not in plan.copies_of(node) for node in FIVE)
-
-
-@pytest.mark.parametrize(
-    ("tolerance", "budget_bytes", "mechanism"),
-    [
-        (1, 600, Mechanism.PARTNER_COPY),
-        (1, 599, Mechanism.RING_PARITY),
-        (2, 899, Mechanism.DOUBLE_PARITY),
-    ],
-)
-def test_parity_is_taken_when_memory_has_no_room_for_copies(
-    tolerance: int, budget_bytes: int, mechanism: Mechanism
-) -> None:
-    """Three buffers of the own part and of each copy; people must be told why it is not a copy."""
-    plan = _plan(FIVE, tolerance=tolerance, budget_bytes=budget_bytes)
-
-    assert (plan.mechanism, plan.tolerance) == (mechanism, tolerance)
-    assert plan.is_parity == (mechanism is not Mechanism.PARTNER_COPY)
-    if plan.is_parity:
-        assert plan.groups == (("a", "b", "c", "d", "e"),)
-        assert plan.copies_of("a") == ()
-        assert "partner copy for" in plan.reason
-        assert "are free" in plan.reason
-
-
 def test_before_the_first_snapshot_nothing_is_decided_that_could_be_wrong() -> None:
     """Copies that fill the memory would be in the way of the parities."""
     assert _plan(FIVE, size_bytes=0) == RedundancyPlan(
@@ -226,14 +188,6 @@ def test_a_guard_in_another_rack_comes_first_and_a_shared_one_is_named() -> None
     assert plan.guards == ((), (2,), (0, 1))
     assert plan.shared_racks == ()
     assert _replicated("abc", layout=three, racks=dict.fromkeys("abc", "r")).shared_racks == ("r",)
-
-
-def test_keepers_copy_into_another_rack_too() -> None:
-    """The run's facts about racks must reach the groups."""
-    racks = {"a": "r", "b": "r", "c": "s"}
-    plan = _replicated("abc", layout=None, racks=racks)
-    assert (plan.copies_of("c"), plan.shared_racks) == (("a", "b"), ())
-    assert _replicated("ab", layout=None, racks=racks).shared_racks == ("r",)
 
 
 def test_the_size_of_the_state_is_that_of_its_newest_version() -> None:
