@@ -80,7 +80,7 @@ def plan_traffic(
         racks=topology.racks if config.cluster.rack_label else {},
         met=way_cost(topology, loads["rack by rack"].busy_s, num_bytes=node_size * state_bytes),
     )
-    keepers = plan_redundancy(facts, config.rules().redundancy).keepers
+    keepers = plan_redundancy(facts, config.snapshot).keepers
     flows = copy_flows(keepers, dict.fromkeys(names, node_size * state_bytes))
     copies = _copies(topology, flows)
     return TrafficPlan(
