@@ -70,6 +70,8 @@ _LASTS_S = 3.0
 _WHOLE = NUM_NODES - 1
 #: So many sittings in a row may fail before their first fault.
 _IDLE_MAX = 3
+#: What processes use is compared with what they used after so many faults of a sitting.
+_WARM_FAULTS = 5
 #: Steps of a run after its last fault.
 _LAST_STEPS = 20
 _MIB = 1 << 20
@@ -137,6 +139,7 @@ class Sitting:
         last = read_history(operator.url).lines[-15:]
         self._calm_s = statistics.median(line["step_s"] for line in last)
         self._resources = [self._used()]
+        self._num_faults = 0
         #: Faults count from here on; what a start costs is measured elsewhere.
         self._begun_s, self._begun_step = time.monotonic(), last[-1]["step"]
 
@@ -174,6 +177,10 @@ class Sitting:
             "missed": [f"{deed.kind}: {deed.missed}" for deed in deeds if deed.missed],
             "seconds": round(took_s, 1), "parts_s": watch.parts_s, "journal": "", **judged,
         }  # fmt: skip
+        self._num_faults += 1
+        if self._num_faults == _WARM_FAULTS and not why:
+            with contextlib.suppress(Ended, TimeoutError):  # the next fault says what is wrong
+                self._resources = [self._used()]
         if why:
             to = self._kept / f"{self._seed}-{order.number}"
             line["journal"] = kept_journal(self._operator, to)
