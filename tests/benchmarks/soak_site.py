@@ -44,8 +44,8 @@ ACT_S_MAX = 300.0
 _BEGIN_AGAIN_S, _LOOK_S = 5.0, 0.25
 #: Nodes that live briefly are noted so often: looks at all processes take 0.1 s.
 _NOTE_S = 2.0
-#: A Ray that ended by itself starts again within seconds, on a busy machine within half a minute.
-_WITHOUT_RAY_S_MAX = 60.0
+#: A Ray that ended by itself starts again within seconds.
+_WITHOUT_RAY_S_MAX = 30.0
 #: A second fault is made so late at most.
 _STRIKE_S_MAX = 10.0
 #: The step that is not a number comes so much later.
@@ -105,14 +105,15 @@ class Network:
         self._without_ray_s: dict[int, float] = {}
 
     def tend(self) -> None:
-        """Boot the machines again on which no Ray has run for long, as KubeRay's probes would.
+        """Boot the machines again on which Ray lacks a process for long, as KubeRay's probes would.
 
-        ``ray start --block`` does not end when its raylet ends in order, as some do whose head
-        forgot them.
+        ``ray start --block`` does not end when its raylet or its GCS ends in order, as SIGTERM
+        makes them do, and some raylets whose head forgot them.
         """
         now_s = time.monotonic()
         for machine in set(self.cluster.machines()) - {REDIS}:
-            if self.named(machine, "raylet") is not None:
+            names = ("raylet", "gcs_server") if machine == HEAD else ("raylet",)
+            if all(self.named(machine, name) is not None for name in names):
                 self._without_ray_s.pop(machine, None)
             elif now_s - self._without_ray_s.setdefault(machine, now_s) > _WITHOUT_RAY_S_MAX:
                 del self._without_ray_s[machine]
