@@ -6,8 +6,8 @@ import pytest
 
 from orchestrator.diagnosis import links
 from orchestrator.fault_kinds import FaultKind
+from tests.support.fabric import why_not
 from tests.support.link_lab import LinkLab
-from tests.support.network_cluster import why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be made")
 
@@ -29,11 +29,11 @@ def _timed(lab: LinkLab) -> dict[links.Pair, float]:
 def test_link_sender_and_receiver_are_told_apart(lab: LinkLab, kind: FaultKind) -> None:
     """Training shows that m2 sends slowly to m1."""
     if kind is FaultKind.SLOW_LINK:
-        lab.slow_link("m2", "m1", "30mbit")
+        lab.slow_link("m2", "m1", 30.0)
     elif kind is FaultKind.SLOW_SENDER:
-        lab.slow_sender("m2", "30mbit")
+        lab.slow_sender("m2", 30.0)
     else:
-        lab.slow_receiver("m1", "30mbit")
+        lab.slow_receiver("m1", 30.0)
     try:
         # A busy machine makes the fast ones slow, too: the better of two counts, as in a run.
         first, second = _timed(lab), _timed(lab)

@@ -120,10 +120,30 @@ class Fabric:
 
     def limit(self, spine: int, mbit_s: float) -> None:
         """Let no more through each direction of each link of a spine."""
-        how = ("root", "tbf", "rate", f"{mbit_s}mbit", *_QUEUE)
-        for number, node in enumerate(self._nodes):
-            node.call("tc", "qdisc", "replace", "dev", f"s{spine}", *how)
-            self._spines[spine].call("tc", "qdisc", "replace", "dev", f"n{number}", *how)
+        for number in range(len(self._nodes)):
+            self.limit_sent(number, spine, mbit_s)
+            self.limit_received(number, spine, mbit_s)
+
+    def limit_sent(self, node: int, spine: int, mbit_s: float) -> None:
+        """Let a node send no more to a spine."""
+        _limit(self._nodes[node], f"s{spine}", mbit_s)
+
+    def limit_received(self, node: int, spine: int, mbit_s: float) -> None:
+        """Let no more through from a spine to a node."""
+        _limit(self._spines[spine], f"n{node}", mbit_s)
+
+    def limit_between(self, source: int, target: int, spine: int, mbit_s: float) -> None:
+        """Let no more through a spine from one node to another; the rest is not limited."""
+        device, space = f"n{target}", self._spines[spine]
+        space.call("tc", "qdisc", "replace", "dev", device, "root", "handle", "1:", "htb")
+        space.call(
+            "tc", "class", "add", "dev", device, "parent", "1:", "classid", "1:2", "htb", "rate",
+            f"{mbit_s}mbit",
+        )  # fmt: skip
+        space.call(
+            "tc", "filter", "add", "dev", device, "parent", "1:", "protocol", "ip", "u32",
+            "match", "ip", "src", self.host(source), "flowid", "1:2",
+        )  # fmt: skip
 
     def start(self, node: int, *arguments: str) -> subprocess.Popen[str]:
         """Start this Python on a node; lines go in and out."""
@@ -160,6 +180,11 @@ class Fabric:
         return [8e-6 * (new - old) / took_s for old, new in zip(before, after, strict=True)]
 
 
+def _limit(space: _Space, device: str, mbit_s: float) -> None:
+    how = ("root", "tbf", "rate", f"{mbit_s}mbit", *_QUEUE)
+    space.call("tc", "qdisc", "replace", "dev", device, *how)
+
+
 def close(process: subprocess.Popen[str]) -> None:
     """End a process that was started on a node."""
     process.kill()
@@ -176,3 +201,9 @@ def read_line(process: subprocess.Popen[str]) -> Sequence[str]:
     if not line:
         raise OSError("the process ended")
     return line.split()
+
+
+def say(*words: object) -> None:
+    """Print a line of words for whoever started this process."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()

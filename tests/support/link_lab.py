@@ -1,25 +1,21 @@
 """Machines whose keepers time transfers to one another, over cables that can be made slow.
 
-Each machine is a network namespace with one process of this module's in it, its agent. It serves
-and times transfers by the keeper's own code. No Ray runs here, so a fault takes seconds to be
-played. Cables, the switch and limits on them are the kernel's. Needs root, and ``ip`` and ``tc``.
+Each machine is a node of a fabric with one spine and has one process of this module, its agent. It
+serves and times transfers by the keeper's own code. No Ray runs here, so a fault takes seconds to
+be played. Needs root, and ``ip`` and ``tc``.
 """
 
-import json
-import os
-import secrets
-import subprocess
 import sys
-from contextlib import ExitStack, closing
-from typing import Any, Final, Self
+from contextlib import ExitStack
+from typing import Final, Self
 
-from tests.support.network_cluster import Switch
+from tests.support.fabric import Fabric, read_line, say
 from workers.keeper.arena_table import ArenaTable
 from workers.keeper.peers import WireServer, rate_to
 from workers.protocol import Peer
 
 _SECRET: Final = b"s" * 32
-_FAST: Final = "1gbit"
+_FAST_MBIT_S: Final = 1000.0
 
 
 class LinkLab:
@@ -27,18 +23,17 @@ class LinkLab:
 
     def __init__(self, num: int) -> None:
         self.nodes = [f"m{number}" for number in range(num)]
-        self._held = ExitStack()
-        self._network = 1 + secrets.randbelow(200)
-        self._agents: dict[str, subprocess.Popen[str]] = {}
-        self._pids: dict[str, str] = {}
-        self._addresses: dict[str, tuple[str, int]] = {}
-        self._switch = self._held.enter_context(closing(Switch()))
-        try:
-            for number, node in enumerate(self.nodes):
-                self._boot(node, f"10.214.{self._network}.{number + 1}")
-        except BaseException:
-            self._held.close()
-            raise
+        with ExitStack() as stack:
+            self._fabric = stack.enter_context(Fabric(num, num_spines=1, mbit_s=_FAST_MBIT_S))
+            hosts = [self._fabric.host(number) for number in range(num)]
+            self._agents = [
+                self._fabric.start(number, "-m", __name__, host)
+                for number, host in enumerate(hosts)
+            ]
+            self._places = [
+                (host, read_line(agent)[0]) for host, agent in zip(hosts, self._agents, strict=True)
+            ]
+            self._held = stack.pop_all()
 
     def __enter__(self) -> Self:
         """Return the lab."""
@@ -48,100 +43,46 @@ class LinkLab:
         """End all of it."""
         self._held.close()
 
-    def _boot(self, node: str, host: str) -> None:
-        tied = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--kill-child", "--fork"]
-        agent = subprocess.Popen(
-            [*tied, sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self._held.callback(_end, agent)
-        self._agents[node] = agent
-        pid = str(self._read(node)["pid"])
-        self._switch.add(node, int(pid))
-        inside = ["nsenter", "-t", pid, "-n", "ip"]
-        for words in (
-            ["addr", "add", f"{host}/24", "dev", "eth0"],
-            ["link", "set", "eth0", "up"],
-            ["link", "set", "lo", "up"],
-        ):
-            subprocess.run([*inside, *words], check=True)
-        self._pids[node] = pid
-        self._make_fast(node)
-        self._addresses[node] = (host, int(self._ask(node, listen=host)["port"]))
-
     def rate(self, source: str, target: str) -> float:
         """Return what the keeper of a machine measures to another one."""
-        rate: float | None = self._ask(source, time=[target, *self._addresses[target]])["rate"]
-        assert rate is not None, f"{source} does not reach {target}"
-        return rate
-
-    def _ask(self, node: str, **order: Any) -> dict[str, Any]:
-        agent = self._agents[node]
+        agent, place = self._agents[self._number(source)], self._places[self._number(target)]
         assert agent.stdin is not None
-        agent.stdin.write(json.dumps(order) + "\n")
-        agent.stdin.flush()
-        return self._read(node)
+        print(*place, file=agent.stdin, flush=True)
+        (rate,) = read_line(agent)
+        assert rate != "none", f"{source} does not reach {target}"
+        return float(rate)
 
-    def _read(self, node: str) -> dict[str, Any]:
-        agent = self._agents[node]
-        assert agent.stdout is not None
-        answer: dict[str, Any] = json.loads(agent.stdout.readline())
-        return answer
+    def slow_link(self, source: str, target: str, mbit_s: float) -> None:
+        """Let no more through from one machine to another."""
+        self._fabric.limit_between(self._number(source), self._number(target), 0, mbit_s)
 
-    def slow_link(self, source: str, target: str, rate: str) -> None:
-        """Let no more than ``rate`` through from one machine to another."""
-        self._switch.limit_from(target, self._addresses[source][0], rate, _FAST)
-
-    def slow_receiver(self, node: str, rate: str) -> None:
+    def slow_receiver(self, node: str, mbit_s: float) -> None:
         """Let no more through to a machine."""
-        self._switch.limit(node, rate)
+        self._fabric.limit_received(self._number(node), 0, mbit_s)
 
-    def slow_sender(self, node: str, rate: str) -> None:
+    def slow_sender(self, node: str, mbit_s: float) -> None:
         """Let a machine send no more."""
-        inside = ["nsenter", "-t", self._pids[node], "-n", "tc", "qdisc"]
-        limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms"]
-        subprocess.run([*inside, "replace", "dev", "eth0", *limit], check=True)
+        self._fabric.limit_sent(self._number(node), 0, mbit_s)
 
     def heal(self) -> None:
         """Make all cables fast again."""
-        for node in self.nodes:
-            self._switch.limit(node, "")
-            self._make_fast(node)
+        self._fabric.limit(0, _FAST_MBIT_S)
 
-    def _make_fast(self, node: str) -> None:
-        self.slow_receiver(node, _FAST)
-        self.slow_sender(node, _FAST)
+    def _number(self, node: str) -> int:
+        return self.nodes.index(node)
 
 
-def _end(agent: subprocess.Popen[str]) -> None:
-    agent.kill()
-    agent.wait()
-    for pipe in (agent.stdin, agent.stdout):
-        if pipe is not None:
-            pipe.close()
-
-
-def _agent() -> None:
-    _say(pid=os.getpid())
+def _agent(host: str) -> None:
+    server = WireServer(ArenaTable(budget_bytes=1 << 20), host=host, secret=_SECRET)
+    say(server.address[1])
     for line in sys.stdin:
-        order = json.loads(line)
-        if "listen" in order:
-            table = ArenaTable(budget_bytes=1 << 20)
-            server = WireServer(table, host=order["listen"], secret=_SECRET)
-            _say(port=server.address[1])
-        else:
-            node, host, port = order["time"]
-            try:
-                rate = rate_to(Peer(node=node, host=host, port=port, secret=_SECRET))
-            except OSError:
-                rate = None
-            _say(rate=rate)
-
-
-def _say(**answer: Any) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+        there, port = line.split()
+        try:
+            rate = rate_to(Peer(node=there, host=there, port=int(port), secret=_SECRET))
+        except OSError:
+            rate = None
+        say("none" if rate is None else rate)
 
 
 if __name__ == "__main__":
-    _agent()
+    _agent(sys.argv[1])
