@@ -13,6 +13,7 @@ import pytest
 from orchestrator.driver import replay_run
 from orchestrator.shell.storage.journal import segment_sizes
 from tests.support.journals import Journaled, config_at
+from tests.support.made import assignment_of
 from tests.support.object_servers import Fault, Proxy, proxied, s3_server, use_s3
 from tests.support.snapshots import body_bytes, eventually, snapshot
 from ucp_core.layout import ParallelLayout
@@ -63,15 +64,8 @@ def url(proxy: Proxy) -> str:
 
 
 def assignment(*, attempt: int, num_ranks: int) -> Assignment:
-    return Assignment(
-        attempt=attempt,
-        rank=0,
-        layout=ParallelLayout(dp_shard=num_ranks),
-        store_host="",
-        store_port=0,
-        resume_step=0,
-        resume_attempt=0,
-        lineage=((1, 0),),
+    return assignment_of(
+        attempt=attempt, layout=ParallelLayout(dp_shard=num_ranks), lineage=((1, 0),)
     )
 
 

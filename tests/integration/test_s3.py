@@ -126,6 +126,26 @@ def test_the_commands_take_urls(bucket: str) -> None:
     assert_loaded(state, need)
 
 
+def test_every_tool_works_from_bucket_to_bucket(bucket: str) -> None:
+    """Files whose names begin with a dot, ranges of large files, and a listing for each format."""
+    store, root = open_store(f"s3://{bucket}/checkpoints")
+    save(store, small_state(), step=7, root=root)
+    checkpoint = f"s3://{bucket}/checkpoints/step-00000007"
+    for target, options in (("dcp", []), ("huggingface", ["--slots", "weight"]), ("universal", [])):
+        there = f"s3://{bucket}/{target}"
+        done = ucp("export", checkpoint, there, "--format", target)
+        assert done.returncode == 0, done.stderr
+        again = ucp("export", checkpoint, there, "--format", target)
+        assert again.returncode == 1
+        compared = ucp("diff", checkpoint, there, "--read-all", *options)
+        assert "0 differ" in compared.stdout, compared
+
+    part = f"s3://{bucket}/part.safetensors"
+    done = ucp("extract", f"s3://{bucket}/dcp", "wte", "--box", "2:5", "--out", part)
+    assert done.returncode == 0, done.stderr
+    assert ucp("inspect", part).returncode == 0
+
+
 class BucketWorld:
     """A process between which and its bucket the line breaks for good, at a change."""
 
