@@ -34,7 +34,7 @@ from workers.protocol import PartRef
 
 #: A small state has many chunks then.
 CHUNK_BYTES = 8 << 10
-#: Bytes of a buffer's data between two that are compared; a piece that is copied is longer.
+#: A piece that is copied is longer.
 _STRIDE = 61
 _HEADER_BYTES = 64
 #: Words that the writer of an arena stores: the pin, and how many buffers were finished.
@@ -59,10 +59,16 @@ class Fate:
     Args:
         watched: Arenas whose changes count; asked for with every line, so without a lock.
         mark: A file that is made just before: others see the end of a process some time later.
+        stride: Bytes of a buffer's data between two that are compared.
     """
 
-    def __init__(self, watched: Callable[[], Iterable[Arena]], mark: Path | None = None) -> None:
-        self._watched = watched
+    def __init__(
+        self,
+        watched: Callable[[], Iterable[Arena]],
+        mark: Path | None = None,
+        stride: int = _STRIDE,
+    ) -> None:
+        self._watched, self._stride = watched, stride
         self._mark = mark
         self._lock = threading.Lock()
         self._moment: Moment | None = None
@@ -117,7 +123,7 @@ class Fate:
         value = 0
         for arena in self._watched():
             try:
-                value = _print_of(arena, value)
+                value = _print_of(arena, value, self._stride)
             except ValueError:
                 # Another thread lets go of it.
                 continue
@@ -230,14 +236,14 @@ def _mark_of(directory: Path) -> Path:
     return directory / "doomed"
 
 
-def _print_of(arena: Arena, value: int) -> int:
+def _print_of(arena: Arena, value: int, stride: int) -> int:
     """Return a number that is another one when what its writer has written there is."""
     memory = np.frombuffer(arena._memory, np.uint8)
     for buffer in range(NUM_BUFFERS):
         body = arena.body_offset(buffer)
         head = body - PAGE_BYTES
         value = crc32(memory[head : head + _HEADER_BYTES].tobytes(), value)
-        value = crc32(memory[body : body + arena.body_bytes : _STRIDE].tobytes(), value)
+        value = crc32(memory[body : body + arena.body_bytes : stride].tobytes(), value)
     return crc32(bytes(str([arena._words[word] for word in _WRITER_WORDS]), "ascii"), value)
 
 

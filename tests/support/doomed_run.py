@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from tests.support.doomed import DoomedNode, DoomedTrainer, newest, places_of
+from tests.support.made import tensor_of
 from tests.support.snapshots import eventually
 from tests.support.soak import COLUMNS, ROWS, STORED_EVERY, Attempt, weights
-from ucp_core.geometry import Box
-from ucp_core.native import Checkpoint, LocalTensor, load
+from ucp_core.native import Checkpoint, load
 from workers.keeper import MemorySources
 from workers.memory import is_copy
 from workers.protocol import KeeperOrder, PartRef
@@ -107,10 +107,7 @@ class DoomedRun:
 
 def _check(step: int, places: Sequence[PartRef], near: DoomedNode) -> None:
     whole = torch.zeros(ROWS, COLUMNS)
-    need = LocalTensor(
-        fqn="w", slot="weight", dtype="F32", shape=(ROWS, COLUMNS),
-        box=Box.full((ROWS, COLUMNS)), data=whole.numpy().data.cast("B"),
-    )  # fmt: skip
+    need = tensor_of("w", (ROWS, COLUMNS), whole.numpy().data.cast("B"))
 
     def fill(checkpoint: Checkpoint) -> None:
         load(checkpoint, [need])

@@ -7,32 +7,21 @@ behind the first change, behind the second, and so on, until it comes to its end
 
 import os
 import signal
-import sys
-import threading
 import traceback
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
 
 from orchestrator.policies import versions
+from tests.support.doomed import Fate, Moment
 from tests.support.snapshot_rank import Node, Rank, state
 from ucp_core.lineage import Lineage
 from ucp_core.native import load
 from workers.memory import Arena, LocalPart, open_version
 from workers.protocol import Held, Inventory, PartRef
-from workers.snapshot import SnapshotMemory, SnapshotWriter
+from workers.snapshot import SnapshotMemory
 from workers.state import StateEntry
 
-#: Wherever it goes through a line of these, it looks whether it has to die.
-_FILES = {
-    str(module.__file__)
-    for name, module in sys.modules.items()
-    if name.startswith(("workers.snapshot", "workers.keeper", "ucp_core"))
-}
 _DONE = 3
 #: Tensors of the state below that have elements.
 NUM_TENSORS = 6
@@ -43,50 +32,20 @@ def _state(step: int) -> list[StateEntry]:
     return state()
 
 
-class _Fate:
-    """Sends a signal to this process when its snapshots' memory has changed so often."""
-
-    def __init__(self, num_changes: int, number: signal.Signals) -> None:
-        self._left = num_changes
-        self._number = number
-        self._arena: Arena | None = None
-        self._seen = 0
-        self._lock = threading.Lock()
-
-    def begin(self, writer: SnapshotWriter) -> None:
-        assert writer._arena is not None
-        self._seen = crc32(writer._arena._memory)
-        self._arena = writer._arena
-        sys.settrace(self.trace)
-
-    def trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename not in _FILES:
-            return None
-        if event == "line" and self._arena is not None:
-            with self._lock:
-                self._look(self._arena)
-        return self.trace
-
-    def _look(self, arena: Arena) -> None:
-        now = crc32(arena._memory)
-        self._left -= now != self._seen
-        self._seen = now
-        if self._left == -1:
-            # Once: if it is only stopped, it goes on.
-            self._left = sys.maxsize
-            os.kill(os.getpid(), self._number)
-
-
-def _write(node: Node, fate: _Fate) -> None:
-    """Take snapshots of steps 1 to 3 as a trainer, of which the last may be the death of it."""
-    threading.settrace(fate.trace)
+def _write(node: Node, num_changes: int, number: signal.Signals) -> None:
+    """Take snapshots of steps 1 to 3 as a trainer; the third gets the signal behind a change."""
+    arenas: list[Arena] = []
+    fate = Fate(lambda: arenas, stride=1)
+    fate.install()
     rank = Rank(SnapshotMemory(node.directory, "w0001"))
     assert rank.ready(_state(0))
     for step in (1, 2):
         assert rank.take(step, _state(step))
         assert rank.writer.wait(step)
     entries = _state(3)
-    fate.begin(rank.writer)
+    assert rank.writer._arena is not None
+    arenas.append(rank.writer._arena)
+    fate.doom(Moment.CHANGE, num_changes, number)
     assert rank.take(3, entries, pin=True)
     assert rank.writer.wait(3)
 
@@ -96,7 +55,7 @@ def _started(node: Node, num_changes: int, number: signal.Signals) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            _write(node, _Fate(num_changes, number))
+            _write(node, num_changes, number)
             os._exit(_DONE)
         except BaseException:  # noqa: BLE001  the parent's test must not go on in the child
             traceback.print_exc()
