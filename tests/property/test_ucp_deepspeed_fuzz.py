@@ -1,15 +1,16 @@
 """Whatever nonsense the files of a checkpoint hold, reading it ends in an error of ours or not."""
 
+import copy
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.deepspeed_folders import Folder, Param, native, read, tensor, universal
+from tests.support.mutations import places
 from ucp_core.errors import UcpError
 from ucp_core.torch_files import Instance, TensorData
 
@@ -46,39 +47,6 @@ def _folder(kind: str) -> Folder:
     return folder
 
 
-def _places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths of all values in a tree."""
-    found = [path] if path else []
-    if isinstance(tree, dict):
-        items: Any = tree.items()
-    elif isinstance(tree, list):
-        items = enumerate(tree)
-    else:
-        return found
-    for key, value in items:
-        found += _places(value, (*path, key))
-    return found
-
-
-def _replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """Return a copy of a tree with another value at a path."""
-    if not path:
-        return value
-    if isinstance(tree, dict):
-        return {k: _replaced(v, path[1:], value) if k == path[0] else v for k, v in tree.items()}
-    return [_replaced(v, path[1:], value) if i == path[0] else v for i, v in enumerate(tree)]
-
-
-def _removed(tree: Any, path: tuple[Any, ...]) -> Any:
-    if len(path) == 1:
-        if isinstance(tree, dict):
-            return {key: value for key, value in tree.items() if key != path[0]}
-        return [value for index, value in enumerate(tree) if index != path[0]]
-    if isinstance(tree, dict):
-        return {k: _removed(v, path[1:]) if k == path[0] else v for k, v in tree.items()}
-    return [_removed(v, path[1:]) if i == path[0] else v for i, v in enumerate(tree)]
-
-
 def _tensors() -> list[TensorData | Instance]:
     name = "deepspeed.utils.tensor_fragment.fragment_address"
     return [
@@ -100,15 +68,16 @@ def test_junk_anywhere_in_the_files_is_an_error_of_ours(kind: str, data: st.Data
     folder = _folder(kind)
     for _ in range(data.draw(st.integers(1, 2))):
         name = data.draw(st.sampled_from(sorted(folder.trees)))
-        places = _places(folder.trees[name])
-        if not places:
+        # The files share parts of their trees.
+        folder.trees[name] = copy.deepcopy(folder.trees[name])
+        found = places(folder.trees[name])
+        if not found:
             continue
-        path = data.draw(st.sampled_from(places))
+        holder, key = found[data.draw(st.integers(0, len(found) - 1))]
         if data.draw(st.booleans()):
-            junk = data.draw(st.sampled_from([*JUNK, *_tensors()]))
-            folder.trees[name] = _replaced(folder.trees[name], path, junk)
+            holder[key] = data.draw(st.sampled_from([*JUNK, *_tensors()]))
         else:
-            folder.trees[name] = _removed(folder.trees[name], path)
+            del holder[key]
     with tempfile.TemporaryDirectory() as directory:
         for name in folder.trees:
             (Path(directory) / name).parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import ROOT, save, small_state
+from tests.support.mutations import places
 from ucp_core.conversion import convert
 from ucp_core.errors import UcpError
 from ucp_core.manifest import Manifest, from_bytes, to_bytes, to_json
@@ -87,16 +88,6 @@ def test_sealed_rubbish_is_refused(body: bytes) -> None:
     assert _read(body + b',"crc32":"%08x"}\n' % crc32(body)) is None
 
 
-def _places(value: Any) -> list[tuple[Any, Any]]:
-    found: list[tuple[Any, Any]] = []
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, child in items:
-        found.append((value, key))
-        if isinstance(child, dict | list):
-            found += _places(child)
-    return found
-
-
 @given(st.integers(0, 2), st.integers(0, 1 << 30), st.integers(1, 3))
 def test_changed_trees_are_refused_or_harmless(which: int, seed: int, changes: int) -> None:
     """Every value of every field replaced, removed, moved or doubled; the seal is right.
@@ -107,14 +98,14 @@ def test_changed_trees_are_refused_or_harmless(which: int, seed: int, changes: i
     document = json.loads(DOCUMENTS[which])
     del document["crc32"]
     for _ in range(changes):
-        holder, key = rng.choice(_places(document))
+        holder, key = rng.choice(places(document))
         act = rng.randrange(4)
         if act == 0:
             del holder[key]
         elif act == 1:
             holder[key] = copy.deepcopy(rng.choice(_VALUES))
         elif act == 2:
-            other, place = rng.choice(_places(document))
+            other, place = rng.choice(places(document))
             holder[key] = copy.deepcopy(other[place])
         elif isinstance(holder, dict):
             holder[rng.choice(("..", "a/b", "\udfff", "x" * 300, "fragments"))] = holder[key]

@@ -27,13 +27,14 @@ import numpy as np
 
 from tests.support.checkpoints import random_state, save
 from tests.support.deepspeed_folders import Param, native
+from tests.support.made import room_for
 from tests.support.megatron_folders import Megatron
 from tests.support.mutations import BOMBS, mutate
 from ucp_core.conversion import convert
 from ucp_core.errors import UcpError
 from ucp_core.formats import export, open_source
-from ucp_core.geometry import Box, TensorKey
-from ucp_core.native import Checkpoint, LocalTensor, load
+from ucp_core.geometry import TensorKey
+from ucp_core.native import Checkpoint, load
 from ucp_core.storage import LocalStore
 from ucp_core.torch_files import TensorData, write_torch_file
 
@@ -266,13 +267,9 @@ def _tensors(checkpoint: Checkpoint) -> dict[TensorKey, Any]:
     """Return dtype, shape and bytes of every tensor; tied names are tensors of their own."""
     found: dict[TensorKey, Any] = {}
     for key, entry in checkpoint.state_map.entries.items():
-        data = memoryview(bytearray(entry.num_bytes))
-        whole = Box.full(entry.shape)
-        need = LocalTensor(
-            fqn=key.fqn, slot=key.slot, dtype=entry.dtype, shape=entry.shape, box=whole, data=data
-        )
+        need = room_for(entry)
         load(checkpoint, [need], threads=1)
-        found[key] = (entry.dtype, entry.shape, bytes(data))
+        found[key] = (entry.dtype, entry.shape, bytes(need.data))
     for alias, owner in checkpoint.manifest.ties.items():
         found[TensorKey(alias, "weight")] = found.get(TensorKey(owner, "weight"))
     return found

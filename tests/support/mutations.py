@@ -224,18 +224,24 @@ def _edit_header(folder: Path, rng: random.Random, outside: Path) -> str:
     return told and f"{path.name}: {told}"
 
 
-def _edit_value(document: Any, rng: random.Random, outside: Path) -> str:
-    """Change one member somewhere in a document."""
-    places: list[tuple[Any, Any]] = []
-    queue = [document]
+def places(document: Any) -> list[tuple[Any, Any]]:
+    """Return every dict and list of a document with each of its keys, or indexes."""
+    found: list[tuple[Any, Any]] = []
+    queue = [document] if isinstance(document, dict | list) else []
     while queue:
         value = queue.pop()
         keys = list(value) if isinstance(value, dict) else range(len(value))
-        places += [(value, key) for key in keys]
+        found += [(value, key) for key in keys]
         queue += [value[key] for key in keys if isinstance(value[key], dict | list)]
-    if not places:
+    return found
+
+
+def _edit_value(document: Any, rng: random.Random, outside: Path) -> str:
+    """Change one member somewhere in a document."""
+    found = places(document)
+    if not found:
         return ""
-    holder, key = rng.choice(places)
+    holder, key = rng.choice(found)
     old = holder[key]
     match rng.choice(("delete", "number", "swap", "text", "rename", "nest")):
         case "delete":
