@@ -1,25 +1,21 @@
 """A node's memory put together: written by its workers, copied by a peer, stored, and let go of."""
 
-import operator
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.memory_versions import complete_versions
-from tests.support.snapshots import body_bytes, eventually, part, snapshot, weights
-from ucp_core.native import load
+from tests.support.snapshots import body_bytes, eventually, snapshot
 from workers.errors import ArenaError
 from workers.keeper import progress_path
 from workers.keeper.node_memory import NodeMemory
-from workers.keeper.peers.client import RemotePart, WireClient
+from workers.keeper.peers.client import WireClient
 from workers.keeper.trainer_watch import NodeWatch
-from workers.memory import Arena, descriptor_socket, notify, open_version, reserve
+from workers.memory import Arena, descriptor_socket, notify, reserve
 from workers.protocol import GroupPlace, Inventory, KeeperOrder, ParityGroup, Peer
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
@@ -68,47 +64,8 @@ def _trainer(directory: Path, worker: str, *, world: int, generation: int = 1) -
     )
 
 
-def _is_copied(arena: Arena) -> bool:
-    return arena.is_copied()
-
-
-def _is_stored(arena: Arena) -> bool:
-    return arena.pinned() is None
-
-
 def _held(inventory: Inventory) -> set[tuple[str, int, int]]:
     return {(part.arena, part.held.attempt, part.held.step) for part in inventory.parts}
-
-
-def test_what_a_lost_node_held_is_loaded_from_the_copies(
-    open_memory: Callable[..., NodeMemory], opened: list[NodeMemory], tmp_path: Path
-) -> None:
-    """No disk in it: the parts of one rank from its own keeper, of the other from the copy."""
-    near, far = open_memory("a" * 16), open_memory("b" * 16)
-    order = KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=(_peer(far, "b" * 16),))
-    assert near.fence(order)
-    near.obey(order)
-    mine = _trainer(tmp_path / ("a" * 16), "w0001", world=2)
-    theirs = _trainer(tmp_path / ("b" * 16), "w0002", world=2)
-    assert eventually(theirs.is_followed)
-    snapshot(mine, 3, rank=0, world=2)
-    snapshot(theirs, 3, rank=1, world=2)
-    assert theirs.copy_behind()
-    notify(descriptor_socket(tmp_path / ("b" * 16)), "w0002.1")
-    assert eventually(theirs.is_copied)
-    opened.remove(far)
-    far.close()
-
-    inventory = near.inventory()
-    assert _held(inventory) == {("w0001.1", 1, 3), (f"{'b' * 12}/w0002.1", 1, 3)}
-    client = WireClient(near.address, secret=near.secret)
-    parts = [RemotePart(client, each.arena, each.held) for each in inventory.parts]
-    whole = part(0, 0, 1)
-    load(open_version(complete_versions(parts)[1, 3]), [whole])
-    assert bytes(whole.data) == weights(3).tobytes()
-    client.close()
-    mine.close()
-    theirs.close()
 
 
 def test_memory_of_a_worker_that_died_long_ago_is_handed_on(
@@ -203,21 +160,6 @@ def _fails(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_a_version_that_is_due_reaches_storage_without_its_trainer(
-    open_memory: Callable[..., NodeMemory], tmp_path: Path
-) -> None:
-    """Finished, pinned, and gone."""
-    memory = open_memory("a")
-    arena = _trainer(tmp_path / "a", "w0001", world=1)
-    snapshot(arena, 5, pin=True)
-    arena.close()
-    notify(descriptor_socket(tmp_path / "a"), "w0001.1")
-
-    assert eventually(lambda: memory.stored[1] == 5)
-    assert (tmp_path / "run/checkpoints/step-00000005/manifest.json").exists()
-    assert memory.problems() == ()
-
-
 def test_memory_of_a_dead_worker_is_kept_until_its_successor_is_ahead(
     open_memory: Callable[..., NodeMemory], tmp_path: Path
 ) -> None:
@@ -290,49 +232,3 @@ def test_a_keeper_sends_no_faster_than_it_may(
     assert took_s > 0.9, "4 MiB, less the second that was saved up"
     client.close()
     arena.close()
-
-
-def test_recoveries_and_snapshots_leave_nothing_behind(
-    open_memory: Callable[..., NodeMemory], tmp_path: Path
-) -> None:
-    """A run is to go on for months: no file, no thread, no arena more than at its begin."""
-    near, far = open_memory("a" * 16), open_memory("b" * 16)
-    lineage = [(1, 0)]
-    sizes = []
-    step = 0
-    for attempt in range(1, 16):
-        order = KeeperOrder(
-            attempt=attempt, lineage=tuple(lineage), copies_of=(_peer(near, "a" * 16),)
-        )
-        for memory in (near, far):
-            assert memory.fence(order)
-        far.obey(order)
-        worker = f"w{attempt:04d}"
-        arena = reserve(
-            descriptor_socket(tmp_path / ("a" * 16)),
-            f"{worker}.1",
-            body_bytes=body_bytes(1),
-            attempt=attempt,
-        )
-        assert eventually(arena.is_followed)
-        for number in range(4):
-            step += 1
-            snapshot(arena, step, attempt=attempt, pin=number == 2, lineage=lineage)
-            notify(descriptor_socket(tmp_path / ("a" * 16)), f"{worker}.1")
-            assert eventually(partial(_is_copied, arena))
-        assert eventually(partial(_is_stored, arena))
-        near.tend({worker})
-        far.tend(set())
-        arena.close()
-        lineage.append((attempt + 1, step))
-        arenas = {part.arena for part in (*near.inventory().parts, *far.inventory().parts)}
-        sizes.append((len(arenas), *_used()))
-    most = [max(column) for column in zip(*sizes[:6], strict=True)]
-    assert sizes[-1][0] <= most[0], sizes
-    # A thread of the last attempt may still be ending.
-    assert eventually(lambda: all(map(operator.le, _used(), most[1:]))), (sizes, _used())
-
-
-def _used() -> tuple[int, int]:
-    """Return how many files and threads this process has."""
-    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()

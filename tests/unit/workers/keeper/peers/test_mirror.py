@@ -8,16 +8,16 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.made import held_of
 from tests.support.snapshots import eventually
 from workers.keeper.arena_table import ArenaTable
 from workers.keeper.peers import mirror as mirror_module
 from workers.keeper.peers import server as wire
-from workers.keeper.peers.client import RemotePart, WireClient
+from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.mirror import Mirror, Mirrors, wanted
 from workers.keeper.peers.server import WireServer
 from workers.memory import NUM_BUFFERS, Arena
@@ -202,40 +202,11 @@ def test_what_is_wanted_is_the_newest_that_counts(
     """Newest is by attempt first: steps are counted again after a resume."""
     versions = [(1, 5), (1, 9), (2, 6), (2, 7)]
     parts = [
-        Held(
-            buffer=0,
-            sequence=2,
-            attempt=attempt,
-            step=step,
-            rank=0,
-            world_size=1,
-            data_bytes=1,
-            record_bytes=1,
-        )
-        for attempt, step in versions
+        held_of(step, attempt=attempt, world_size=1, data_bytes=1) for attempt, step in versions
     ]
     found = wanted(parts, lineage)
     assert found is not None
     assert (found.attempt, found.step) == expected
-
-
-def test_what_a_dead_peer_wrote_is_served_from_here(
-    theirs: ArenaTable, ours: ArenaTable, server: WireServer, mirrors: Mirrors
-) -> None:
-    """That is what the copy is for."""
-    mirrors.follow([_peer(server)])
-    _write(theirs, 1)
-    assert eventually(lambda: _copies(ours) == [(1, 1)])
-    server.close()
-
-    mine = WireServer(ours, host="127.0.0.1", secret=b"mine")
-    client = WireClient(mine.address, secret=b"mine")
-    (held,) = ours.versions()[COPY]
-    target = bytearray(SIZE)
-    RemotePart(client, COPY, held).fill(0, [memoryview(target)])
-    assert bytes(target) == _content(1, 1)
-    client.close()
-    mine.close()
 
 
 def test_a_peer_that_comes_back_elsewhere_is_followed_into_the_same_copies(
@@ -481,30 +452,3 @@ def test_copying_takes_what_trainers_leave(
             niceness[thread.name] = os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) - usual
     assert niceness == {"MainThread": 0, "wire-peer": 0, "mirror": 2}
     mirrors.stop()
-
-
-def test_no_thread_and_no_connection_is_left(theirs: ArenaTable, ours: ArenaTable) -> None:
-    """Fifty orders, fifty mirrors: a run has many attempts."""
-    threads, files = set(threading.enumerate()), _files()
-    for number in range(50):
-        server = WireServer(theirs, host="127.0.0.1", secret=SECRET)
-        mirrors = Mirrors(ours)
-        mirrors.follow([_peer(server)])
-        _write(theirs, number + 1)
-        _wait_for_copy(ours, number + 1)
-        assert not mirrors.problems()
-        mirrors.stop()
-        server.close()
-    # By identity: what tests before this one had may go meanwhile, and must hide nothing.
-    assert eventually(lambda: threads.issuperset(threading.enumerate()))
-    # The copy's own memory.
-    assert eventually(lambda: len(_files() - files) <= 1), _files() - files
-
-
-def _files() -> set[str]:
-    """Return what is open; sockets have a number each."""
-    found = set()
-    for one in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found.add(f"{one.name} {one.readlink()}")
-    return found
