@@ -8,13 +8,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.support.made import assignment_of, save_part, tensor_of
 from tests.support.ranks import Place, running
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import LocalTensor, load, load_together, open_checkpoint, save_rank
 from ucp_core.storage import LocalStore, ReadRange
 from workers.keeper import progress_path
-from workers.protocol import Assignment, FoundBad
+from workers.protocol import FoundBad
 from workers.records import ProgressRecord
 from workers.settings import CheckpointSettings, Settings
 from workers.state import HostBuffer, StateEntry
@@ -52,11 +53,7 @@ def _state(value: int | None) -> list[LocalTensor]:
             array = generator.standard_normal(array.shape, np.float32)
         box = Box.full(array.shape)
         fqn = f"layers.{layer}"
-        found.append(
-            LocalTensor(
-                fqn=fqn, slot="weight", dtype="F32", shape=box.stop, box=box, data=array.data
-            )
-        )
+        found.append(tensor_of(fqn, box.stop, array.data, box=box))
     return found
 
 
@@ -126,14 +123,12 @@ def _restore(place: Place) -> tuple[int, list[FoundBad], int, bool]:
         for attempt, resume_step in ((2, 2), (3, 1)):
             try:
                 restored = restore_state(
-                    Assignment(
+                    assignment_of(
+                        place.rank,
                         attempt=attempt,
-                        rank=place.rank,
                         layout=ParallelLayout(dp_replicate=2, dp_shard=2),
-                        store_host="127.0.0.1",
                         store_port=place.port,
-                        resume_step=resume_step,
-                        resume_attempt=1,
+                        resume=(resume_step, 1),
                         lineage=((1, 0),),
                     ),
                     lambda: entries,
@@ -156,18 +151,13 @@ def test_replicas_restore_together_or_not_at_all(tmp_path: Path) -> None:
     for step, value in ((1, 7), (2, 8)):
         directory = tmp_path / f"checkpoints/step-{step:08d}"
         for rank in range(2):
-            save_rank(
+            save_part(
                 LocalStore(),
                 str(directory),
+                _state(value)[rank::2],
                 step=step,
-                attempt=1,
                 rank=rank,
                 world_size=2,
-                tensors=_state(value)[rank::2],
-                extra={},
-                param_groups=[],
-                source={},
-                fsync=False,
             )
     damaged = tmp_path / "checkpoints/step-00000002/a0001-r00001.bin"
     with damaged.open("r+b") as file:

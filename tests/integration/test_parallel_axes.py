@@ -29,12 +29,13 @@ from tests.support.attempts import (
     wait_for_steps,
 )
 from tests.support.experts import with_experts
+from tests.support.made import save_part
 from tests.support.node_memory import NodeProcess
 from tests.support.node_memory import newest as newest_in_memory
 from tests.support.ranks import Place, running
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
-from ucp_core.native import open_checkpoint, save_rank
+from ucp_core.native import open_checkpoint
 from ucp_core.storage import LocalStore
 from workers import collectives
 from workers.models import Decoder, chunks_of, initial_value, resolve, tensor_plan
@@ -199,18 +200,12 @@ def saved_and_loaded(layout: ParallelLayout, place: Place) -> list[dict[str, Any
     store, directory = LocalStore(), str(place.directory / "checkpoint")
     collectives.form(**place.formation(1, layout.world_size))
     before = _State(build_mesh(layout, device_type="cpu", attempt=1, rank=place.rank))
-    save_rank(
+    save_part(
         store,
         directory,
-        step=1,
-        attempt=1,
+        HostBuffer().capture(before.training.saved()),
         rank=place.rank,
         world_size=layout.world_size,
-        tensors=HostBuffer().capture(before.training.saved()),
-        extra={},
-        param_groups=[],
-        source={},
-        fsync=False,
     )
     found = [before.whole()]
     torch.distributed.barrier()

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import local_tensors, random_sharding, save, small_state
+from tests.support.made import save_part
 from tests.support.power import PowerLog
 from ucp_core.conversion import convert
-from ucp_core.native import open_checkpoint, save_rank
+from ucp_core.native import open_checkpoint
 from ucp_core.storage import LocalStore, join
 
 STATE = small_state()
@@ -17,17 +18,13 @@ STATE = small_state()
 def save_durably(root: Path, *, fsync: bool) -> None:
     sharding = random_sharding(random.Random(7), STATE, 2)
     for rank in (0, 1):
-        save_rank(
+        save_part(
             LocalStore(),
             str(root / "run/checkpoints/step-00000007"),
+            local_tensors(STATE, sharding[rank]),
             step=7,
-            attempt=1,
             rank=rank,
             world_size=2,
-            tensors=local_tensors(STATE, sharding[rank]),
-            extra={},
-            param_groups=[],
-            source={},
             fsync=fsync,
         )
 

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from orchestrator.cli.main import app
 from orchestrator.driver import diagnose_paths
 from orchestrator.fault_kinds import FaultKind
+from tests.support.made import assignment_of
 from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers.parallel import ModelPlan
-from workers.protocol import Assignment
 from workers.records import ProgressRecord, read_ring
 from workers.settings import CheckpointSettings, ParallelSettings, Settings, TrainSettings
 from workers.train import Session, WorkerContext, run_attempt
@@ -98,16 +98,7 @@ def train(slow: int, starved: int, skips: int, settings: Settings, place: Place)
         fenced=lambda _attempt: False,
         node=f"n{place.rank}",
     )
-    assignment = Assignment(
-        attempt=1,
-        rank=place.rank,
-        layout=layout,
-        store_host="127.0.0.1",
-        store_port=place.port,
-        resume_step=0,
-        resume_attempt=0,
-        lineage=((1, 0),),
-    )
+    assignment = assignment_of(place.rank, layout=layout, store_port=place.port)
     run_attempt(assignment, context, task)
     page.close()
 

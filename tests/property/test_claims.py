@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import local_tensors, random_sharding, small_state
+from tests.support.made import save_part
 from ucp_core.errors import SupersededError
-from ucp_core.native import checkpoint_name, collect_garbage, find_committed, save_rank
+from ucp_core.native import checkpoint_name, collect_garbage, find_committed
 from ucp_core.storage import MemoryStore, Owner, claim, join, next_claim
 
 RUN = "run"
@@ -136,18 +137,12 @@ class World:
         lineage = self.journal[number] = (*before, (attempt, begin))
         self.newest = max(self.newest, (number, begin))
         for step in range(begin + 1, begin + 1 + num_steps):
-            saved = save_rank(
+            saved = save_part(
                 self.store,
                 join(CHECKPOINTS, checkpoint_name(step)),
+                TENSORS,
                 step=step,
                 attempt=attempt,
-                rank=0,
-                world_size=1,
-                tensors=TENSORS,
-                extra={},
-                param_groups=[],
-                source={},
-                fsync=False,
                 require_owner=require_owner,
             )
             if saved.committed and self.newest[0] == number:

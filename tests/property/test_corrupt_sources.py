@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from orchestrator.policies import bad_sources, versions
+from tests.support.made import save_part
 from tests.support.memory_versions import State, local_tensors, make_state, write_version
 from ucp_core.errors import CheckpointCorruptError, UcpError
-from ucp_core.native import Checkpoint, find_committed, load, save_rank
+from ucp_core.native import Checkpoint, find_committed, load
 from ucp_core.storage import LocalStore
 from workers.keeper import MemorySources
 from workers.keeper.arena_table import ArenaTable
@@ -151,11 +152,14 @@ def test_every_flipped_bit_in_storage_is_noticed_and_the_older_version_is_loaded
     store, root, rng = LocalStore(), str(tmp_path), random.Random(7)
     for step, state in STATES.items():
         for rank in range(WORLD):
-            save_rank(
-                store, f"{root}/step-{step:08d}", step=step, attempt=1, rank=rank,
-                world_size=WORLD, tensors=local_tensors(state, rank, WORLD), extra={},
-                param_groups=[], source={}, fsync=False,
-            )  # fmt: skip
+            save_part(
+                store,
+                f"{root}/step-{step:08d}",
+                local_tensors(state, rank, WORLD),
+                step=step,
+                rank=rank,
+                world_size=WORLD,
+            )
     folder = tmp_path / "step-00000002"
     files = [*sorted(folder.glob("*.bin")), folder / "manifest.json"]
     for number in range(NUM_FLIPS):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.made import held_of
 from workers.memory import counts
 from workers.memory.retention import choose_buffer
 from workers.protocol import Held
@@ -42,10 +43,7 @@ class Rank:
 
 
 def held(buffer: int, attempt: int, step: int) -> Held:
-    return Held(
-        buffer=buffer, sequence=2, attempt=attempt, step=step, rank=0, world_size=2, data_bytes=8,
-        record_bytes=8,
-    )  # fmt: skip
+    return held_of(step, attempt=attempt, data_bytes=8, record_bytes=8, buffer=buffer)
 
 
 def common(ranks: list[Rank]) -> set[Version]:

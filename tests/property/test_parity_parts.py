@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.made import held_of
 from tests.support.memory_versions import check_loads, make_state, write_version
 from workers.errors import ParityError
 from workers.memory import Arena, LocalPart, Part
@@ -52,15 +53,15 @@ class _NotingPart(_BytesPart):
 def _held(
     rank: int, data_bytes: int, record_bytes: int, world_size: int = 9, step: int = STEP
 ) -> Held:
-    return Held(
-        buffer=2,
-        sequence=8,
+    return held_of(
+        step,
+        rank,
         attempt=ATTEMPT,
-        step=step,
-        rank=rank,
         world_size=world_size,
         data_bytes=data_bytes,
         record_bytes=record_bytes,
+        buffer=2,
+        sequence=8,
     )
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.made import held_of
 from workers.memory import NUM_BUFFERS, HeldArena, counts, in_use, reapable, split_name
 from workers.memory.retention import choose_buffer
 from workers.protocol import Held
@@ -19,10 +20,7 @@ Version = tuple[int, int]
 
 
 def _held(buffer: int, attempt: int, step: int, rank: int = 0, world: int = 1) -> Held:
-    return Held(
-        buffer=buffer, sequence=2, attempt=attempt, step=step, rank=rank, world_size=world,
-        data_bytes=1, record_bytes=1,
-    )  # fmt: skip
+    return held_of(step, rank, attempt=attempt, world_size=world, data_bytes=1, buffer=buffer)
 
 
 LINEAGES = st.lists(st.integers(0, 9), max_size=4).map(

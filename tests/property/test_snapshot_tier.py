@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.made import save_part, tensor_of
 from tests.support.memory_versions import (
     State,
     check_loads,
@@ -18,7 +19,7 @@ from tests.support.memory_versions import (
 )
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.geometry import Box
-from ucp_core.native import LocalTensor, load, save_rank
+from ucp_core.native import LocalTensor, load
 from workers.memory import Arena, ArenaStore, LocalPart, open_version
 
 
@@ -71,14 +72,9 @@ def test_data_that_lies_in_the_buffer_already_is_not_moved() -> None:
         arena.begin(buffer, attempt=1, step=1, rank=0, world_size=1)
         body = arena.body(buffer)[:32]
         body[:] = bytes(range(32))
-        tensor = LocalTensor(
-            fqn="w", slot="weight", dtype="F32", shape=(8,), box=Box.full((8,)), data=body
-        )
+        tensor = tensor_of("w", (8,), body)
         store = ArenaStore(arena, buffer)
-        save_rank(
-            store, "s", step=1, attempt=1, rank=0, world_size=1, tensors=[tensor], extra={},
-            param_groups=[], source={}, fsync=False,
-        )  # fmt: skip
+        save_part(store, "s", [tensor])
         target = bytearray(32)
         load(
             open_version({0: LocalPart(arena, arena.versions()[0])}),

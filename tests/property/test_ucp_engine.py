@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.foreign_maps import Foreign, index, random_box, random_foreign, target
+from tests.support.foreign_maps import Foreign, index, random_box, random_foreign
+from tests.support.made import room_for
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
 from ucp_core.geometry import Box, StateMap
 from ucp_core.native import Checkpoint, LocalTensor, load
@@ -60,7 +61,7 @@ def _made(seed: int) -> tuple[random.Random, Foreign]:
 
 def _needs(rng: random.Random, made: Foreign) -> list[LocalTensor]:
     entries = made.checkpoint.state_map.entries.values()
-    return [target(e, random_box(rng, e.shape)) for e in entries for _ in range(2)]
+    return [room_for(e, random_box(rng, e.shape)) for e in entries for _ in range(2)]
 
 
 def _assert_equal(made: Foreign, need: Iterable[LocalTensor]) -> None:
@@ -111,7 +112,7 @@ def test_a_map_with_a_hole_is_an_error_and_never_garbage(seed: int) -> None:
         holed.state_map.prove_coverage()
     assert caught.value.facts["fqn"] == key.fqn
     with pytest.raises(UncoveredRegionError, match=r"is in no file"):
-        load(holed, [target(entry, Box.full(entry.shape))])
+        load(holed, [room_for(entry, Box.full(entry.shape))])
     need = [tensor for tensor in _needs(rng, made) if tensor.fqn != key.fqn]
     load(holed, need)
     _assert_equal(made, need)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.policies import complete
 from orchestrator.policies.versions import newest, protection, without
+from tests.support.made import held_of
 from workers.errors import ParityError
 from workers.parity import ParityRecord, lost_parts
 from workers.protocol import Covered, Held, Inventory, Member, PartRef
@@ -19,12 +20,10 @@ SIZE_BYTES = 6400
 
 
 def _held(attempt: int, step: int, rank: int) -> Held:
-    return Held(
-        buffer=0,
-        sequence=2,
+    return held_of(
+        step,
+        rank % ((attempt + step) % 3 + 1),
         attempt=attempt,
-        step=step,
-        rank=rank % ((attempt + step) % 3 + 1),
         world_size=(attempt + step) % 3 + 1,
         data_bytes=SIZE_BYTES,
         record_bytes=0,
@@ -51,12 +50,10 @@ def _record(attempt: int, step: int, place: int) -> ParityRecord:
 
 def _parity(version: tuple[int, int], place: int) -> PartRef:
     record = _record(*version, place)
-    held = Held(
-        buffer=0,
-        sequence=2,
+    held = held_of(
+        record.step,
+        -1 - place,
         attempt=record.attempt,
-        step=record.step,
-        rank=-1 - place,
         world_size=record.world_size,
         data_bytes=0,
         record_bytes=len(record.to_bytes()),

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tests.support.made import save_part, tensor_of
 from ucp_core.geometry import DTYPE_BYTES, Box, TensorKey, flat_range
 from ucp_core.native import (
     NOT_FINITE,
@@ -17,7 +18,6 @@ from ucp_core.native import (
     SaveResult,
     checkpoint_name,
     load,
-    save_rank,
 )
 from ucp_core.reading import Part
 from ucp_core.storage import Store, join
@@ -84,13 +84,13 @@ def cuts(rng: random.Random, shape: tuple[int, ...], parts: int) -> list[Box]:
 def local_tensors(state: State, held: dict[TensorKey, list[Box]]) -> list[LocalTensor]:
     """Return what one rank gives to ``save_rank``."""
     return [
-        LocalTensor(
-            fqn=key.fqn,
+        tensor_of(
+            key.fqn,
+            state[key].shape,
+            memoryview(state[key].cut(box)),
             slot=key.slot,
             dtype=state[key].dtype,
-            shape=state[key].shape,
             box=box,
-            data=memoryview(state[key].cut(box)),
         )
         for key, boxes in held.items()
         for box in boxes
@@ -100,15 +100,13 @@ def local_tensors(state: State, held: dict[TensorKey, list[Box]]) -> list[LocalT
 def empty_tensors(state: State, held: dict[TensorKey, list[Box]]) -> list[LocalTensor]:
     """Return what one rank gives to ``load``: memory of its own, filled with something else."""
     return [
-        LocalTensor(
-            fqn=key.fqn,
+        tensor_of(
+            key.fqn,
+            state[key].shape,
+            memoryview(bytearray(b"\xa5" * (box.num_elements * DTYPE_BYTES[state[key].dtype]))),
             slot=key.slot,
             dtype=state[key].dtype,
-            shape=state[key].shape,
             box=box,
-            data=memoryview(
-                bytearray(b"\xa5" * (box.num_elements * DTYPE_BYTES[state[key].dtype]))
-            ),
         )
         for key, boxes in held.items()
         for box in boxes
@@ -147,18 +145,17 @@ def save(
     """Save ``state`` by every rank, or by ``ranks`` only, in their order."""
     held = sharding or random_sharding(random.Random(step), state, world_size)
     return [
-        save_rank(
+        save_part(
             store,
             join(root, checkpoint_name(step)),
+            local_tensors(state, held[rank]),
             step=step,
             attempt=attempt,
             rank=rank,
             world_size=world_size,
-            tensors=local_tensors(state, held[rank]),
             extra={"cursor": {"step": step}},
             param_groups=[{"params": [f"of.rank.{rank}"], "lr": 0.1}],
             source={"name": "test"},
-            fsync=False,
         )
         for rank in (range(world_size) if ranks is None else ranks)
     ]
@@ -176,18 +173,12 @@ def save_with(
     store: Store, state: State, *, step: int, extra: dict[str, Any], root: str = ROOT
 ) -> None:
     """Save ``state`` by one rank with small named values."""
-    save_rank(
+    save_part(
         store,
         join(root, checkpoint_name(step)),
+        local_tensors(state, random_sharding(random.Random(step), state, 1)[0]),
         step=step,
-        attempt=1,
-        rank=0,
-        world_size=1,
-        tensors=local_tensors(state, random_sharding(random.Random(step), state, 1)[0]),
         extra=extra,
-        param_groups=[],
-        source={},
-        fsync=False,
     )
 
 
@@ -199,13 +190,13 @@ def whole_need(state: State) -> list[LocalTensor]:
 def load_parts(checkpoint: Checkpoint, parts: Iterable[Part]) -> list[LocalTensor]:
     """Return parts of a checkpoint in new memory."""
     tensors = [
-        LocalTensor(
-            fqn=part.key.fqn,
+        tensor_of(
+            part.key.fqn,
+            part.shape,
+            memoryview(bytearray(part.box.num_elements * DTYPE_BYTES[part.dtype])),
             slot=part.key.slot,
             dtype=part.dtype,
-            shape=part.shape,
             box=part.box,
-            data=memoryview(bytearray(part.box.num_elements * DTYPE_BYTES[part.dtype])),
         )
         for part in parts
     ]

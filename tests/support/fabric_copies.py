@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from tests.support.fabric import Fabric, read_line
+from tests.support.fabric import Fabric, read_line, say
 from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.client import WireClient
@@ -64,7 +64,7 @@ def _hold(host: str) -> None:
     table = ArenaTable(budget_bytes=1 << 40)
     arena = table.reserve(_ARENA, body_bytes=_SIZE_BYTES)
     server = WireServer(table, host=host, secret=_SECRET)
-    _say(server.address[1])
+    say(server.address[1])
     with tempfile.TemporaryDirectory() as directory:
         path = descriptor_socket(Path(directory))
         # It serves until the process is killed.
@@ -78,12 +78,7 @@ def _hold(host: str) -> None:
             notify(path, _ARENA)
             while not arena.is_followed() or arena.copy_behind():
                 time.sleep(1e-3)
-            _say(step)
-
-
-def _say(number: int) -> None:
-    sys.stdout.write(f"{number}\n")
-    sys.stdout.flush()
+            say(step)
 
 
 def _copy(host: str, port: int, source_port: int) -> None:

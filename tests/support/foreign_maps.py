@@ -20,7 +20,7 @@ from ucp_core.geometry import (
     packed_strides,
 )
 from ucp_core.manifest import Kind, Manifest
-from ucp_core.native import Checkpoint, LocalTensor
+from ucp_core.native import Checkpoint
 from ucp_core.numerics import crc32, decode, encode
 from ucp_core.storage import MemoryStore
 
@@ -160,16 +160,3 @@ def random_box(rng: random.Random, shape: Sequence[int]) -> Box:
         return Box.full(shape)
     pairs = [sorted((rng.randint(0, n), rng.randint(0, n))) for n in shape]
     return Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
-
-
-def target(entry: TensorEntry, box: Box) -> LocalTensor:
-    """Return memory for a box, filled with something else."""
-    num_bytes = box.num_elements * DTYPE_BYTES[entry.dtype]
-    return LocalTensor(
-        fqn=entry.key.fqn,
-        slot=entry.key.slot,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        box=box,
-        data=memoryview(bytearray(b"\xa5" * num_bytes)),
-    )

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
-from ucp_core.geometry import Box, TensorKey
-from ucp_core.native import Checkpoint, LocalTensor, load
+from tests.support.made import tensor_of
+from ucp_core.geometry import TensorKey
+from ucp_core.native import Checkpoint, load
 
 #: Checkpoints that the frameworks themselves wrote.
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
@@ -27,14 +28,7 @@ def loaded(checkpoint: Checkpoint, fqn: str, slot: str = "weight") -> torch.Tens
     entry = checkpoint.state_map.entries[TensorKey(fqn, slot)]
     tensor = torch.zeros(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
     data = tensor.reshape(-1).view(torch.uint8).numpy().data
-    need = LocalTensor(
-        fqn=fqn,
-        slot=slot,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        box=Box.full(entry.shape),
-        data=data,
-    )
+    need = tensor_of(fqn, entry.shape, data, slot=slot, dtype=entry.dtype)
     load(checkpoint, [need])
     return tensor
 

@@ -12,8 +12,9 @@ from orchestrator.shell.capacity import ActorPool, Keepers, Nodes, NodeView, Wor
 from orchestrator.shell.capacity.nodes import Cluster
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.memory.snapshots import Answer, Snapshots
+from tests.support.made import held_of
 from ucp_core.storage import Store
-from workers.protocol import Held, Inventory, KeeperOrder, PartRef
+from workers.protocol import Inventory, KeeperOrder, PartRef
 
 ROOT = "run/checkpoints"
 LINEAGE = ((1, 0),)
@@ -34,7 +35,7 @@ class Handle:
         self.flushed: list[tuple[int, int]] = []
         self.is_silent = False
         parts = tuple(
-            PartRef(node=node, arena=f"w{rank}.0", held=held(step, rank)) for step in steps
+            PartRef(node=node, arena=f"w{rank}.0", held=held_of(step, rank)) for step in steps
         )
         self._inventory = Inventory(node=node, parts=parts)
         self.held, self.order, self.flush = Call(self._held), Call(self._order), Call(self._flush)
@@ -120,19 +121,6 @@ def workers_of(
         nodes=nodes,
         keepers=keepers_of(nodes, post),
         pool=ActorPool(object, {}, names=names, name=names.worker, boot={}),
-    )
-
-
-def held(step: int, rank: int) -> Held:
-    return Held(
-        buffer=0,
-        sequence=2,
-        attempt=1,
-        step=step,
-        rank=rank,
-        world_size=2,
-        data_bytes=10,
-        record_bytes=1,
     )
 
 

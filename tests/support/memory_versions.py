@@ -6,9 +6,10 @@ from typing import TypeAlias
 import numpy as np
 
 from tests.support.filling import FilledStore
+from tests.support.made import save_part, tensor_of
 from ucp_core.geometry import Box
 from ucp_core.lineage import Lineage
-from ucp_core.native import LocalTensor, load, save_rank
+from ucp_core.native import LocalTensor, load
 from workers.memory import Arena, Part, open_version
 from workers.protocol import Held
 
@@ -31,14 +32,12 @@ def local_tensors(state: State, rank: int, world_size: int) -> list[LocalTensor]
         box = whole.split(0, world_size)[rank] if value.ndim else whole
         data = np.ascontiguousarray(value[tuple(map(slice, box.start, box.stop))])
         tensors.append(
-            LocalTensor(
-                fqn=fqn,
-                slot="weight",
-                dtype="F32",
-                shape=value.shape,
-                box=box,
-                data=memoryview(bytearray(data.tobytes())),
+            tensor_of(
+                fqn,
+                value.shape,
+                memoryview(bytearray(data.tobytes())),
                 replica=not value.ndim and rank > 0,
+                box=box,
             )
         )
     return tensors
@@ -58,18 +57,15 @@ def write_version(
     """Make the arena's next buffer the part of ``rank`` and return what it holds then."""
     buffer = arena.choose(lineage, kept=kept)
     arena.begin(buffer, attempt=attempt, step=step, rank=rank, world_size=world_size)
-    save_rank(
+    save_part(
         FilledStore(arena, buffer),
         f"step-{step:08d}",
+        local_tensors(state, rank, world_size),
         step=step,
         attempt=attempt,
         rank=rank,
         world_size=world_size,
-        tensors=local_tensors(state, rank, world_size),
         extra={"cursor": step},
-        param_groups=[],
-        source={},
-        fsync=False,
     )
     held = arena.held(buffer)
     assert held is not None

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.forking import forking
-from ucp_core.geometry import Box
-from ucp_core.native import Checkpoint, LocalTensor, load
+from tests.support.made import room_for
+from ucp_core.native import Checkpoint, load
 from workers.keeper import MemorySources
 from workers.keeper.node_memory import NodeMemory
 from workers.protocol import Inventory, KeeperOrder, PartRef, Peer
@@ -137,17 +137,7 @@ def _serve(pipe: Connection, how: dict[str, Any]) -> None:
 
 def whole_state(checkpoint: Checkpoint) -> dict[Any, bytes]:
     """Return all bytes of a version, verified."""
-    need = [
-        LocalTensor(
-            fqn=key.fqn,
-            slot=key.slot,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            box=Box.full(entry.shape),
-            data=memoryview(bytearray(entry.num_bytes)),
-        )
-        for key, entry in checkpoint.state_map.entries.items()
-    ]
+    need = [room_for(entry) for entry in checkpoint.state_map.entries.values()]
     load(checkpoint, need)
     return {(tensor.fqn, tensor.slot): bytes(tensor.data) for tensor in need}
 

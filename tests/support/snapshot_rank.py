@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.support.made import assignment_of
 from tests.support.snapshots import eventually
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
@@ -15,7 +16,6 @@ from ucp_core.native import LocalTensor, load
 from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.memory import Arena, CopyStream, LocalPart, descriptor_socket, open_version
-from workers.protocol import Assignment
 from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
 from workers.state import StateEntry
 
@@ -72,15 +72,10 @@ class Rank:
         self.may_tell.set()
         self.writer = SnapshotWriter(
             self.memory,
-            Assignment(
+            assignment_of(
+                self.rank,
                 attempt=self.attempt,
-                rank=self.rank,
                 layout=self.layout,
-                store_host="",
-                store_port=0,
-                resume_step=0,
-                resume_attempt=0,
-                lineage=((self.attempt, 0),),
                 guards=self.guards,
                 parity=self.parity,
             ),

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from tests.support.filling import FilledStore
+from tests.support.made import save_part, tensor_of
 from ucp_core.geometry import Box
-from ucp_core.native import LocalTensor, checkpoint_name, save_rank
+from ucp_core.native import LocalTensor, checkpoint_name
 from ucp_core.storage import Buffer, MemoryStore
 from workers.memory import Arena
 from workers.protocol import Held
@@ -38,10 +39,7 @@ def part(step: int, rank: int, world: int) -> LocalTensor:
     """Return what ``rank`` of ``world`` holds of it."""
     box = Box.full((ROWS, 128)).split(0, world)[rank]
     data = np.ascontiguousarray(weights(step)[box.start[0] : box.stop[0]])
-    return LocalTensor(
-        fqn="w", slot="weight", dtype="F32", shape=(ROWS, 128), box=box,
-        data=memoryview(bytearray(data.tobytes())),
-    )  # fmt: skip
+    return tensor_of("w", (ROWS, 128), memoryview(bytearray(data.tobytes())), box=box)
 
 
 def body_bytes(world: int) -> int:
@@ -62,18 +60,15 @@ def snapshot(
     """Write one version as a trainer does and return what the buffer says then."""
     buffer = arena.choose(lineage)
     arena.begin(buffer, attempt=attempt, step=step, rank=rank, world_size=world)
-    save_rank(
+    save_part(
         FilledStore(arena, buffer),
         checkpoint_name(step),
+        [part(step, rank, world)],
         step=step,
         attempt=attempt,
         rank=rank,
         world_size=world,
-        tensors=[part(step, rank, world)],
         extra={"cursor": step},
-        param_groups=[],
-        source={},
-        fsync=False,
     )
     if pin:
         arena.pin(buffer)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from tests.support.forking import forking
+from tests.support.made import assignment_of, tensor_of
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
-from ucp_core.native import LocalTensor, load
+from ucp_core.native import load
 from workers.keeper import MemorySources
-from workers.protocol import Assignment, PartRef
+from workers.protocol import PartRef
 from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
 from workers.state import StateEntry
 
@@ -142,14 +143,11 @@ class SoakRank:
             self.memory.leave()
             self._worker = attempt.workers[self._rank]
             self.memory = SnapshotMemory(self._directory, self._worker)
-        assignment = Assignment(
+        assignment = assignment_of(
+            self._rank,
             attempt=number,
-            rank=self._rank,
             layout=ParallelLayout(dp_shard=WORLD),
-            store_host="127.0.0.1",
-            store_port=0,
-            resume_step=step,
-            resume_attempt=0,
+            resume=(step, 0),
             lineage=attempt.lineage,
         )
         self.writer = SnapshotWriter(
@@ -164,14 +162,7 @@ class SoakRank:
         return Captured(step=step, entries=self._entries, extra={"cursor": step}, param_groups=[])
 
     def _load(self, memory: Sequence[PartRef], step: int) -> None:
-        need = LocalTensor(
-            fqn="w",
-            slot="weight",
-            dtype="F32",
-            shape=(ROWS, COLUMNS),
-            box=Box.full((ROWS, COLUMNS)),
-            data=self._whole.numpy().data.cast("B"),
-        )
+        need = tensor_of("w", (ROWS, COLUMNS), self._whole.numpy().data.cast("B"))
         self._whole.zero_()
         sources = MemorySources(memory, node=self._node, keeper_directory=self._directory)
         with closing(sources):

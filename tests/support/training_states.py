@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.made import save_part, tensor_of
 from ucp_core.geometry import Box, TensorEntry, TensorKey
-from ucp_core.native import Checkpoint, LocalTensor, open_checkpoint, save_rank
+from ucp_core.native import Checkpoint, LocalTensor, open_checkpoint
 from ucp_core.storage import Store
 
 Array = npt.NDArray[Any]
@@ -41,21 +42,18 @@ class TrainingState:
     def save(self, store: Store, directory: str, *, world_size: int = 2) -> Checkpoint:
         """Save it cut into rows over ranks, and return it opened."""
         for rank in range(world_size):
-            save_rank(
+            save_part(
                 store,
                 directory,
-                step=self.step,
-                attempt=1,
-                rank=rank,
-                world_size=world_size,
-                tensors=[
+                [
                     _rows(name, slot, array, rank, world_size)
                     for name, slot, array in self.tensors()
                 ],
+                step=self.step,
+                rank=rank,
+                world_size=world_size,
                 extra=self.extra,
                 param_groups=self.groups,
-                source={},
-                fsync=False,
             )
         opened = open_checkpoint(store, directory)
         roles = dict.fromkeys(self.frozen, "frozen") | dict.fromkeys(self.buffers, "buffer")
@@ -76,14 +74,14 @@ def _rows(name: str, slot: str, array: Array, rank: int, world_size: int) -> Loc
     if array.shape:
         box = box.split(0, world_size)[rank]
     part = array[tuple(map(slice, box.start, box.stop))]
-    return LocalTensor(
-        fqn=name,
+    return tensor_of(
+        name,
+        array.shape,
+        memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data),
         slot=slot,
         dtype=NAMES[array.dtype.name],
-        shape=array.shape,
-        box=box,
-        data=memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data),
         replica=not array.shape and rank > 0,
+        box=box,
     )
 
 

@@ -17,8 +17,10 @@ from orchestrator.core.actions import (
 from orchestrator.core.events import Leaving
 from orchestrator.core.handlers.survey import Adopted
 from orchestrator.core.state import freeze, thaw
+from tests.support.run_events import begun_on, formed_by, left_by
 from workers.protocol import Source
 
+MEMBERS = ("w0001", "w0002")
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
 
 
@@ -30,23 +32,14 @@ def _fold(state: RunState, *events: ev.Event, rules: RunRules = RULES) -> RunSta
 
 def _ready(rules: RunRules = RULES) -> RunState:
     """Return a run that has begun its first attempt on nodes a and b."""
-    return _fold(
-        RunState(),
-        ev.ControllerStarted(at_s=0.0, incarnation=1),
-        ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
-        ev.ReservationGranted(at_s=0.0, reservation=2, node="b"),
-        ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
-        ev.WorkerReady(at_s=1.0, worker="w0002", node="b", pid=12),
-        rules=rules,
-    )
+    return _fold(RunState(), *begun_on("ab"), rules=rules)
 
 
 def _running() -> RunState:
     """Return a run whose first attempt has committed step 1."""
     return _fold(
         _ready(),
-        ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0001"),
-        ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0002"),
+        *formed_by(MEMBERS, at_s=2.0),
         ev.StepCompleted(at_s=2.1, attempt=1, step=1, step_s=0.1),
         ev.CheckpointCommitted(at_s=2.1, attempt=1, step=1),
     )
@@ -58,12 +51,7 @@ def _kinds(actions: tuple[act.Action, ...]) -> list[type]:
 
 def test_the_first_attempt_waits_for_all_until_the_grace_ends() -> None:
     """Starting with one worker and growing a second later would cost a re-formation."""
-    state = _fold(
-        RunState(),
-        ev.ControllerStarted(at_s=0.0, incarnation=1),
-        ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
-        ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
-    )
+    state = _fold(RunState(), *begun_on("a"))
     assert state.phase is Phase.WAITING
     assert next_deadline_s(state) == 1.0 + RULES.bounds.grace_s
 
@@ -199,10 +187,7 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
     state = _fold(
         state,
         ev.WorkerExited(at_s=2.0, worker=dead, cause="crash", detail=""),
-        *(
-            ev.WorkerLeft(at_s=2.1, attempt=1, worker=name, how=Leaving.FENCED, step=1, detail="")
-            for name in left
-        ),
+        *left_by(left, at_s=2.1),
         ev.CommittedRead(at_s=2.2, attempt=1, step=1, committed_by=1, skipped=()),
         rules=rules,
     )
@@ -300,17 +285,7 @@ def test_a_hint_never_avoids_a_node() -> None:
         at_s = 3.0 + attempt
         state = _fold(
             state,
-            *(
-                ev.WorkerLeft(
-                    at_s=at_s,
-                    attempt=attempt,
-                    worker=w,
-                    how=Leaving.PEER_LOST,
-                    step=attempt,
-                    detail="",
-                )
-                for w in ("w0001", "w0002")
-            ),
+            *left_by(MEMBERS, at_s=at_s, attempt=attempt, how=Leaving.PEER_LOST, step=attempt),
             ev.LinksProbed(at_s=at_s, number=attempt, heard=("a", "b")),
             ev.CommittedRead(
                 at_s=at_s, attempt=attempt, step=attempt, committed_by=attempt, skipped=()
@@ -324,10 +299,7 @@ def test_a_hint_never_avoids_a_node() -> None:
 
 def test_members_whose_lease_ran_out_are_taken_back_without_blame() -> None:
     """The controller had been cut off from all of them; they stopped, and it hears them again."""
-    left = [
-        ev.WorkerLeft(at_s=60.0, attempt=1, worker=w, how=Leaving.YIELDED, step=7, detail="")
-        for w in ("w0001", "w0002")
-    ]
+    left = left_by(MEMBERS, at_s=60.0, how=Leaving.YIELDED, step=7)
     state = _fold(_running(), *left)
     assert (state.phase, state.cause and state.cause.kind) == (Phase.READING, "controller_restart")
     state = _fold(
@@ -353,8 +325,7 @@ def _taken_below_the_minimum() -> tuple[RunState, tuple[act.Action, ...]]:
     """Return a run of two at the end of the notice of node b, for 37 s, and what it does."""
     state = _fold(
         _ready(BOTH),
-        ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0001"),
-        ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0002"),
+        *formed_by(MEMBERS, at_s=2.0),
         ev.StepCompleted(at_s=2.1, attempt=1, step=1, step_s=0.1),
         rules=BOTH,
     )
@@ -369,10 +340,7 @@ def _taken_below_the_minimum() -> tuple[RunState, tuple[act.Action, ...]]:
 
 def _waiting_below_the_minimum() -> RunState:
     state, _ = _taken_below_the_minimum()
-    left = [
-        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how=Leaving.YIELDED, step=900, detail="")
-        for worker in ("w0001", "w0002")
-    ]
+    left = left_by(MEMBERS, at_s=31.0, how=Leaving.YIELDED, step=900)
     state = _fold(state, *left, rules=BOTH)
     assert (state.phase, state.committed, state.attempt.number) == (Phase.WAITING, (900, 1), 1)
     return state
@@ -404,8 +372,7 @@ def test_a_worker_that_was_not_taken_in_time_trains_on() -> None:
     assert (state.phase, state.attempt.number) == (Phase.FORMING, 2)
     state = _fold(
         state,
-        ev.WorkerFormed(at_s=51.0, attempt=2, worker="w0001"),
-        ev.WorkerFormed(at_s=51.0, attempt=2, worker="w0002"),
+        *formed_by(MEMBERS, at_s=51.0, attempt=2),
         ev.StepCompleted(at_s=51.1, attempt=2, step=901, step_s=0.1),
         ev.StepCompleted(at_s=500.0, attempt=2, step=999, step_s=0.1),
         rules=BOTH,
@@ -428,16 +395,12 @@ def test_before_the_controllers_machine_goes_the_state_is_in_storage_once() -> N
     state, (order,) = step(state, ev.Ticked(at_s=30.0), rules=RULES)
     assert isinstance(order, YieldAttempt)
     assert order.durable
-    left = [
-        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how=Leaving.YIELDED, step=9, detail="")
-        for worker in ("w0001", "w0002")
-    ]
+    left = left_by(MEMBERS, at_s=31.0, how=Leaving.YIELDED, step=9)
     state = _fold(state, *left)
     assert (state.phase, state.attempt.number, state.attempt.step) == (Phase.FORMING, 2, 9)
     state = _fold(
         state,
-        ev.WorkerFormed(at_s=31.5, attempt=2, worker="w0001"),
-        ev.WorkerFormed(at_s=31.5, attempt=2, worker="w0002"),
+        *formed_by(MEMBERS, at_s=31.5, attempt=2),
         ev.StepCompleted(at_s=32.0, attempt=2, step=10, step_s=0.1),
     )
     assert state.phase is Phase.TRAINING
@@ -486,12 +449,7 @@ def test_an_attempt_that_did_not_form_in_time_gets_more_time_the_next_time() -> 
     assert bound_s == 1.0 + RULES.bounds.form_s
     state = _fold(
         state,
-        *(
-            ev.WorkerLeft(
-                at_s=bound_s, attempt=1, worker=worker, how=Leaving.FENCED, step=0, detail=""
-            )
-            for worker in ("w0001", "w0002")
-        ),
+        *left_by(MEMBERS, at_s=bound_s, step=0),
     )
     nothing = replace(_read(bound_s, state), step=0, committed_by=0, source="")
     state = _fold(state, nothing)
@@ -567,7 +525,7 @@ def test_one_of_several_late_processes_is_killed_at_a_time() -> None:
     assert [name for name, _ in (*none, *second, *ready)] == ["w0002"]
 
 
-@pytest.mark.parametrize("order", [("w0001", "w0002"), ("w0002", "w0001")])
+@pytest.mark.parametrize("order", [MEMBERS, ("w0002", "w0001")])
 def test_a_worker_that_was_told_to_end_is_replaced_and_nothing_is_lost(
     order: tuple[str, str],
 ) -> None:
@@ -615,12 +573,7 @@ def test_a_completed_run_is_described_with_its_last_step() -> None:
     """Steps are reported about once a second, so a worker leaves with the last unreported."""
     state = _fold(
         _running(),
-        ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0001", how=Leaving.COMPLETED, step=1000, detail=""
-        ),
-        ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0002", how=Leaving.COMPLETED, step=1000, detail=""
-        ),
+        *left_by(MEMBERS, at_s=3.0, how=Leaving.COMPLETED, step=1000),
     )
 
     assert state.phase is Phase.FINISHED
@@ -637,8 +590,8 @@ def test_description_has_what_status_promises() -> None:
     assert document["committed_step"] == 1
     assert document["layout"] == "dp_shard=2"
     assert document["members"] == [
-        {"rank": 0, "worker": "w0001", "node": "a", "pid": 11, "state": "training"},
-        {"rank": 1, "worker": "w0002", "node": "b", "pid": 12, "state": "training"},
+        {"rank": 0, "worker": "w0001", "node": "a", "pid": 1, "state": "training"},
+        {"rank": 1, "worker": "w0002", "node": "b", "pid": 2, "state": "training"},
     ]
     assert document["standbys"] == []
     assert document["nodes"][0] == {"node": "a", "state": "alive", "reservations": [1]}
@@ -658,7 +611,7 @@ def _unloadable(at_s: float, attempt: int, source: Source | None = None) -> list
             detail="",
             damaged=(source,) if source is not None and worker == "w0002" else (),
         )
-        for worker in ("w0001", "w0002")
+        for worker in MEMBERS
     ]
 
 
@@ -678,12 +631,7 @@ def test_attempts_that_find_something_bad_cost_no_budget_and_no_time() -> None:
     """There may be dozens of bad sources, and the twelfth attempt without progress ends a run."""
     state = _fold(
         _running(),
-        ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0001", how=Leaving.PEER_LOST, step=1, detail=""
-        ),
-        ev.WorkerLeft(
-            at_s=3.0, attempt=1, worker="w0002", how=Leaving.PEER_LOST, step=1, detail=""
-        ),
+        *left_by(MEMBERS, at_s=3.0, how=Leaving.PEER_LOST),
         ev.LinksProbed(at_s=3.0, number=1, heard=("a", "b")),
     )
     for number in range(40):

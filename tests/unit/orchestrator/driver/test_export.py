@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from orchestrator.config import load
 from orchestrator.driver import export_run
 from orchestrator.errors import RunNotFoundError
-from ucp_core.geometry import Box
-from ucp_core.native import Collector, Found, LocalTensor, checkpoint_name, save_rank
+from tests.support.made import save_part, tensor_of
+from ucp_core.native import Collector, Found, checkpoint_name
 from ucp_core.storage import open_store
 
 MEMORY = 64 << 20
@@ -27,27 +27,8 @@ def save(run: Path, step: int) -> None:
     """Commit a step whose weight says which one it is."""
     store, path = open_store(str(run / "checkpoints" / checkpoint_name(step)))
     weight = np.full((64, 64), step, np.float32)
-    tensor = LocalTensor(
-        fqn="linear.weight",
-        slot="weight",
-        shape=weight.shape,
-        dtype="F32",
-        box=Box.full(weight.shape),
-        data=memoryview(weight.tobytes()),
-    )
-    save_rank(
-        store,
-        path,
-        step=step,
-        attempt=1,
-        rank=0,
-        world_size=1,
-        tensors=[tensor],
-        extra={},
-        param_groups=[],
-        source={},
-        fsync=False,
-    )
+    tensor = tensor_of("linear.weight", weight.shape, memoryview(weight.tobytes()))
+    save_part(store, path, [tensor], step=step)
 
 
 def exported_step(directory: Path) -> int:

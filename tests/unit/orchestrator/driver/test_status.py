@@ -31,8 +31,8 @@ from orchestrator.shell.serve.page import StatusPage
 from tests.support.checkpoints import save, small_state
 from tests.support.histories import ATTEMPT, calm
 from tests.support.journals import NUM_WORKERS, Journaled, config_at
-from tests.support.keeper_handles import held
 from tests.support.live_pages import collector, live_page, require
+from tests.support.made import held_of
 from ucp_core.storage import join
 from workers.protocol import (
     CHECKPOINTS,
@@ -199,7 +199,8 @@ def test_what_is_stored_while_memory_is_asked_is_in_memory_too(tmp_path: Path) -
             Inventory(
                 node=node,
                 parts=tuple(
-                    PartRef(node=node, arena=f"w{rank}.1", held=held(step, rank)) for rank in (0, 1)
+                    PartRef(node=node, arena=f"w{rank}.1", held=held_of(step, rank))
+                    for rank in (0, 1)
                 ),
             )
             for node in nodes
@@ -220,7 +221,7 @@ def test_a_plan_counts_on_nothing_that_could_not_be_loaded(tmp_path: Path) -> No
     for step in (10, 20):
         save(run.store, small_state(), step=step, root=join(run.path, CHECKPOINTS))
     nodes = [node.name for node in run.state.fleet.nodes.values()]
-    part = PartRef(node=nodes[0], arena="w0.1", held=replace(held(30, 0), world_size=1))
+    part = PartRef(node=nodes[0], arena="w0.1", held=replace(held_of(30, 0), world_size=1))
     _find_damaged(run, stored_source(20, 1), part.source)
 
     async def losses() -> dict[str, Any]:

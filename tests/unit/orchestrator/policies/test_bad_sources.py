@@ -1,20 +1,12 @@
 from dataclasses import replace
 
 from orchestrator.policies.bad_sources import described, good, in_storage, on_node, still_bad
-from workers.protocol import Held, Inventory, PartRef, stored_source
+from tests.support.made import held_of
+from workers.protocol import Inventory, PartRef, stored_source
 
 
 def _part(arena: str, *, buffer: int, sequence: int, step: int = 5) -> PartRef:
-    held = Held(
-        buffer=buffer,
-        sequence=sequence,
-        attempt=1,
-        step=step,
-        rank=0,
-        world_size=1,
-        data_bytes=1,
-        record_bytes=1,
-    )
+    held = held_of(step, world_size=1, data_bytes=1, buffer=buffer, sequence=sequence)
     return PartRef(node="a", arena=arena, held=held)
 
 

@@ -14,21 +14,15 @@ from orchestrator.policies import (
     plan_recovery,
 )
 from orchestrator.policies.versions import newest, newest_stored, protection, protects
+from tests.support.made import held_of
 from workers.protocol import Covered, Held, Inventory, Member, PartRef
 
 LINEAGE = ((1, 0),)
 
 
 def _held(step: int, rank: int, *, attempt: int = 1, world_size: int = 2) -> Held:
-    return Held(
-        buffer=0,
-        sequence=2,
-        attempt=attempt,
-        step=step,
-        rank=rank,
-        world_size=world_size,
-        data_bytes=100 + rank,
-        record_bytes=10,
+    return held_of(
+        step, rank, attempt=attempt, world_size=world_size, data_bytes=100 + rank, record_bytes=10
     )
 
 

@@ -25,6 +25,7 @@ from tests.support.conversions import (
     large_state,
     native_source,
 )
+from tests.support.made import save_part, tensor_of
 from ucp_core.conversion import Batch, Job, Result, convert, do_batch
 from ucp_core.conversion import run as convert_module
 from ucp_core.conversion.resume_journal import Journal
@@ -39,7 +40,7 @@ from ucp_core.errors import (
 from ucp_core.geometry import Box, TensorKey
 from ucp_core.inspection import unchecked_bytes, verify
 from ucp_core.manifest import Item
-from ucp_core.native import UNFINISHED_NAME, LocalTensor, open_checkpoint, save_rank
+from ucp_core.native import UNFINISHED_NAME, open_checkpoint
 from ucp_core.storage import LocalStore, MemoryStore
 
 
@@ -392,24 +393,10 @@ def test_the_bound_is_that_of_all_processes(tmp_path: Path, dim: int, memory_mib
     for rank in range(2):
         box = Box.full(shape).split(dim, 2)[rank]
         tensors = [
-            LocalTensor(
-                fqn="w", slot=slot, dtype="F32", shape=shape, box=box, data=memoryview(data)
-            )
+            tensor_of("w", shape, memoryview(data), slot=slot, box=box)
             for slot in ("weight", "exp_avg", "exp_avg_sq")
         ]
-        save_rank(
-            LocalStore(),
-            str(tmp_path / "source"),
-            step=1,
-            attempt=1,
-            rank=rank,
-            world_size=2,
-            tensors=tensors,
-            extra={},
-            param_groups=[],
-            source={},
-            fsync=False,
-        )
+        save_part(LocalStore(), str(tmp_path / "source"), tensors, rank=rank, world_size=2)
     command = [sys.executable, "-m", "ucp_core.cli", "convert", str(tmp_path / "source")]
     command += [str(tmp_path / "out"), "--memory", f"{memory_mib}MiB"]
 

@@ -18,6 +18,7 @@ from tests.support.checkpoints import (
     small_state,
     whole_need,
 )
+from tests.support.made import save_part, tensor_of
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -28,13 +29,11 @@ from ucp_core.errors import (
 from ucp_core.geometry import Box, TensorKey
 from ucp_core.lineage import counts
 from ucp_core.native import (
-    LocalTensor,
     collect_garbage,
     find_committed,
     last_attempt,
     load,
     open_checkpoint,
-    save_rank,
     try_commit,
     unloadable,
 )
@@ -332,19 +331,7 @@ def test_a_part_that_no_rank_saved_stops_the_commit() -> None:
     held = {TensorKey("wte", "weight"): [Box((0, 0), (7, 4))]}
 
     with pytest.raises(UncoveredRegionError, match=r"wte \(weight\): box \[7:8, 0:4\]"):
-        save_rank(
-            store,
-            DIRECTORY,
-            step=7,
-            attempt=1,
-            rank=0,
-            world_size=1,
-            tensors=local_tensors(STATE, held),
-            extra={},
-            param_groups=[],
-            source={},
-            fsync=False,
-        )
+        save_part(store, DIRECTORY, local_tensors(STATE, held), step=7)
     assert find_committed(store, ROOT, lineage=[]) is None
 
 
@@ -353,29 +340,17 @@ def test_replicas_are_not_written() -> None:
     store = MemoryStore()
     key = TensorKey("wte", "weight")
     (whole,) = local_tensors(STATE, {key: [Box.full((8, 4))]})
-    copy = LocalTensor(
-        fqn=whole.fqn,
+    copy = tensor_of(
+        whole.fqn,
+        whole.shape,
+        whole.data,
         slot=whole.slot,
         dtype=whole.dtype,
-        shape=whole.shape,
-        box=whole.box,
-        data=whole.data,
         replica=True,
+        box=whole.box,
     )
     sizes = [
-        save_rank(
-            store,
-            DIRECTORY,
-            step=7,
-            attempt=1,
-            rank=rank,
-            world_size=2,
-            tensors=[tensor],
-            extra={},
-            param_groups=[],
-            source={},
-            fsync=False,
-        ).size_bytes
+        save_part(store, DIRECTORY, [tensor], step=7, rank=rank, world_size=2).size_bytes
         for rank, tensor in enumerate((whole, copy))
     ]
 

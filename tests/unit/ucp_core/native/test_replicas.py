@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.checkpoints import ROOT, assert_loaded, random_state, save, whole_need
 from tests.support.counting_store import CountingStore
-from tests.support.foreign_maps import index, random_box, random_foreign, target
+from tests.support.foreign_maps import index, random_box, random_foreign
+from tests.support.made import room_for
 from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError, UncoveredRegionError
 from ucp_core.geometry import Box, TensorKey
 from ucp_core.native import Checkpoint, LocalTensor, load_together, open_checkpoint
@@ -84,7 +85,8 @@ def test_every_rank_has_all_and_each_byte_is_read_once(seed: int, size: int) -> 
     entries = list(made.checkpoint.state_map.entries.values())
     boxes = [random_box(rng, entry.shape) for entry in entries]
     needs = [
-        [target(entry, box) for entry, box in zip(entries, boxes, strict=True)] for _ in range(size)
+        [room_for(entry, box) for entry, box in zip(entries, boxes, strict=True)]
+        for _ in range(size)
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "_CHUNK_BYTES_MIN", rng.choice((16, 1 << 20)))
@@ -159,7 +161,7 @@ def test_ranks_that_need_different_tensors_are_told_so() -> None:
 def test_a_tensor_that_one_rank_cannot_have_stops_all() -> None:
     """Before anything is read."""
     opened, needs = _saved(MemoryStore())
-    unknown = target(opened.state_map.entries[_first(needs[0][0])], needs[0][0].box)
+    unknown = room_for(opened.state_map.entries[_first(needs[0][0])], needs[0][0].box)
     object.__setattr__(unknown, "fqn", "unknown")
     needs[2].append(unknown)
 

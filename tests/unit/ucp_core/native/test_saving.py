@@ -9,6 +9,7 @@ from tests.support.checkpoints import (
     random_sharding,
     random_state,
 )
+from tests.support.made import tensor_of
 from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError
 from ucp_core.geometry import Box
 from ucp_core.manifest import from_bytes, to_bytes
@@ -91,14 +92,7 @@ def test_blocks_of_large_tensors_are_filled_in_in_order() -> None:
 
     def tensors(data: list[bytes]) -> list[LocalTensor]:
         return [
-            LocalTensor(
-                fqn=f"t{number}",
-                slot="weight",
-                dtype="U8",
-                shape=(len(one),),
-                box=Box.full((len(one),)),
-                data=memoryview(bytearray(one)),
-            )
+            tensor_of(f"t{number}", (len(one),), memoryview(bytearray(one)), dtype="U8")
             for number, one in enumerate(data)
         ]
 
@@ -171,13 +165,12 @@ def test_blocks_that_do_not_make_up_one_another_are_refused() -> None:
 def _rows(rows: list[bytes]) -> list[LocalTensor]:
     """Return the rows of one tensor, of which each rank has one."""
     return [
-        LocalTensor(
-            fqn="t",
-            slot="weight",
+        tensor_of(
+            "t",
+            (len(rows), len(row)),
+            memoryview(bytearray(row)),
             dtype="U8",
-            shape=(len(rows), len(row)),
             box=Box((number, 0), (number + 1, len(row))),
-            data=memoryview(bytearray(row)),
         )
         for number, row in enumerate(rows)
     ]
@@ -203,14 +196,7 @@ def test_a_large_state_is_checksummed_as_it_is_in_the_file(threads: int) -> None
     rng = random.Random(2)
     # Neither ends with a block.
     tensors = [
-        LocalTensor(
-            fqn=fqn,
-            slot="weight",
-            dtype="U8",
-            shape=(size,),
-            box=Box((0,), (size,)),
-            data=memoryview(rng.randbytes(size)),
-        )
+        tensor_of(fqn, (size,), memoryview(rng.randbytes(size)), dtype="U8", box=Box((0,), (size,)))
         for fqn, size in (("a", (12 << 20) + 5), ("b", (7 << 20) - 1))
     ]
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.support.counting_store import CountingStore
-from tests.support.foreign_maps import DIRECTORY, Foreign, random_foreign, target
+from tests.support.foreign_maps import DIRECTORY, Foreign, random_foreign
+from tests.support.made import room_for
 from ucp_core.errors import ChecksumMismatchError
 from ucp_core.geometry import Box, Extent, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import Kind, Manifest
@@ -46,7 +47,7 @@ def _matrix(store: MemoryStore, strides: tuple[int, int] | None = None) -> Check
 
 
 def _load(checkpoint: Checkpoint, box: Box) -> LoadResult:
-    need = target(checkpoint.state_map.entries[KEY], box)
+    need = room_for(checkpoint.state_map.entries[KEY], box)
     result = load(checkpoint, [need])
     whole = np.arange(ROWS * COLUMNS, dtype=np.uint32).reshape(ROWS, COLUMNS)
     assert bytes(need.data) == whole[tuple(map(slice, *box))].tobytes()
@@ -89,7 +90,7 @@ def test_rows_go_straight_to_their_place() -> None:
         read_ranges(path, ranges)
 
     store.read_ranges = noting  # type: ignore[method-assign]
-    need = target(made.state_map.entries[KEY], Box((8, 0), (16, COLUMNS)))
+    need = room_for(made.state_map.entries[KEY], Box((8, 0), (16, COLUMNS)))
     load(made, [need])
 
     assert {id(buffer.obj) for buffer in seen} == {id(need.data.obj)}
@@ -107,7 +108,7 @@ def test_columns_far_apart_are_read_without_what_lies_between(half_bytes: int) -
     state_map = StateMap(entries={KEY: entry}, block_bytes=1 << 20)
     manifest = Manifest(kind=Kind.FOREIGN, step=1, attempt=0, state_map=state_map, files={})
     made = Checkpoint(store=store, directory=DIRECTORY, manifest=manifest)
-    need = target(entry, Box((3, half_bytes // 4), (60, half_bytes // 2)))
+    need = room_for(entry, Box((3, half_bytes // 4), (60, half_bytes // 2)))
 
     load(made, [need])
 
@@ -176,7 +177,7 @@ def test_a_load_can_verify_the_records_that_it_touches() -> None:
     data = bytearray(store.read(FILE))
     data[10 + 4 * 5 * COLUMNS] ^= 1
     store.write_atomic(FILE, data, fsync=False)
-    need = [target(made.state_map.entries[KEY], Box((1, 0), (2, 8)))]
+    need = [room_for(made.state_map.entries[KEY], Box((1, 0), (2, 8)))]
 
     load(made, need)
     assert store.read_bytes == 32
@@ -192,7 +193,7 @@ def test_a_load_verifies_no_record_that_it_does_not_touch() -> None:
     made = _foreign(store)
     state_map = made.checkpoint.state_map
     entry = next(e for e in state_map.entries.values() if e.num_bytes and e.copies == 1)
-    need = [target(entry, Box.full(entry.shape))]
+    need = [room_for(entry, Box.full(entry.shape))]
 
     load(made.checkpoint, need, with_extents=True)
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from tests.support.checkpoints import ROOT, State, Whole, assert_loaded, empty_tensors, save
+from tests.support.made import tensor_of
 from ucp_core.conversion import convert
 from ucp_core.errors import ChecksumMismatchError, StorageError, UcpError
 from ucp_core.geometry import Box, TensorKey
-from ucp_core.native import Checkpoint, LocalTensor, load, open_checkpoint
+from ucp_core.native import Checkpoint, load, open_checkpoint
 from ucp_core.storage import Buffer, MemoryStore, ReadRange, join
 
 DIRECTORY = f"{ROOT}/step-00000007"
@@ -216,13 +217,8 @@ def test_memory_of_another_size_is_a_mistake_of_the_caller() -> None:
     state = _state(4, 4)
     opened = _saved(store, state, world_size=1)
     (need,) = empty_tensors(state, {KEY: [Box.full((4, 4))]})
-    short = LocalTensor(
-        fqn=need.fqn,
-        slot=need.slot,
-        dtype=need.dtype,
-        shape=need.shape,
-        box=need.box,
-        data=need.data[:-4],
+    short = tensor_of(
+        need.fqn, need.shape, need.data[:-4], slot=need.slot, dtype=need.dtype, box=need.box
     )
 
     with pytest.raises(AssertionError, match="data has 60 bytes, box"):

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import ucp_core
 from everstep import RunSettings, Session, Settings, TaskError, run
+from tests.support.made import tensor_of
 from tests.unit.workers.models.test_huggingface import MOE, SIZES
 from ucp_core.geometry import Box
-from ucp_core.native import Checkpoint, LocalTensor
+from ucp_core.native import Checkpoint
 from workers.models import as_in_module, causal_lm
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
@@ -65,10 +66,7 @@ def test_each_box_of_a_fused_tensor_is_read_from_the_files_of_experts(
         for dim, size in enumerate(shape):
             box = Box.full(shape).with_dim(dim, size // 3, size - 1)
             part = torch.empty(box.shape)
-            need = LocalTensor(
-                fqn=name, slot="weight", dtype="F32", shape=tuple(shape), box=box,
-                data=part.numpy().data.cast("B"),
-            )  # fmt: skip
+            need = tensor_of(name, tuple(shape), part.numpy().data.cast("B"), box=box)
             ucp_core.load(checkpoint, [need], widen=True)
             assert torch.equal(part, expected[name][tuple(map(slice, *box))]), (name, dim)
 

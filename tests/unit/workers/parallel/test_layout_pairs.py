@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import ucp_core
 from tests.support.fake_ranks import state_of
+from tests.support.made import save_part
 from ucp_core.layout import ParallelLayout
-from ucp_core.native import save_rank
 from ucp_core.storage import LocalStore
 from workers.models import Decoder, resolve, tensor_plan
 from workers.parallel import ModelPlan
@@ -112,18 +112,12 @@ def _check_pairs(
         for rank, state in enumerate(states[-1]):
             for entry in state.entries():
                 entry.tensor.detach().copy_(_value(entry))
-            save_rank(
+            save_part(
                 store,
                 str(tmp_path / str(layout)),
-                step=1,
-                attempt=1,
+                HostBuffer().capture(state.saved()),
                 rank=rank,
                 world_size=layout.world_size,
-                tensors=HostBuffer().capture(state.saved()),
-                extra={},
-                param_groups=[],
-                source={},
-                fsync=False,
             )
     for saved in layouts:
         checkpoint = ucp_core.open(str(tmp_path / str(saved)))

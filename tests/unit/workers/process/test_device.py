@@ -7,11 +7,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.forking import forking
+from tests.support.made import assignment_of
 from tests.support.ranks import JOIN_S_MAX
-from ucp_core.layout import ParallelLayout
 from workers.process.device import EXIT_CODE
 from workers.process.runner import AttemptRunner
-from workers.protocol import Assignment
 from workers.settings import RunSettings, Settings
 
 SCRIPT = """
@@ -60,16 +59,7 @@ def attempts(
     if before is not None:
         before()
     for attempt in (1, 2):
-        assignment = Assignment(
-            attempt=attempt,
-            rank=0,
-            layout=ParallelLayout(),
-            store_host="127.0.0.1",
-            store_port=store.port,
-            resume_step=0,
-            resume_attempt=0,
-            lineage=((attempt, 0),),
-        )
+        assignment = assignment_of(attempt=attempt, store_port=store.port)
         outcome = runner.run(assignment, ())
         with (directory / "outcomes").open("a") as file:
             file.write(f"{type(outcome).__name__} ")

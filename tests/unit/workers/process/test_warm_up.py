@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.made import assignment_of
 from tests.support.ranks import Place, running
-from ucp_core.layout import ParallelLayout
 from workers.process.runner import AttemptRunner
 from workers.process.warm_up import import_for, warm_up
-from workers.protocol import Assignment, Completed, Outcome, Raised
+from workers.protocol import Completed, Outcome, Raised
 from workers.settings import (
     CheckpointSettings,
     DataSettings,
@@ -154,16 +154,7 @@ def _train_twice(place: Place, *, script: str) -> list[Outcome]:
         notes.write("ready ")
     return [
         runner.run(
-            Assignment(
-                attempt=attempt,
-                rank=0,
-                layout=ParallelLayout(),
-                store_host="127.0.0.1",
-                store_port=place.port,
-                resume_step=0,
-                resume_attempt=0,
-                lineage=((attempt, 0),),
-            ),
+            assignment_of(attempt=attempt, store_port=place.port),
             (),
         )
         for attempt in (1, 2)

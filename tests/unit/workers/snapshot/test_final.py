@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.support.made import held_of
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from tests.support.snapshots import eventually
@@ -27,10 +28,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def held(buffer: int, step: int, *, attempt: int = 2) -> Held:
-    return Held(
-        buffer=buffer, sequence=2, attempt=attempt, step=step, rank=0, world_size=2, data_bytes=8,
-        record_bytes=8,
-    )  # fmt: skip
+    return held_of(step, attempt=attempt, data_bytes=8, record_bytes=8, buffer=buffer)
 
 
 def agreed(fallback: Fallback, *, behind: bool = False, without_memory: bool = False) -> None:

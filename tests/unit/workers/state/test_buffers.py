@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import ucp_core
 from everstep import ModelPlan, Session, Settings, run
+from tests.support.made import assignment_of
 from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore
 from workers.errors import TaskError
-from workers.protocol import Assignment, Completed, Outcome, Raised
+from workers.protocol import Completed, Outcome, Raised
 from workers.records import ProgressRecord
 from workers.settings import TrainSettings
 from workers.state import PersistentBuffers
@@ -174,16 +175,7 @@ def trained_in_stages(use: Callable[[Any], object], averages: list[str], place: 
         yield_requested=lambda _attempt: False,
         fenced=lambda _attempt: False,
     )
-    assignment = Assignment(
-        attempt=1,
-        rank=place.rank,
-        layout=ParallelLayout(pp=2),
-        store_host="127.0.0.1",
-        store_port=place.port,
-        resume_step=0,
-        resume_attempt=0,
-        lineage=((1, 0),),
-    )
+    assignment = assignment_of(place.rank, layout=ParallelLayout(pp=2), store_port=place.port)
     outcome = run_attempt(assignment, context, train)
     page.close()
     return outcome

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import ucp_core
 from tests.support.fake_ranks import built_of
 from tests.support.foreign_reading import loaded
+from tests.support.made import tensor_of
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import LocalTensor, RankSaver
 from ucp_core.numerics import BLOCK_BYTES
@@ -104,14 +104,7 @@ def test_every_element_is_saved_from_where_it_belongs(
 def tensors_of(value: float, *, num: int, fqn: str = "norm") -> list[LocalTensor]:
     """Return a tensor that each rank has, and as many others as make the record large."""
     return [
-        LocalTensor(
-            fqn=f"{fqn}{number}",
-            slot="weight",
-            dtype="F32",
-            shape=(2, 2),
-            box=Box.full((2, 2)),
-            data=memoryview(bytes(torch.full((4,), value).numpy().data)),
-        )
+        tensor_of(f"{fqn}{number}", (2, 2), memoryview(bytes(torch.full((4,), value).numpy().data)))
         for number in range(num)
     ]
 

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ucp_core.layout import ParallelLayout
+from tests.support.made import assignment_of
 from ucp_core.storage import open_store
 from workers import collectives
 from workers.data import DataLoader
 from workers.errors import TaskError
 from workers.protocol import (
-    Assignment,
     Completed,
     Outcome,
     PeerLost,
@@ -77,15 +76,8 @@ class Attempts:
             node="n1",
             on_costs=lambda _attempt, costs: self.costs.append(costs),
         )
-        assignment = Assignment(
-            attempt=self._number,
-            rank=0,
-            layout=ParallelLayout(),
-            store_host="127.0.0.1",
-            store_port=self._rendezvous.port,
-            resume_step=resume[0],
-            resume_attempt=resume[1],
-            lineage=((self._number, resume[0]),),
+        assignment = assignment_of(
+            attempt=self._number, store_port=self._rendezvous.port, resume=resume
         )
         return run_attempt(assignment, context, task)
 

@@ -14,6 +14,7 @@ from orchestrator.core.actions import (
     StartAttempt,
 )
 from tests.simulation.checkers import check
+from tests.support.run_events import begun_on, formed_by
 
 RULES = RunRules(run="r", min_workers=1, max_workers=3, total_steps=100)
 WORKERS = ("w0001", "w0002", "w0003")
@@ -24,13 +25,8 @@ class History:
 
     def __init__(self, *stored: int, nodes: str = "abc") -> None:
         self.state, self.actions = RunState(), list[act.Action]()
-        self.send(ev.ControllerStarted(at_s=0.0, incarnation=1))
-        for number, worker in enumerate(WORKERS, 1):
-            node = nodes[number - 1]
-            self.send(ev.ReservationGranted(at_s=0.0, reservation=number, node=node))
-            self.send(ev.WorkerReady(at_s=1.0, worker=worker, node=node, pid=number))
-        for worker in WORKERS:
-            self.send(ev.WorkerFormed(at_s=2.0, attempt=1, worker=worker))
+        for event in (*begun_on(nodes), *formed_by(WORKERS, at_s=2.0)):
+            self.send(event)
         for number in range(1, 10):
             self.send(ev.StepCompleted(at_s=2.0 + number, attempt=1, step=number, step_s=1.0))
             if number in stored:

@@ -8,6 +8,7 @@ from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
 from orchestrator.policies import CapacityRules, LayoutRules
 from tests.support.obedient_cluster import fold
+from tests.support.run_events import formed_by, left_by
 
 RULES = RunRules(
     run="r",
@@ -40,9 +41,7 @@ def _train(
     ]
     state, _ = _fold(state, *ready, ev.Ticked(at_s=at_s + 60.0), rules=rules)
     number = state.attempt.number
-    formed = [
-        ev.WorkerFormed(at_s=at_s + 60.0, attempt=number, worker=worker) for worker in workers
-    ]
+    formed = formed_by(workers, at_s=at_s + 60.0, attempt=number)
     done = ev.StepCompleted(at_s=at_s + 61.0, attempt=number, step=1, step_s=1.0)
     return _fold(state, *formed, done, rules=rules)[0]
 
@@ -104,10 +103,7 @@ def test_workers_move_back_in_numbers_that_a_layout_can_use() -> None:
         ev.Ticked(at_s=120.0),
     )
     assert any(isinstance(action, act.YieldAttempt) for action in actions)
-    left = [
-        ev.WorkerLeft(at_s=121.0, attempt=1, worker=w, how=ev.Leaving.YIELDED, step=9, detail="")
-        for w in ("w0001", "w0002")
-    ]
+    left = left_by(("w0001", "w0002"), at_s=121.0, how=ev.Leaving.YIELDED, step=9)
     state, actions = _fold(state, *left)
     (incident,) = [each for each in actions if isinstance(each, act.ReportIncident)]
     (started,) = [each for each in actions if isinstance(each, act.StartAttempt)]
@@ -115,7 +111,7 @@ def test_workers_move_back_in_numbers_that_a_layout_can_use() -> None:
     assert {worker for worker, _, _ in started.members} == {"w0001", "w0003"}
     assert started.resume_step == 9
 
-    formed = [ev.WorkerFormed(at_s=122.0, attempt=2, worker=w) for w in ("w0001", "w0003")]
+    formed = formed_by(("w0001", "w0003"), at_s=122.0, attempt=2)
     done = ev.StepCompleted(at_s=123.0, attempt=2, step=10, step_s=1.0)
     state, actions = _fold(state, *formed, done)
     # Four are wanted, so what comes second is kept beside it.
@@ -197,10 +193,7 @@ def test_what_waits_avoids_the_nodes_that_are_left_before_they_are_free() -> Non
         )
         for worker in range(1, 7)
     )
-    formed = (
-        ev.WorkerFormed(at_s=992.0, attempt=number + 1, worker=worker)
-        for worker in ("w0005", "w0006")
-    )
+    formed = formed_by(("w0005", "w0006"), at_s=992.0, attempt=number + 1)
     done = ev.StepCompleted(at_s=993.0, attempt=number + 1, step=10, step_s=1.0)
     state, actions = _fold(state, ev.Ticked(at_s=990.0), *left, *formed, done, rules=FLEET)
 

@@ -7,6 +7,7 @@ import pytest
 from orchestrator.core import Phase, RunRules, RunState, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
+from tests.support.run_events import granted_on
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
 
@@ -57,10 +58,7 @@ def test_the_first_attempt_waits_for_the_others_of_a_lost_node() -> None:
     rules = replace(RULES, max_workers=4)
     state, _ = step(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1), rules=rules)
     events: list[ev.Event] = [
-        *(
-            ev.ReservationGranted(at_s=0.0, reservation=number, node=node)
-            for number, node in enumerate("aabc", start=1)
-        ),
+        *granted_on("aabc"),
         ev.NodeLost(at_s=1.0, node="c", cause="gone"),
         ev.WorkerReady(at_s=2.0, worker="w0001", node="a", pid=11),
         ev.WorkerReady(at_s=3.0, worker="w0002", node="a", pid=12),

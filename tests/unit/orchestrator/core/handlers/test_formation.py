@@ -8,6 +8,7 @@ from orchestrator.core import Bounds, RunRules, RunState, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import LayoutRules
+from tests.support.run_events import begun_on
 
 PINNED = RunRules(
     run="r",
@@ -21,14 +22,7 @@ PINNED = RunRules(
 
 def _answer(rules: RunRules, places: list[str], at_s: float = 5.0) -> list[act.Action]:
     """Return what follows, up to ``at_s``, once there is a worker at each place."""
-    events: list[ev.Event] = [ev.ControllerStarted(at_s=0.0, incarnation=1)]
-    events += (
-        ev.ReservationGranted(at_s=1.0, reservation=number, node=node)
-        for number, node in enumerate(places, start=1)
-    )
-    for number, node in enumerate(places, start=1):
-        worker = f"w{number:04d}"
-        events.append(ev.WorkerReady(at_s=2.0, worker=worker, node=node, pid=number))
+    events = begun_on(places, granted_s=1.0, ready_s=2.0)
     state, found = RunState(), list[act.Action]()
     for event in (*events, ev.Ticked(at_s=at_s)):
         state, actions = step(state, event, rules=rules)

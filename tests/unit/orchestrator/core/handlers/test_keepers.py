@@ -8,6 +8,7 @@ from orchestrator.core import AvoidRules, Phase, RunRules, RunState, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from tests.support.obedient_cluster import fold
+from tests.support.run_events import formed_by
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
 STARTED: tuple[ev.Event, ...] = (
@@ -54,10 +55,7 @@ def _run_on_two_nodes() -> RunState:
 def test_a_keeper_of_an_earlier_controller_is_ended_if_the_node_is_not_used() -> None:
     """Its end may have been ordered and not happened; who finds it says that it is there."""
     state = _run_on_two_nodes()
-    formed = [
-        ev.WorkerFormed(at_s=61.0, attempt=state.attempt.number, worker=worker)
-        for worker in ("w0001", "w0002")
-    ]
+    formed = formed_by(("w0001", "w0002"), at_s=61.0, attempt=state.attempt.number)
     state, _ = _fold(
         state,
         *formed,
@@ -77,9 +75,7 @@ def test_a_keeper_is_ended_when_others_protect_what_is_newer() -> None:
     """The next version in storage may be minutes away, and the node costs as much as a used one."""
     state = _run_on_two_nodes()
     number = state.attempt.number
-    formed = [
-        ev.WorkerFormed(at_s=61.0, attempt=number, worker=worker) for worker in ("w0001", "w0002")
-    ]
+    formed = formed_by(("w0001", "w0002"), at_s=61.0, attempt=number)
     joined = (ev.NodeJoined(at_s=61.0, node="c"), ev.KeeperReady(at_s=61.5, node="c"))
     state, _ = _fold(state, *formed, *joined)
 

@@ -8,6 +8,7 @@ from orchestrator.core import Phase, RunRules, RunState, describe, next_deadline
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import ReadCommitted, YieldAttempt
+from tests.support.run_events import granted_on, ready_on
 from workers.settings import SnapshotSettings
 
 NODES = ("a", "b", "c", "d")
@@ -27,10 +28,8 @@ class _Run:
         self.fold(ev.ControllerStarted(at_s=0.0, incarnation=1))
         for node, rack in zip(NODES, racks, strict=False):
             self.fold(ev.NodeJoined(at_s=0.0, node=node, rack=rack))
-        for number, node in enumerate(NODES, start=1):
-            self.fold(ev.ReservationGranted(at_s=0.0, reservation=number, node=node))
-        for number, (node, worker) in enumerate(self.names.items(), start=1):
-            self.fold(ev.WorkerReady(at_s=self.at_s, worker=worker, node=node, pid=number))
+        for event in (*granted_on(NODES), *ready_on(NODES, at_s=self.at_s)):
+            self.fold(event)
         if trains:
             self.train()
 

@@ -10,8 +10,9 @@ from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import LayoutRules, Mechanism
 from orchestrator.traffic import Topology
-from tests.support.keeper_handles import held
+from tests.support.made import held_of
 from tests.support.obedient_cluster import fold
+from tests.support.run_events import granted_on, ready_on
 from workers.protocol import PartRef
 from workers.settings import SnapshotSettings
 
@@ -40,14 +41,8 @@ def _started(
         RunState(),
         ev.ControllerStarted(at_s=0.0, incarnation=1),
         *(ev.NodeJoined(at_s=0.0, node=n, rack=r) for n, r in zip(nodes, racks, strict=True)),
-        *(
-            ev.ReservationGranted(at_s=0.0, reservation=i, node=n)
-            for i, n in enumerate(nodes, start=1)
-        ),
-        *(
-            ev.WorkerReady(at_s=1.0, worker=f"w{i:04d}", node=n, pid=i)
-            for i, n in enumerate(nodes, start=1)
-        ),
+        *granted_on(nodes),
+        *ready_on(nodes),
         rules=rules,
     )
     return state
@@ -111,7 +106,7 @@ def test_racks_that_nodes_share_are_told() -> None:
 
 def test_keepers_are_told_what_is_bad_while_the_attempt_trains() -> None:
     """A rank that found a damaged copy loads another; no other rank may be offered it."""
-    bad = (PartRef(node="a", arena="w0.0", held=held(7, 0)).source,)
+    bad = (PartRef(node="a", arena="w0.0", held=held_of(7, 0)).source,)
     formed = ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0001", damaged=bad)
     _, (order,) = _fold(_started(), formed)
 

@@ -8,6 +8,7 @@ from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
 from orchestrator.policies import CapacityRules, Share, SharingRules
 from tests.simulation.checkers import check
+from tests.support.run_events import formed_by, left_by
 from workers.settings import SnapshotSettings
 
 NEEDS = (("CPU", 1.0),)
@@ -54,7 +55,7 @@ class Fold:
         """Have the members form, and make a step."""
         number, done = self.state.attempt.number, self.state.attempt.step + 1
         return self(
-            *(ev.WorkerFormed(at_s=at_s, attempt=number, worker=w) for w in self.members()),
+            *formed_by(self.members(), at_s=at_s, attempt=number),
             ev.StepCompleted(at_s=at_s, attempt=number, step=done, step_s=1.0),
         )
 
@@ -62,17 +63,7 @@ class Fold:
         """Have the members leave as asked, at the step that they have."""
         number, done = self.state.attempt.number, self.state.attempt.step
         return self(
-            *(
-                ev.WorkerLeft(
-                    at_s=at_s,
-                    attempt=number,
-                    worker=w,
-                    how=ev.Leaving.YIELDED,
-                    step=done,
-                    detail="",
-                )
-                for w in self.members()
-            )
+            *left_by(self.members(), at_s=at_s, attempt=number, how=ev.Leaving.YIELDED, step=done)
         )
 
     def see(self, at_s: float, *others: Share) -> list[Action]:

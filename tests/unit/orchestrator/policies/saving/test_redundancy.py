@@ -9,8 +9,9 @@ from orchestrator.policies import (
     plan_redundancy,
     state_bytes,
 )
+from tests.support.made import held_of
 from ucp_core.layout import ParallelLayout
-from workers.protocol import Held, Inventory, PartRef
+from workers.protocol import Inventory, PartRef
 from workers.settings import SnapshotSettings
 
 FIVE = ("e", "c", "a", "b", "d")
@@ -194,16 +195,7 @@ def test_the_size_of_the_state_is_that_of_its_newest_version() -> None:
     """Ranks hold about the same each, and an older version may have had other tensors."""
 
     def part(step: int, rank: int, size_bytes: int) -> PartRef:
-        held = Held(
-            buffer=0,
-            sequence=2,
-            attempt=1,
-            step=step,
-            rank=rank,
-            world_size=3,
-            data_bytes=size_bytes - 10,
-            record_bytes=10,
-        )
+        held = held_of(step, rank, world_size=3, data_bytes=size_bytes - 10, record_bytes=10)
         return PartRef(node="a", arena=f"w{rank}.1", held=held)
 
     parts = (part(4, 0, 900), part(5, 0, 100), part(5, 1, 101))

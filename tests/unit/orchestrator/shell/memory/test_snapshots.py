@@ -24,12 +24,12 @@ from tests.support.keeper_handles import (
     ROOT,
     Handle,
     Handles,
-    held,
     version_of,
     with_keepers,
 )
+from tests.support.made import held_of, save_part
 from ucp_core.errors import StorageError
-from ucp_core.native import MANIFEST_NAME, checkpoint_name, save_rank
+from ucp_core.native import MANIFEST_NAME, checkpoint_name
 from ucp_core.storage import MemoryStore, Store
 from workers.protocol import (
     Covered,
@@ -62,19 +62,7 @@ class Refusing(MemoryStore):
 
 def _commit(store: Store, step: int) -> None:
     directory = f"{ROOT}/{checkpoint_name(step)}"
-    save_rank(
-        store,
-        directory,
-        step=step,
-        attempt=1,
-        rank=0,
-        world_size=1,
-        tensors=[],
-        extra={},
-        param_groups=[],
-        source={},
-        fsync=False,
-    )
+    save_part(store, directory, [], step=step)
 
 
 def _order(
@@ -188,7 +176,7 @@ def test_what_is_damaged_in_storage_is_named_also_if_nothing_is_left() -> None:
 
 def test_what_is_bad_is_passed_over_in_either_tier() -> None:
     """The same step of the other tier comes before an older one of the same."""
-    in_memory = PartRef(node="aa", arena="w0.0", held=held(7, 0)).source
+    in_memory = PartRef(node="aa", arena="w0.0", held=held_of(7, 0)).source
     in_storage = stored_source(7, 1)
     store = MemoryStore()
     _commit(store, 7)
@@ -207,7 +195,7 @@ def test_what_is_bad_is_passed_over_in_either_tier() -> None:
 
 def test_a_keeper_learns_which_versions_to_drop() -> None:
     """Neither a rank nor another keeper may be offered it again."""
-    bad = (PartRef(node="aa", arena="w0.0", held=held(7, 0)).source, stored_source(7, 1))
+    bad = (PartRef(node="aa", arena="w0.0", held=held_of(7, 0)).source, stored_source(7, 1))
 
     async def act(_: Snapshots, handles: Handles) -> Any:
         orders = Orders(handles.nodes, 0)
@@ -349,7 +337,7 @@ def test_a_version_that_must_be_computed_gives_way_at_the_end() -> None:
     """Keepers store what they hold: half of the newest version would be no version."""
     members = tuple(Member(rank=rank, data_bytes=10, record_bytes=1) for rank in (0, 1))
     covered = Covered(tolerance=1, place=0, members=members)
-    parity = PartRef(node="aa", arena="parity/0.1", held=held(7, -1), covered=covered)
+    parity = PartRef(node="aa", arena="parity/0.1", held=held_of(7, -1), covered=covered)
 
     async def act(made: Snapshots, handles: Handles) -> Any:
         near, far = (handle._inventory for handle in handles.values())
@@ -368,7 +356,7 @@ def test_reports_of_a_dead_keeper_protect_no_version() -> None:
     async def act(made: Snapshots, handles: Handles) -> Any:
         survived = []
         for node in ("aa", "bb"):
-            parts = tuple(PartRef(node=node, arena="w", held=held(7, rank)) for rank in (0, 1))
+            parts = tuple(PartRef(node=node, arena="w", held=held_of(7, rank)) for rank in (0, 1))
             inventory = Inventory(node=node, parts=parts)
             made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
         for secret in (b"bb", b"", b"new"):

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.support.made import assignment_of
 from tests.support.snapshot_rank import Node, captured, state
 from tests.support.snapshots import eventually
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import MemoryStore
 from workers.memory import SnapshotMemory
-from workers.protocol import Assignment
 from workers.records import ProgressRecord
 from workers.settings import Settings
 from workers.state import HostBuffer
@@ -53,16 +53,7 @@ def boundary(node: Node, tmp_path: Path) -> Iterator[Boundary]:
         fenced=lambda _: False,
         keeper_directory=node.directory,
     )
-    assignment = Assignment(
-        attempt=1,
-        rank=0,
-        layout=ParallelLayout(dp_shard=2),
-        store_host="",
-        store_port=0,
-        resume_step=0,
-        resume_attempt=0,
-        lineage=((1, 0),),
-    )
+    assignment = assignment_of(layout=ParallelLayout(dp_shard=2))
     storage = StorageWriter(
         store=context.store,
         directory="run",

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.made import assignment_of, tensor_of
 from tests.support.snapshots import eventually
 from ucp_core.errors import StorageError, SupersededError
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
-from ucp_core.native import MANIFEST_NAME, LocalTensor, find_committed
+from ucp_core.native import MANIFEST_NAME, find_committed
 from ucp_core.storage import Buffer, MemoryStore, claim
 from workers.collectives import AbortedError, CollectiveError
-from workers.protocol import CHECKPOINTS, Assignment
+from workers.protocol import CHECKPOINTS
 from workers.settings import CheckpointSettings
 from workers.train.boundary import store as store_module
 from workers.train.boundary.store import StorageWriter
@@ -30,17 +31,7 @@ def storing(
     claim: int = 0,
     moved: Callable[[int], None] = lambda _: None,
 ) -> StorageWriter:
-    assignment = Assignment(
-        attempt=1,
-        rank=rank,
-        layout=ParallelLayout(dp_shard=num_workers),
-        store_host="",
-        store_port=0,
-        resume_step=0,
-        resume_attempt=0,
-        lineage=((1, 0),),
-        claim=claim,
-    )
+    assignment = assignment_of(rank, layout=ParallelLayout(dp_shard=num_workers), claim=claim)
     return StorageWriter(
         store=store,
         directory="run",
@@ -53,13 +44,11 @@ def storing(
 
 def state(step: int, *, rows: tuple[int, int] = (0, 4)) -> dict[str, Any]:
     start, stop = rows
-    tensor = LocalTensor(
-        fqn="w",
-        slot="weight",
-        dtype="F32",
-        shape=(4,),
+    tensor = tensor_of(
+        "w",
+        (4,),
+        memoryview(bytearray(b"0123456789abcdef"))[4 * start : 4 * stop],
         box=Box((start,), (stop,)),
-        data=memoryview(bytearray(b"0123456789abcdef"))[4 * start : 4 * stop],
     )
     groups: list[dict[str, Any]] = [{"lr": 0.1, "params": ["w"]}]
     return {"step": step, "tensors": [tensor], "extra": {"loss": 1.0}, "param_groups": groups}

@@ -15,8 +15,7 @@ from torch.nn import functional
 
 import ucp_core
 from everstep import RunSettings, Session, Settings, TaskError, run
-from ucp_core.geometry import Box
-from ucp_core.native import LocalTensor, save_rank
+from tests.support.made import save_part, tensor_of
 from ucp_core.storage import open_store
 from workers.errors import NotFiniteError
 from workers.settings import CheckpointSettings, problems
@@ -312,30 +311,11 @@ def test_moments_without_their_step_are_refused(tmp_path: Path) -> None:
     values = {(fqn, slot): shape for fqn, shape in shapes.items() for slot in ("weight", *MOMENTS)}
     steps = {(fqn, "step"): () for fqn in shapes if fqn != "head.bias"}
     tensors = [
-        LocalTensor(
-            fqn=fqn,
-            slot=slot,
-            dtype="F32",
-            shape=shape,
-            box=Box.full(shape),
-            data=memoryview(torch.ones(shape).numpy().tobytes()),
-        )
+        tensor_of(fqn, shape, memoryview(torch.ones(shape).numpy().tobytes()), slot=slot)
         for (fqn, slot), shape in {**values, **steps}.items()
     ]
     store, folder = open_store(str(tmp_path / "source"))
-    save_rank(
-        store,
-        folder,
-        step=1,
-        attempt=0,
-        rank=0,
-        world_size=1,
-        tensors=tensors,
-        extra={},
-        param_groups=[{"params": list(shapes)}],
-        source={},
-        fsync=False,
-    )
+    save_part(store, folder, tensors, attempt=0, param_groups=[{"params": list(shapes)}])
 
     with pytest.raises(TaskError, match=r"optimizer state of head\.bias without its step"):
         train(tmp_path / "run", lambda *_: None, init_from=folder, init_state="all")
@@ -360,9 +340,7 @@ def test_a_buffer_has_the_value_of_the_checkpoint(tmp_path: Path) -> None:
     held = ucp_core.open(tmp_path / "run/checkpoints/step-00000002")
     saved = memoryview(bytearray(4))
     shape = (1,)
-    need = LocalTensor(
-        fqn="scale", slot="weight", dtype="F32", shape=shape, box=Box.full(shape), data=saved
-    )
+    need = tensor_of("scale", shape, saved)
     ucp_core.load(held, [need])
     assert saved.cast("f")[0] == 2.0
 

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.support.made import assignment_of
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -9,21 +10,11 @@ from ucp_core.errors import (
     UncoveredRegionError,
 )
 from ucp_core.geometry import TensorKey
-from ucp_core.layout import ParallelLayout
-from workers.protocol import Assignment, stored_source
+from workers.protocol import stored_source
 from workers.train.loading.restore import _found, without_optimizer_state
 
 RESUMED = stored_source(7, 2)
-ASSIGNMENT = Assignment(
-    attempt=3,
-    rank=0,
-    layout=ParallelLayout(),
-    store_host="",
-    store_port=0,
-    resume_step=7,
-    resume_attempt=2,
-    lineage=((1, 0), (2, 3), (3, 7)),
-)
+ASSIGNMENT = assignment_of(attempt=3, resume=(7, 2), lineage=((1, 0), (2, 3), (3, 7)))
 
 
 @pytest.mark.parametrize(
