@@ -5,31 +5,21 @@ from typing import Any
 
 import pytest
 
-from tests.support.attempts import finish, lines, newest, reset, result
+from tests.support.attempts import finish, lines, newest, of_script, reset, result
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import newest_finite
 from ucp_core.storage import LocalStore
 from workers.protocol import Completed, Raised
-from workers.settings import (
-    CheckpointSettings,
-    NotFiniteSettings,
-    RunSettings,
-    Settings,
-    TrainSettings,
-)
+from workers.settings import NotFiniteSettings, Settings
 
 SCRIPT = str(Path(__file__).parents[1] / "support/train_told.py")
 
 
 def spoiled(*arguments: str, deterministic: bool = True, **chosen: Any) -> Settings:
-    return Settings(
-        run=RunSettings(directory="run", script=SCRIPT, arguments=arguments),
-        train=TrainSettings(
-            steps=8, global_batch=8, micro_batch=2, deterministic=deterministic, warmup_steps=2,
-            not_finite=NotFiniteSettings(**chosen),
-        ),
-        checkpoint=CheckpointSettings(every_steps=1, keep=0),
+    return of_script(
+        SCRIPT, *arguments, steps=8, global_batch=8, micro_batch=2, deterministic=deterministic,
+        warmup_steps=2, not_finite=NotFiniteSettings(**chosen),
     )  # fmt: skip
 
 

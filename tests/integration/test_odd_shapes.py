@@ -11,19 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ucp_core
-from tests.support.attempts import curve, finish, newest, reset, result
+from tests.support.attempts import curve, finish, newest, of_script, reset, result
 from tests.support.foreign_reading import loaded
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore
 from workers.protocol import Yielded
-from workers.settings import (
-    CheckpointSettings,
-    ParallelSettings,
-    RunSettings,
-    Settings,
-    TrainSettings,
-)
+from workers.settings import ParallelSettings, Settings
 
 SCRIPT = Path(__file__).parents[1] / "support/train_odd_shapes.py"
 STEPS = 6
@@ -34,11 +28,7 @@ def settings(*arguments: str, **train: Any) -> Settings:
         "steps": STEPS, "global_batch": 8, "micro_batch": 2, "lr": 0.02, "warmup_steps": 0,
         "schedule": "constant", "deterministic": True, **train,
     }  # fmt: skip
-    return Settings(
-        run=RunSettings(directory="run", script=str(SCRIPT), arguments=arguments),
-        train=TrainSettings(**chosen),
-        checkpoint=CheckpointSettings(every_steps=1, keep=0),
-    )
+    return of_script(SCRIPT, *arguments, **chosen)
 
 
 def saved(directory: Path, step: int = STEPS) -> dict[str, Tensor]:

@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.attempts import lines, newest, result
+from tests.support.attempts import lines, newest, of_script, result, small_units
 from tests.support.trainers import Run
 from ucp_core import open as open_any
 from ucp_core.layout import ParallelLayout
-from workers.parallel import fsdp
 from workers.protocol import Completed, Outcome, Raised
-from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
+from workers.settings import Settings
 
 SCRIPT = Path(__file__).parents[1] / "support/train_told.py"
 #: The width of the model; and each rank looks at all samples behind each step, as nanoGPT does.
@@ -25,11 +24,7 @@ ODD = ("width=5", "evaluate")
 
 def script(*arguments: str, odd: tuple[str, ...] = ODD, **train: Any) -> Settings:
     chosen: dict[str, Any] = {"steps": 8, "global_batch": 8, "micro_batch": 2, **train}
-    return Settings(
-        run=RunSettings(directory="run", script=str(SCRIPT), arguments=(*odd, *arguments)),
-        train=TrainSettings(**chosen, warmup_steps=2),
-        checkpoint=CheckpointSettings(every_steps=3, keep=0),
-    )
+    return of_script(SCRIPT, *odd, *arguments, every_steps=3, warmup_steps=2, **chosen)
 
 
 def line_of(text: str) -> str:
@@ -58,11 +53,6 @@ def test_what_one_rank_calls_alone_raises_there_and_names_where_the_others_are(r
     where = line_of("session.train_step(loss_of)")
     assert f"ranks 0, 2 are in all_to_all ({where})" in outcome.error
     assert outcome.step == 5
-
-
-def small_units() -> None:
-    """Cut a small model as a large one."""
-    fsdp.SMALL_BYTES_MAX = 0  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("begin_with", [None, small_units], ids=["one unit", "units"])

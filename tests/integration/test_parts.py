@@ -11,19 +11,12 @@ import torch
 from torch import Tensor
 
 import ucp_core
-from tests.support.attempts import curve, finish, reset
+from tests.support.attempts import curve, finish, of_script, reset, small_units
 from tests.support.foreign_reading import loaded
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from workers.data import random_seed, seed_all
-from workers.parallel import fsdp
-from workers.settings import (
-    CheckpointSettings,
-    ParallelSettings,
-    RunSettings,
-    Settings,
-    TrainSettings,
-)
+from workers.settings import ParallelSettings, Settings
 
 SCRIPT = Path(__file__).parents[1] / "support/train_parts.py"
 STEPS = 6
@@ -35,17 +28,8 @@ def settings(*arguments: str, reshard: bool = False, **train: Any) -> Settings:
         "steps": STEPS, "global_batch": 2 * NUM_MICRO_BATCHES, "micro_batch": 2, "lr": 0.01,
         "warmup_steps": 0, "schedule": "constant", "clip_norm": 0.0, "deterministic": True, **train,
     }  # fmt: skip
-    return Settings(
-        run=RunSettings(directory="run", script=str(SCRIPT), arguments=arguments),
-        train=TrainSettings(**chosen),
-        parallel=ParallelSettings(reshard_after_forward=reshard),
-        checkpoint=CheckpointSettings(every_steps=STEPS, keep=0),
-    )
-
-
-def small_units() -> None:
-    """Cut a small model as a large one."""
-    fsdp.SMALL_BYTES_MAX = 0  # type: ignore[misc]
+    made = of_script(SCRIPT, *arguments, every_steps=STEPS, **chosen)
+    return replace(made, parallel=ParallelSettings(reshard_after_forward=reshard))
 
 
 @pytest.fixture

@@ -5,23 +5,17 @@ from typing import Any
 
 import pytest
 
-from tests.support.attempts import finish, newest, reset, result
+from tests.support.attempts import finish, newest, of_script, reset, result
 from tests.support.trainers import Run
 from workers.protocol import Raised
-from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
+from workers.settings import Settings
 
 SCRIPT = str(Path(__file__).parents[1] / "support/train_corrupt.py")
 
 
 def corrupt(*arguments: str, recheck: int = 3, **train: Any) -> Settings:
-    return Settings(
-        run=RunSettings(directory="run", script=SCRIPT, arguments=arguments),
-        train=TrainSettings(
-            **{"steps": 9, "global_batch": 16, "micro_batch": 2, "deterministic": True, **train},
-            recheck=recheck,
-        ),
-        checkpoint=CheckpointSettings(every_steps=1, keep=2),
-    )
+    chosen = {"steps": 9, "global_batch": 16, "micro_batch": 2, "deterministic": True, **train}
+    return of_script(SCRIPT, *arguments, keep=2, recheck=recheck, **chosen)
 
 
 @pytest.mark.parametrize("how", ["matmul", "bucket", "weight"])

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.support import train_numbers
-from tests.support.attempts import curve, finish, newest, reset
+from tests.support.attempts import curve, finish, newest, of_script, reset
 from tests.support.trainers import Run, Trainer
 from ucp_core.layout import ParallelLayout
-from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
+from workers.settings import Settings
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -24,11 +24,7 @@ MORE = [
 
 
 def settings(*arguments: str) -> Settings:
-    return Settings(
-        run=RunSettings(directory="run", script=train_numbers.__file__, arguments=arguments),
-        train=TrainSettings(**train_numbers.TRAIN, warmup_steps=2),
-        checkpoint=CheckpointSettings(every_steps=1, keep=0),
-    )
+    return of_script(train_numbers.__file__, *arguments, warmup_steps=2, **train_numbers.TRAIN)
 
 
 def losses(run: Run) -> list[float]:

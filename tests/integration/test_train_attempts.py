@@ -11,6 +11,7 @@ from tests.support.attempts import (
     finish,
     lines,
     newest,
+    of_script,
     reset,
     result,
     settings,
@@ -22,12 +23,7 @@ from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Completed, Fenced, PeerLost, Raised, Unloadable, Yielded
 from workers.records import RingReader
-from workers.settings import (
-    DataSettings,
-    RunSettings,
-    Settings,
-    TrainSettings,
-)
+from workers.settings import DataSettings
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -85,18 +81,6 @@ def test_growing_and_shrinking_in_mid_run_changes_no_bit_in_deterministic_mode(
     finish(run, chosen, num_workers=5, resume=newest(run))
 
     assert result(run)["weights_digest"] == undisturbed
-
-
-def test_all_ranks_leave_at_one_step_when_one_is_asked_to(run: Run, text: DataSettings) -> None:
-    """The request reaches one rank first; leaving alone would leave its peers in a collective."""
-    members = run.begin(settings(text, steps=100_000), num_workers=3)
-    members[2].yield_at_boundary(1)
-
-    outcomes = [trainer.left().outcome for trainer in members]
-
-    assert all(isinstance(outcome, Yielded) for outcome in outcomes)
-    assert len({outcome.step for outcome in outcomes}) == 1
-    assert newest(run) == (outcomes[0].step, 1)
 
 
 def test_survivors_of_a_killed_worker_leave_and_lose_no_sample(
@@ -211,12 +195,8 @@ def test_an_attempt_that_resumes_from_the_last_step_still_ends_the_run(
 
 def test_an_exception_of_the_script_begins_with_its_frames(run: Run) -> None:
     """The user must see the script's own line first, not the loop around it."""
-    chosen = Settings(
-        run=RunSettings(
-            directory="run", script=str(SUPPORT / "train_told.py"), arguments=("2:divide:1",)
-        ),
-        train=TrainSettings(steps=5, global_batch=4, micro_batch=2, warmup_steps=0),
-    )
+    told = SUPPORT / "train_told.py"
+    chosen = of_script(told, "2:divide:1", steps=5, global_batch=4, micro_batch=2, warmup_steps=0)
     members = run.begin(chosen, num_workers=2)
     raised = members[1].left().outcome
     members[0].fence(1)
@@ -231,21 +211,24 @@ def test_an_exception_of_the_script_begins_with_its_frames(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "line"),
-    [("raise SystemExit(4)\n", "raise SystemExit(4)"), ("pass\n", "")],
+    ("script", "line", "said"),
+    [
+        ("raise SystemExit(4)\n", "raise SystemExit(4)", "exited with 4 before it called"),
+        ("pass\n", "", "ended without calling everstep.run"),
+    ],
     ids=["exits", "ends"],
 )
 def test_a_script_that_never_begins_to_train_gets_an_error_without_our_frames(
-    run: Run, script: str, line: str
+    run: Run, script: str, line: str, said: str
 ) -> None:
     """It has hundreds of lines to look for the mistake in already."""
     path = run.directory / "train.py"
     path.write_text(script)
-    members = run.begin(Settings(run=RunSettings(directory="run", script=str(path))), num_workers=1)
-    raised = members[0].left().outcome
+    (left,) = run.train(of_script(path), num_workers=1)
+    raised = left.outcome
 
     assert isinstance(raised, Raised)
-    assert str(path) in raised.error
+    assert f"{path} {said}" in raised.error
     frames = re.findall(r'  File "(.*)", line \d+, in .*\n    (.*)', raised.traceback)
     assert frames == ([(str(path), line)] if line else [])
     assert raised.traceback.strip()
@@ -318,11 +301,9 @@ def test_workers_with_different_data_are_refused_by_name_before_step_1(run: Run)
         "        raise ValueError('a step has begun')\n"
         "run(train)\n"
     )
-    chosen = TrainSettings(steps=2, global_batch=4, micro_batch=2, warmup_steps=0)
+    chosen = of_script(path, steps=2, global_batch=4, micro_batch=2, warmup_steps=0)
 
-    ends = run.train(
-        Settings(run=RunSettings(directory="run", script=str(path)), train=chosen), num_workers=2
-    )
+    ends = run.train(chosen, num_workers=2)
 
     for rank, end in enumerate(ends):
         assert isinstance(end.outcome, Raised), end.outcome

@@ -182,16 +182,15 @@ def test_what_memory_holds_is_bit_for_bit_what_storage_holds(
     assert read(places, node) == whole_state(stored)
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_growing_and_shrinking_through_memory_changes_no_bit(
-    run: Run, text: DataSettings, make_nodes: MakeNodes, num_nodes: int
+    run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
     """The state goes through keepers, from own node and from others, and never through storage."""
     chosen = rarely_stored(text, deterministic=True, steps=12)
     finish(run, chosen, num_workers=2)
     undisturbed = result(run)["weights_digest"]
     reset(run)
-    nodes = make_nodes(chosen, num_nodes=num_nodes)
+    nodes = make_nodes(chosen, num_nodes=2)
     resume = (0, 0)
     memory: tuple[PartRef, ...] = ()
     for num_workers in (4, 3):
@@ -207,7 +206,7 @@ def test_growing_and_shrinking_through_memory_changes_no_bit(
 
     assert all(isinstance(one.outcome, Completed) for one in left), left
     kinds = {kind for one in left for kind, size in one.sources if size}
-    assert kinds == {"local memory", "peer memory"} if num_nodes > 1 else {"local memory"}
+    assert kinds == {"local memory", "peer memory"}
     assert result(run)["weights_digest"] == undisturbed
     assert [line["step"] for line in lines(run)] == list(range(1, 13))
 

@@ -9,11 +9,13 @@ from typing import Any
 from tests.support.trainers import Run
 from ucp_core.native import find_committed
 from ucp_core.storage import LocalStore
+from workers.parallel import fsdp
 from workers.protocol import Completed
 from workers.settings import (
     CheckpointSettings,
     DataSettings,
     ModelSettings,
+    RunSettings,
     Settings,
     TrainSettings,
 )
@@ -46,6 +48,22 @@ def settings(data: DataSettings, **train: Any) -> Settings:
         train=TrainSettings(**chosen),
         checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )
+
+
+def of_script(
+    script: str | Path, *arguments: str, every_steps: int = 1, keep: int = 0, **train: Any
+) -> Settings:
+    """Return settings of a run that trains by a script."""
+    return Settings(
+        run=RunSettings(directory="run", script=str(script), arguments=arguments),
+        train=TrainSettings(**train),
+        checkpoint=CheckpointSettings(every_steps=every_steps, keep=keep),
+    )
+
+
+def small_units() -> None:
+    """Cut a small model as a large one."""
+    fsdp.SMALL_BYTES_MAX = 0  # type: ignore[misc]
 
 
 def finish(run: Run, chosen: Settings, **how: Any) -> None:

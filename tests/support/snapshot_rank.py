@@ -100,6 +100,13 @@ class Rank:
         self.writer.complete(pin=pin)
         return True
 
+    def hold(self, step: int, entries: list[StateEntry]) -> list[StateEntry]:
+        """Take the first snapshot of ``entries``, wait until it is held, and return them."""
+        assert self.ready(entries)
+        assert self.take(step, entries)
+        assert self.writer.wait(step)
+        return entries
+
 
 def state(*, num_rows: int = 40) -> list[StateEntry]:
     """Return a state with empty boxes, and elements of several sizes."""

@@ -114,9 +114,7 @@ def test_a_fenced_rank_leaves_its_state(rank: Rank, node: Node) -> None:
     """Whatever else it does after a fence is refused; until it has left, this is not."""
     entries = state()
     fallback = Fallback(1, (0, 0))
-    assert rank.ready(entries)
-    assert rank.take(5, entries)
-    assert rank.writer.wait(5)
+    rank.hold(5, entries)
     fallback.take(5)
     agreed(fallback)
     rank.fenced.set()

@@ -31,10 +31,7 @@ def test_the_wait_for_memory_is_short(rank: Rank, node: Node) -> None:
 
 def test_a_rank_waits_for_a_snapshot_that_is_not_copied_yet(rank: Rank, node: Node) -> None:
     """To be behind a peer needs one that copies; after a change none does for a moment."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    rank.hold(1, state())
     assert not rank.writer.is_behind()
     assert not rank.writer.wait_copied(1, in_s(0))
     arena = node.arena()

@@ -80,10 +80,7 @@ def test_a_pinned_version_is_whole_when_it_is_found_pinned(rank: Rank, node: Nod
 
 def test_the_next_attempt_goes_on_in_the_same_memory(rank: Rank, node: Node) -> None:
     """The version that it resumes from is there, and is spared until there is a newer one."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    entries = rank.hold(1, state())
     rank.writer.close()
     after = Rank(rank.memory, attempt=2)
     assert after.ready(entries)
@@ -96,10 +93,7 @@ def test_the_next_attempt_goes_on_in_the_same_memory(rank: Rank, node: Node) -> 
 
 def test_a_larger_part_gets_other_memory_and_leaves_the_old_alone(rank: Rank, node: Node) -> None:
     """After a loss every survivor has more to hold; what it resumes from is in the old arena."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    rank.hold(1, state())
     rank.writer.close()
     more = state(num_rows=40_000)
     after = Rank(rank.memory, attempt=2)
@@ -146,10 +140,7 @@ def test_tensors_in_the_place_of_others_are_captured(rank: Rank, node: Node) -> 
 
 def test_a_tensor_that_moved_is_captured_from_where_it_is(rank: Rank, node: Node) -> None:
     """``tensor.data = other`` keeps the tensor and changes its memory; the old bytes stay valid."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    entries = rank.hold(1, state())
     entries[0].tensor.data = entries[0].tensor + 1
     assert rank.take(2, entries)
 
@@ -180,9 +171,7 @@ def test_what_changes_in_a_buffer_after_it_was_completed_is_noticed(
     box = Box.full((num_bytes // 4,))
     tensor = torch.randn(box.shape)
     entries = [StateEntry(fqn="a", slot="weight", shape=box.shape, box=box, tensor=tensor)]
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    rank.hold(1, entries)
     buffer = node.arena().versions()[0].buffer
     node.arena().body(buffer)[where] ^= 1
 
@@ -213,9 +202,7 @@ def test_memory_that_was_refused_is_had_once_there_is_some(tmp_path: Path) -> No
     node.restart(budget_bytes=64 << 20)
 
     assert eventually(lambda: not rank.writer.is_broken)
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    rank.hold(1, entries)
     assert node.steps() == [1]
     assert rank.writer.close()
     node.close()
@@ -225,10 +212,7 @@ def test_a_restarted_keeper_is_handed_the_memory_with_the_next_snapshot(
     rank: Rank, node: Node
 ) -> None:
     """It has nothing else to go by: its own memory is gone."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    entries = rank.hold(1, state())
     node.restart()
     assert node.table.arenas() == {}
     assert rank.take(2, entries)
@@ -241,10 +225,7 @@ def test_a_notice_to_a_keeper_that_was_replaced_meanwhile_does_not_count(
     rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets a notice of memory that it was never handed, and would never be handed."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    rank.hold(1, state())
 
     def restarted_first(path: Path, name: str) -> bool:
         monkeypatch.undo()
@@ -262,10 +243,7 @@ def test_a_keeper_that_is_back_after_an_attempt_has_ended_is_handed_the_memory(
     rank: Rank, node: Node
 ) -> None:
     """It died with the attempt, and recovery waits for what only the workers have now."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    rank.hold(1, state())
     node.close()
     assert rank.writer.close()
     assert not rank.memory.tell()
@@ -281,10 +259,7 @@ def test_a_keeper_that_is_half_back_is_not_taken_for_one_that_has_the_memory(
     rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes notices, but its descriptor socket is still its predecessor's."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    rank.hold(1, state())
     node.close()
     told: list[bool] = []
     bind: Callable[[Path, socket.SocketKind], socket.socket] = descriptor_server.bind_socket
@@ -307,9 +282,7 @@ def test_a_restarted_keeper_is_handed_the_memory_when_an_attempt_ends(
     """The next one looks for its version at keepers, not at workers."""
     entries = state()
     assert not rank.memory.tell()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    rank.hold(1, entries)
     node.restart()
 
     assert rank.writer.close()
@@ -321,10 +294,7 @@ def test_a_restarted_keeper_gets_notices_while_a_dead_peer_holds_all_snapshots_b
     rank: Rank, node: Node
 ) -> None:
     """A dead keeper wrote that a peer copies, and would not take it back."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    rank.hold(1, state())
     node.arena().set_followed(True)
     assert rank.writer.is_behind()
     node.restart()
@@ -349,10 +319,7 @@ def test_a_keeper_is_away_from_when_it_is_missed_and_not_since_the_last_word(
     rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Snapshots may be minutes apart, and it is back in a second."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    entries = rank.hold(1, state())
     monkeypatch.setattr(writing, "_KEEPER_S_MAX", 0.0)
     node.close()
     assert rank.take(2, entries)
@@ -368,10 +335,7 @@ def test_a_restarted_keeper_is_handed_the_memory_though_no_snapshot_is_due(
     rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until one is, in minutes perhaps, what is there would die with its worker."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    rank.hold(1, state())
     monkeypatch.setattr(writing, "_KEEPER_LOOK_S", 0.0)
     rank.writer.look_after()
     assert not rank.writer.is_behind(), "the keeper has it"
@@ -417,9 +381,7 @@ def test_what_could_not_be_copied_off_a_device_is_not_held(
 def test_a_rank_without_elements_has_a_version_without_data(rank: Rank, node: Node) -> None:
     """It is part of every version; other ranks have the bytes."""
     entries = state()[2:3]
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
+    rank.hold(1, entries)
     (held,) = node.arena().versions()
     assert held.data_bytes == 0
 
