@@ -9,9 +9,7 @@ AWS: docs.aws.amazon.com/AWSEC2/latest/UserGuide, "spot-instance-termination-not
 
 import contextlib
 import shlex
-import socket
 import subprocess
-import threading
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -109,25 +107,13 @@ class _Service:
         method: str = "GET",
         hang_s: float = 0.0,
     ) -> tuple[int, str, HTTPMessage]:
-        """Return status, text and headers of an answer that is complete and in time."""
-        within_s = _ANSWER_S + hang_s
-        connection = HTTPConnection(self._address, timeout=within_s)
-        late = threading.Event()
+        """Return status, text and headers of a complete answer."""
+        connection = HTTPConnection(self._address, timeout=_ANSWER_S + hang_s)
         with contextlib.closing(connection):
-            connection.connect()
-            # The timeout of a connection applies to each piece, and each byte may be a piece.
-            timer = threading.Timer(within_s, _end, [connection.sock, late])
-            timer.daemon = True
-            timer.start()
-            try:
-                connection.request(method, path, headers=dict(headers))
-                answer = connection.getresponse()
-                text = answer.read(_ANSWER_BYTES_MAX)
-                is_whole = not answer.length and not answer.read(1)
-            finally:
-                timer.cancel()
-                if late.is_set():
-                    raise TimeoutError(f"no complete answer to {path} in {within_s:g} s")
+            connection.request(method, path, headers=dict(headers))
+            answer = connection.getresponse()
+            text = answer.read(_ANSWER_BYTES_MAX)
+            is_whole = not answer.length and not answer.read(1)
         if not is_whole:
             raise ValueError(
                 f"the answer to {path} is shorter than announced, or over {_ANSWER_BYTES_MAX} bytes"
@@ -274,13 +260,6 @@ class _Command:
             self._said = done.stdout
             self._told_s = time.time()  # noqa: TID251  as people and providers count it
         return answers.own(self._said, told_s=self._told_s)
-
-
-def _end(connection: socket.socket, late: threading.Event) -> None:
-    """End a connection that another thread reads; that thread finds it closed."""
-    late.set()
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _fine(path: str, status: int, text: str) -> str:

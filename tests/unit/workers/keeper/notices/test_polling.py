@@ -1,11 +1,9 @@
 """Real questions to a server of this process that answers as the documents say."""
 
-import contextlib
 import json
 import shlex
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +21,7 @@ from tests.support.metadata_server import (
     Metadata,
     serve,
 )
-from workers.keeper.notices import CLOUDS, NoticeWatch, machine, no_answer, providers, sources_of
+from workers.keeper.notices import CLOUDS, NoticeWatch, machine, no_answer, sources_of
 
 WAIT_S_MAX = 60.0
 STOPS = '{"action": "stop", "time": "2099-11-25T08:22:00Z"}'
@@ -147,31 +145,6 @@ def test_a_command_that_cannot_be_run_is_reported(command: str) -> None:
     with _watching(command=command) as watch:
         _wait(lambda: bool(watch.problems()))
         assert watch.problems()[0].startswith(f"the command {command} does not answer: ")
-
-
-@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"])
-def test_a_server_that_drips_is_given_up(begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte is in time; a hundred of them are not."""
-    monkeypatch.setattr(providers, "_ANSWER_S", 0.3)
-    (source,) = sources_of(cloud="azure", endpoint=_dripping(begin))
-    with pytest.raises(TimeoutError, match=r"no complete answer to .* in 0\.3 s"):
-        source.look()
-
-
-def _dripping(begin: bytes) -> str:
-    """Return the address of a server that sends a byte each 0.1 s until it is left."""
-    listening = socket.create_server(("127.0.0.1", 0))
-
-    def drip() -> None:
-        with listening, listening.accept()[0] as connection:
-            connection.sendall(begin)
-            with contextlib.suppress(OSError):
-                while True:
-                    connection.sendall(b"x")
-                    time.sleep(0.1)
-
-    threading.Thread(target=drip, daemon=True).start()
-    return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 def test_google_is_asked_again_after_an_etag_that_it_refuses(server: Metadata) -> None:
