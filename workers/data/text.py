@@ -10,7 +10,6 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from ucp_core.errors import UcpError
@@ -32,7 +31,6 @@ class TextSource:
     described: str  #: The setting and the number of files, for people.
     #: ``(name, path)`` of every file, sorted; ``name`` is relative to the source.
     files: tuple[tuple[str, str], ...]
-    is_remote: bool  #: Whether the paths are URLs.
     text_field: str  #: The field of a JSON line that holds the text.
 
     def documents(self) -> Iterator[tuple[str, bytes]]:
@@ -49,8 +47,6 @@ class TextSource:
 
     def _read(self, path: str) -> bytes:
         try:
-            if not self.is_remote:
-                return Path(path).read_bytes()
             store, at = open_store(path)
             return store.read(at)
         except (OSError, UcpError) as error:
@@ -104,7 +100,6 @@ def find_source(settings: DataSettings) -> TextSource:
     return TextSource(
         described=f"{source} ({len(names)} files)",
         files=tuple(names),
-        is_remote="://" in source,
         text_field=settings.text_field,
     )
 
