@@ -1,10 +1,11 @@
-"""Take the stacks of a process, which writes them on request, or before it obeys a fence.
+"""Take evidence of a worker from outside: its stacks, even if it hangs, and its ring.
 
-A thread of the process waits at a pipe for requests and writes the stacks while it holds the
-interpreter lock. If another thread keeps that lock, a signal makes ``faulthandler`` write them
-without it. The signal is the second choice: its handler reads the frames of other threads, and if
-these run, the process dies of SIGSEGV, mostly at the first or second signal (Python 3.11). A
-stopped or frozen process writes nothing; the kernel reports on it instead.
+A process writes its stacks on request, or before it obeys a fence. A thread of it waits at a pipe
+for requests and writes the stacks while it holds the interpreter lock. If another thread keeps that
+lock, a signal makes ``faulthandler`` write them without it. The signal is the second choice: its
+handler reads the frames of other threads, and if these run, the process dies of SIGSEGV, mostly at
+the first or second signal (Python 3.11). A stopped or frozen process writes nothing; the kernel
+reports on it instead.
 
 ``workers.process`` offers stacks, and ``workers.keeper`` takes them.
 """
@@ -18,11 +19,12 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from workers.evidence.kernel import kernel_facts
+from ucp_core.storage import Store, join
 from workers.protocol import GONE
 from workers.records import process_state
 
@@ -39,6 +41,11 @@ _LOOK_S: Final = 0.002
 _SETTLED_LOOKS: Final = 2
 #: Header of the stacks that a process wrote before it obeyed a fence.
 _BEFORE: Final = b"Before the fence:\n\n"
+#: Maximum number of threads to list individually; Ray alone has some dozens.
+_NUM_THREADS_MAX: Final = 256
+#: The folders that an incident has.
+STACKS: Final = "stacks"
+RINGS: Final = "rings"
 #: States in which the kernel holds a process, so that it writes nothing.
 _HELD: Final = frozenset("Tt")
 
@@ -201,3 +208,68 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def kernel_facts(pid: int) -> str:
+    """Return the state of a process and of each thread, a line each, for people.
+
+    It needs no help from the process, so it works while the process is stopped or frozen. ``wchan``
+    is the kernel function in which a thread sleeps, ``syscall`` the number and arguments of its
+    system call; both are omitted if the kernel does not report them.
+    """
+    process = Path(f"/proc/{pid}")
+    if not process.exists():
+        return f"There is no process {pid}.\n"
+    lines = [f"process {pid}: state {_state(process)}"]
+    with contextlib.suppress(OSError):
+        threads = sorted(int(each.name) for each in (process / "task").iterdir())
+        lines += [_thread(process / "task" / str(each)) for each in threads[:_NUM_THREADS_MAX]]
+    return "\n".join(lines) + "\n"
+
+
+def _thread(thread: Path) -> str:
+    name = _first_line(thread / "comm")
+    facts = {"wchan": _first_line(thread / "wchan"), "syscall": _first_line(thread / "syscall")}
+    told = "".join(f", {what} {fact}" for what, fact in facts.items() if fact not in {"", "0"})
+    return f"thread {thread.name} {name}: state {_state(thread)}{told}"
+
+
+def _state(process: Path) -> str:
+    status = _read(process / "status")
+    return next((x[6:].strip() for x in status.splitlines() if x.startswith("State:")), "gone")
+
+
+def _first_line(path: Path) -> str:
+    return next(iter(_read(path).splitlines()), "").strip()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Stacks and rings of the workers of one node, by worker."""
+
+    stacks: Mapping[str, str]
+    rings: Mapping[str, bytes]
+
+    def store(self, store: Store, folder: str) -> None:
+        """Write a file for each worker's stacks and ring below ``folder``."""
+        for worker, text in self.stacks.items():
+            path = join(folder, STACKS, f"{worker}.txt")
+            store.write_atomic(path, text.encode(), fsync=False)
+        for worker, ring in self.rings.items():
+            store.write_atomic(join(folder, RINGS, f"{worker}.ring"), ring, fsync=False)
+
+
+def copies(rings: Mapping[str, Path]) -> dict[str, bytes]:
+    """Return the content of the existing rings, by worker. Reading a large ring takes 10 ms."""
+    found: dict[str, bytes] = {}
+    for worker, path in rings.items():
+        with contextlib.suppress(OSError):
+            found[worker] = path.read_bytes()
+    return found
