@@ -200,6 +200,7 @@ def _start(transition: Transition) -> None:
         other_layouts=others,
         members=members,
         nodes=nodes,
+        num_nodes=len(chosen),
         plan=protection.plan(transition, nodes, layout),
         inside=Table.of(zip(members, repeat(False))),
         num_inside=len(members),

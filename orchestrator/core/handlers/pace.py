@@ -16,7 +16,7 @@ def saves_measured(transition: Transition, event: SavesMeasured) -> None:
     rules = transition.rules.cadence
     plan = attempt.plan
     redundancy = Redundancy(
-        num_nodes=len(set(attempt.nodes)),
+        num_nodes=attempt.num_nodes,
         group_nodes=max(map(len, plan.groups), default=1),
         tolerance=plan.tolerance if plan.groups else 0,
         reprotect_s=rules.reprotect_s,

@@ -104,11 +104,9 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     provider did not take in time are used again. Return whether the members were asked to leave.
     """
     run, lead_s = transition.run, transition.rules.bounds.drain_lead_s
-    draining = [
-        node
-        for _, node in run.fleet.nodes.where(_is_taken)
-        if any(number in run.attempt.inside for number in node.workers)
-    ]
+    is_inside = run.attempt.inside.__contains__
+    taken = run.fleet.nodes.where(_is_taken)
+    draining = [node for _, node in taken if any(map(is_inside, node.workers))]
     is_enough = bool(num_after)
     if not is_enough:
         draining = [node for node in draining if transition.now_s < node.leave_by_s + lead_s]
@@ -172,7 +170,7 @@ def _change_if_it_pays(
             next_fault_s=growth.next_fault_s(
                 run.faults_seen,
                 transition.now_s,
-                len(set(run.attempt.nodes)),
+                run.attempt.num_nodes,
                 transition.rules.growth,
             ),
         ),

@@ -188,7 +188,7 @@ def _facts(transition: Transition, one: Suspicion, node: Node, num_ranks: int) -
         num_steps_left=rules.total_steps - run.attempt.step,
         pause_s=run.pause_s,
         next_fault_s=growth.next_fault_s(
-            run.faults_seen, transition.now_s, len(set(run.attempt.nodes)), rules.growth
+            run.faults_seen, transition.now_s, run.attempt.num_nodes, rules.growth
         ),
         convicted=tuple((at_s, left) for at_s, left, ranks, _ in run.convicted if ranks),
         is_agreed=is_agreed(one, run.attempt.suspects, num_ranks),

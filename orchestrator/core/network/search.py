@@ -104,7 +104,7 @@ def form_deadline_s(transition: Transition) -> float:
     """Return when to probe the network next while the attempt forms, or the bound of forming."""
     run = transition.run
     started_s = run.attempt.started_s
-    first_s = max(_FORM_FACTOR * run.form_s, _FORM_S + _FORM_NODE_S * len(set(run.attempt.nodes)))
+    first_s = max(_FORM_FACTOR * run.form_s, _FORM_S + _FORM_NODE_S * run.attempt.num_nodes)
     # The time between two probes doubles.
     look_s = max(first_s, 2.0 * (transition.now_s - started_s))
     return started_s + min(look_s, transition.rules.bounds.form_bound_s(run.num_stuck))

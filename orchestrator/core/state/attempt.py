@@ -21,6 +21,7 @@ class Attempt(StatePart):
     other_layouts: tuple[tuple[str, str], ...] = ()
     members: tuple[int, ...] = ()  #: Its workers in rank order, also dead ones.
     nodes: tuple[int, ...] = ()  #: Their nodes, by rank.
+    num_nodes: int = 0  #: How many different nodes these are.
     #: How its snapshots are protected.
     plan: RedundancyPlan = field(default_factory=RedundancyPlan)
     #: Members that have neither left nor died, by number, each with whether it has formed.

@@ -115,7 +115,7 @@ class Node(NamedTuple):
 
         A provider that has not taken it after that may never do so.
         """
-        return self.is_taken and self.leave_by_s - lead_s <= now_s < self.leave_by_s + lead_s
+        return self.leave_by_s - lead_s <= now_s < self.leave_by_s + lead_s and self.is_taken
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ _CHUNK_BITS = 6
 class _Chunk(dict[int, V]):
     """A part of a table. It never changes, so results of searches in it are cached."""
 
-    found: dict[Callable[[V], object], tuple[int, ...]] | None = None
+    found: dict[Callable[[V], object], list[tuple[int, V]]] | None = None
     counts: dict[Callable[[V], Any], Counter[Any]] | None = None
 
 
@@ -75,14 +75,12 @@ class Table(Generic[V]):
         """Return the table with ``key`` set to ``value``."""
         assert key >= 0, f"key {key} is negative"
         index = key >> _CHUNK_BITS
-        chunks = self._chunks
+        chunks = list(self._chunks)
         if index >= len(chunks):
-            chunks += tuple(_Chunk[V]() for _ in range(index + 1 - len(chunks)))
-        chunk = _Chunk(chunks[index])
+            chunks += (_Chunk() for _ in range(index + 1 - len(chunks)))
+        chunk = chunks[index] = _Chunk(chunks[index])
         chunk[key] = value
-        if len(chunks) == 1:
-            return Table((chunk,))
-        return Table((*chunks[:index], chunk, *chunks[index + 1 :]))
+        return Table(tuple(chunks))
 
     def update(self, values: Mapping[int, V]) -> Table[V]:
         """Return the table with all ``values`` set, in about the time of a single ``set``."""
@@ -127,11 +125,10 @@ class Table(Generic[V]):
             known = chunk.found
             if known is None:
                 known = chunk.found = {}
-            keys = known.get(is_so)
-            if keys is None:
-                keys = known[is_so] = tuple(key for key, value in chunk.items() if is_so(value))
-            if keys:
-                found += ((key, chunk[key]) for key in keys)
+            pairs = known.get(is_so)
+            if pairs is None:
+                pairs = known[is_so] = [item for item in chunk.items() if is_so(item[1])]
+            found += pairs
         return found
 
     def counted(self, kind_of: Callable[[V], K]) -> Counter[K]:
