@@ -375,6 +375,7 @@ def test_a_tensor_parallel_worker_is_replaced_and_no_bit_is_lost(
 @pytest.mark.parametrize(
     "layout",
     [
+        ParallelLayout(dp_replicate=2, dp_shard=2),
         ParallelLayout(dp_shard=2, tp=2),
         ParallelLayout(dp_shard=4, ep=2),
         ParallelLayout(dp_shard=2, cp=2),

@@ -20,27 +20,11 @@ from tests.support.attempts import (
 )
 from tests.support.snapshots import eventually
 from tests.support.trainers import Run
-from ucp_core.layout import ParallelLayout
 from workers.protocol import Completed, Fenced, PeerLost, Raised, Unloadable, Yielded
 from workers.records import RingReader
 from workers.settings import DataSettings
 
 SUPPORT = Path(__file__).parents[1] / "support"
-
-
-def test_the_number_of_workers_changes_no_bit_in_deterministic_mode(
-    run: Run, text: DataSettings
-) -> None:
-    """Sums over ranks are reordered by the number of ranks, unless their order is fixed."""
-    chosen = settings(text, deterministic=True, steps=4)
-    seen = set()
-    for num_workers in (1, 2, 3, 5, 8):
-        finish(run, chosen, num_workers=num_workers)
-        numbers = [(line["loss"], line["grad_norm"]) for line in lines(run)]
-        seen.add((result(run)["weights_digest"], result(run)["validation_loss"], str(numbers)))
-        reset(run)
-
-    assert len(seen) == 1
 
 
 def test_a_run_that_starts_from_a_checkpoint_is_the_same_with_any_number_of_workers(
@@ -66,10 +50,18 @@ def test_a_run_that_starts_from_a_checkpoint_is_the_same_with_any_number_of_work
 def test_growing_and_shrinking_in_mid_run_changes_no_bit_in_deterministic_mode(
     run: Run, text: DataSettings
 ) -> None:
-    """The state goes through storage and other shards twice on the way."""
+    """Sums over ranks are reordered by the number of ranks, unless their order is fixed.
+
+    The state goes through storage and other shards twice on the way.
+    """
+
+    def numbers() -> tuple[object, ...]:
+        told = [(line["step"], line["loss"], line["grad_norm"]) for line in lines(run)]
+        return result(run)["weights_digest"], result(run)["validation_loss"], told
+
     chosen = settings(text, deterministic=True)
     finish(run, chosen, num_workers=2)
-    undisturbed = result(run)["weights_digest"]
+    undisturbed = numbers()
     reset(run)
     for num_workers in (4, 3):
         # The last rank leaves after one step and takes the others with it.
@@ -80,7 +72,7 @@ def test_growing_and_shrinking_in_mid_run_changes_no_bit_in_deterministic_mode(
         assert all(isinstance(outcome, Yielded) for outcome in outcomes)
     finish(run, chosen, num_workers=5, resume=newest(run))
 
-    assert result(run)["weights_digest"] == undisturbed
+    assert numbers() == undisturbed
 
 
 def test_survivors_of_a_killed_worker_leave_and_lose_no_sample(
@@ -245,24 +237,6 @@ def test_twenty_attempts_leave_nothing_behind(run: Run, text: DataSettings) -> N
 
     assert max(held)[0] <= held[0][0] + 2
     assert max(threads for _, threads in held) <= held[0][1] + 2
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [ParallelLayout(dp_shard=3), ParallelLayout(dp_replicate=2, dp_shard=2)],
-    ids=str,
-)
-def test_the_loss_curve_does_not_depend_on_the_layout(
-    run: Run, text: DataSettings, layout: ParallelLayout
-) -> None:
-    """Without the fixed tree sums differ in their last bits only: 3e-6 was seen in 30 steps."""
-    finish(run, settings(text), num_workers=1)
-    alone = [line["loss"] for line in lines(run)]
-    reset(run)
-
-    finish(run, settings(text), num_workers=layout.world_size, layout=layout)
-
-    assert [line["loss"] for line in lines(run)] == pytest.approx(alone, abs=2e-5)
 
 
 def test_bf16_computes_beside_fp32_masters(run: Run, text: DataSettings) -> None:

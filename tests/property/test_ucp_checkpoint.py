@@ -1,10 +1,7 @@
 """Any sharding to any other, bit for bit; any damage found; any crash survived."""
 
-import contextlib
-import copy
 import json
 import random
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,16 +16,14 @@ from tests.support.checkpoints import (
     random_state,
     save,
     small_state,
-    whole_need,
 )
 from ucp_core.conversion import convert
 from ucp_core.conversion import job as conversion
 from ucp_core.conversion import outputs as files
 from ucp_core.conversion import work_items as work
-from ucp_core.errors import UcpError, UncoveredRegionError, UnsupportedVersionError
 from ucp_core.inspection import verify
 from ucp_core.manifest import from_bytes, to_bytes, to_json
-from ucp_core.manifest.document import parse, validate
+from ucp_core.manifest.document import parse
 from ucp_core.native import Checkpoint, LocalTensor, load, open_checkpoint, try_commit
 from ucp_core.native import saving as _save
 from ucp_core.storage import MemoryStore, join
@@ -91,46 +86,6 @@ def test_a_manifest_is_what_was_printed(seed: int, world_size: int) -> None:
         assert to_bytes(manifest) == store.read(path)
 
 
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=8,
-)
-
-
-@settings(deadline=None)
-@given(seed=SEEDS, junk=_JSON, data=st.data())
-def test_a_document_with_junk_in_it_is_refused_with_its_path(
-    seed: int, junk: object, data: st.DataObject
-) -> None:
-    """Whatever stands anywhere: our own error or a manifest, never a crash."""
-    store = MemoryStore()
-    save(store, small_state(seed), step=7)
-    document = to_json(open_checkpoint(store, DIRECTORY).manifest)
-    mutant: Any = copy.deepcopy(document)
-    place: Any = {"document": mutant}
-    key: Any = "document"
-    for _ in range(data.draw(st.integers(0, 6))):
-        inner = place[key]
-        if not isinstance(inner, dict | list) or not inner:
-            break
-        keys = sorted(inner) if isinstance(inner, dict) else range(len(inner))
-        place, key = inner, data.draw(st.sampled_from(keys))
-    place[key] = junk
-    mutant = mutant if key != "document" else junk
-
-    problems = validate(mutant)
-    assert all(problem.path and problem.message for problem in problems)
-    if problems:
-        with pytest.raises(UcpError) as caught:
-            parse(mutant)
-        if not isinstance(caught.value, UnsupportedVersionError):
-            assert caught.value.facts["problems"] == tuple(problems)
-        return
-    with contextlib.suppress(UncoveredRegionError):
-        parse(mutant).state_map.prove_coverage()
-
-
 @settings(deadline=None, max_examples=60)
 @given(seed=SEEDS, data=st.data())
 def test_a_flipped_byte_anywhere_is_found(seed: int, data: st.DataObject) -> None:
@@ -153,27 +108,6 @@ def test_a_flipped_byte_anywhere_is_found(seed: int, data: st.DataObject) -> Non
 
     assert [problem.path for problem in problems if problem.path != name] == []
     assert problems
-
-
-@settings(deadline=None, max_examples=60)
-@given(seed=SEEDS, data=st.data())
-def test_no_flipped_byte_is_ever_loaded(seed: int, data: st.DataObject) -> None:
-    """Either loading refuses, or what was loaded is right."""
-    state = small_state(seed)
-    store = MemoryStore()
-    save(store, state, step=7)
-    name = data.draw(st.sampled_from(sorted(store.sizes(DIRECTORY))))
-    content = bytearray(store.read(join(DIRECTORY, name)))
-    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    store.write_atomic(join(DIRECTORY, name), content, fsync=False)
-    need = whole_need(state)
-
-    try:
-        load(open_checkpoint(store, DIRECTORY), need)
-    except UcpError:
-        assert not name.startswith("a0001-r") or name.endswith(".bin")
-    else:
-        assert_loaded(state, need)
 
 
 @settings(deadline=None)

@@ -3,16 +3,19 @@
 import copy
 import json
 import random
+from contextlib import suppress
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import ROOT, save, small_state
 from tests.support.mutations import places
 from ucp_core.conversion import convert
-from ucp_core.errors import UcpError
+from ucp_core.errors import UcpError, UncoveredRegionError, UnsupportedVersionError
 from ucp_core.manifest import Manifest, from_bytes, to_bytes, to_json
+from ucp_core.manifest.document import parse, validate
 from ucp_core.native import open_checkpoint
 from ucp_core.numerics import crc32
 from ucp_core.storage import MemoryStore
@@ -92,7 +95,8 @@ def test_sealed_rubbish_is_refused(body: bytes) -> None:
 def test_changed_trees_are_refused_or_harmless(which: int, seed: int, changes: int) -> None:
     """Every value of every field replaced, removed, moved or doubled; the seal is right.
 
-    An accepted text must be a manifest that prints and reads back.
+    A refused one is refused with all its problems, each with its path. An accepted text must be a
+    manifest that prints and reads back.
     """
     rng = random.Random(seed)
     document = json.loads(DOCUMENTS[which])
@@ -111,9 +115,19 @@ def test_changed_trees_are_refused_or_harmless(which: int, seed: int, changes: i
             holder[rng.choice(("..", "a/b", "\udfff", "x" * 300, "fragments"))] = holder[key]
 
     manifest = _read(_sealed(document))
+    problems = validate(document)
 
+    assert all(problem.path and problem.message for problem in problems)
+    if problems:
+        assert manifest is None
+        with pytest.raises(UcpError) as caught:
+            parse(document)
+        if not isinstance(caught.value, UnsupportedVersionError):
+            assert caught.value.facts["problems"] == tuple(problems)
     if manifest is not None:
         assert to_json(from_bytes(to_bytes(manifest))) == to_json(manifest)
+        with suppress(UncoveredRegionError):
+            manifest.state_map.prove_coverage()
 
 
 @given(st.integers(100, 200_000), st.sampled_from(["[", '{"a":']))
