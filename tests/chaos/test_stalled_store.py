@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.object_servers import s3_process
+from tests.support.object_servers import s3_process, use_s3
 from tests.support.snapshot_rank import Rank, state
 from tests.support.snapshots import eventually
 from workers.keeper.node_memory import NodeMemory
@@ -27,10 +27,7 @@ NUM_STEPS = 50
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The process of a store with a bucket."""
     with s3_process(tmp_path / "server.log") as (url, pid):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        use_s3(monkeypatch, url)
         request = urllib.request.Request(f"{url}/bucket", method="PUT")  # noqa: S310
         urllib.request.urlopen(request, timeout=20).close()  # noqa: S310
         yield pid

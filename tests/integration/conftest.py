@@ -8,6 +8,7 @@ import pytest
 from orchestrator.config import RunConfig, demo_config
 from tests.support.attempts import write_texts
 from tests.support.chromium import Browser
+from tests.support.object_servers import Proxy, proxied, s3_server
 from tests.support.trainers import Run
 from workers.settings import DataSettings
 
@@ -36,6 +37,20 @@ def run(tmp_path: Path) -> Iterator[Run]:
     directory.mkdir()
     with Run(directory) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def s3_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where a server with S3's protocol is."""
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def begin_proxy(s3_url: str) -> Iterator[Callable[[], Proxy]]:
+    """Return what puts a proxy before that server."""
+    with proxied(s3_url) as begin:
+        yield begin
 
 
 @pytest.fixture

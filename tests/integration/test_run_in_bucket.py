@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
@@ -14,7 +14,7 @@ from orchestrator.driver import replay_run
 from orchestrator.shell.storage.journal import segment_sizes
 from tests.support.journals import Journaled, config_at
 from tests.support.made import assignment_of
-from tests.support.object_servers import Fault, Proxy, proxied, s3_server, use_s3
+from tests.support.object_servers import Fault, Proxy, use_s3
 from tests.support.snapshots import body_bytes, eventually, snapshot
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import claim, open_store, read_appended
@@ -29,18 +29,6 @@ from workers.train.boundary import StorageWriter
 
 pytest.importorskip("moto", reason="moto is not installed: pip install 'everstep[dev]'")
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'everstep[s3]'")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with s3_server(tmp_path_factory.mktemp("s3") / "log") as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def begin_proxy(server: str) -> Iterator[Callable[[], Proxy]]:
-    with proxied(server) as begin:
-        yield begin
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 import threading
 import tracemalloc
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.support.checkpoints import assert_loaded, save, small_state, whole_ne
 from tests.support.commands import ucp
 from tests.support.crash_scripts import SCRIPTS, Commit, Save, Script
 from tests.support.failing_store import Fate, How
-from tests.support.object_servers import Fault, Proxy, proxied, s3_server, use_s3
+from tests.support.object_servers import Fault, Proxy, use_s3
 from tests.support.store_conformance import StoreConformance
 from ucp_core.conversion import convert
 from ucp_core.errors import StorageError, SupersededError
@@ -44,22 +44,10 @@ _QUICK = Retries(attempts=4, first_s=0.001)
 _PART = 16 << 20
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with s3_server(tmp_path_factory.mktemp("s3") / "log") as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def begin_proxy(server: str) -> Iterator[Callable[[], Proxy]]:
-    with proxied(server) as begin:
-        yield begin
-
-
 @pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def bucket(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make a bucket and say where it is."""
-    use_s3(monkeypatch, server)
+    use_s3(monkeypatch, s3_url)
     name = f"b-{uuid.uuid4().hex}"
     s3fs.S3FileSystem().mkdir(name)
     return name
