@@ -435,36 +435,6 @@ def test_a_group_in_a_cycle_behind_another_is_let_go_of_at_once(tmp_path: Path) 
         assert ranks.results()[0]
 
 
-def reform_often(place: Place) -> list[tuple[int, ...]]:
-    seen = []
-    for attempt in range(1, 31):
-        size = (2, 1)[attempt % 2]
-        if place.rank < size:
-            collectives.form(**place.formation(attempt, size))
-            model, loss = _fsdp(size)
-            loss.backward()
-            # Fills the caches: operations on DTensors whose placements change.
-            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            assert norm.full_tensor() > 0
-            del model, loss, norm
-            collectives.leave()
-        own = Path("/proc/self")
-        seen.append(tuple(sum(1 for _ in (own / kind).iterdir()) for kind in ("fd", "task")))
-    return seen
-
-
-def test_thirty_formations_leave_no_sockets_and_threads(tmp_path: Path) -> None:
-    """DTensor's caches keep groups alive, about 8 descriptors and 5 threads each."""
-    with running(reform_often, 2, tmp_path) as ranks:
-        seen = ranks.results()[0]
-
-    num_fds, num_threads = zip(*seen, strict=True)
-    # The first attempt leaves what a process has anyway. A helper thread ends when it has been
-    # idle for a while.
-    assert max(num_fds) <= num_fds[0] + 2
-    assert max(num_threads) <= num_threads[0] + 2
-
-
 def test_errors_survive_pickling() -> None:
     """Ray ships them; an exception that loses its facts on the way is of no use."""
     error = CollectiveError("all_reduce failed", attempt=3, group="world", op="all_reduce", seq=9)

@@ -12,16 +12,15 @@ from orchestrator.policies import (
     RedundancyPlan,
     plan_redundancy,
 )
-from tests.support.attempts import lines, settings, wait_for_steps
+from tests.support.attempts import settings, wait_for_steps
 from tests.support.node_memory import NodeProcess, newest, read, whole_state
 from tests.support.snapshots import eventually
-from tests.support.trainers import Run, Trainer
+from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import checkpoint_name, open_checkpoint
 from ucp_core.storage import LocalStore
 from workers.memory import is_copy, is_guard
 from workers.protocol import (
-    Completed,
     GroupPlace,
     KeeperOrder,
     ParityGroup,
@@ -59,14 +58,6 @@ def _plan(layout: ParallelLayout, mechanism: Literal["auto", "copy", "parity"]) 
     return plan_redundancy(facts, SnapshotSettings(tolerance=1, mechanism=mechanism))
 
 
-def _begin(run: Run, chosen: Settings, *, num_shards: int) -> list[Trainer]:
-    """Start two replicas that save each other's shares."""
-    layout = ParallelLayout(dp_replicate=2, dp_shard=num_shards)
-    plan = _plan(layout, "auto")
-    assert plan.guards is not None
-    return run.begin(chosen, num_workers=2 * num_shards, layout=layout, guards=plan.guards)
-
-
 def _protect(nodes: Sequence[NodeProcess]) -> None:
     """Have the nodes' keepers complete the parities that their ranks make."""
     peers = {node.node: node.peer() for node in nodes}
@@ -98,7 +89,10 @@ def test_what_a_lost_node_had_is_in_the_other_ones_memory_to_the_bit(
     """Each rank saves a quarter of the state and its counterpart's, and no keeper copies."""
     chosen = _rarely_stored(text)
     nodes = make_nodes(chosen, 2, 2)
-    members = _begin(run, chosen, num_shards=2)
+    layout = ParallelLayout(dp_replicate=2, dp_shard=2)
+    guards = _plan(layout, "auto").guards
+    assert guards is not None
+    members = run.begin(chosen, num_workers=4, layout=layout, guards=guards)
     wait_for_steps(run, 3)
     members[-1].yield_at_boundary(1, durable=True)
     (outcome,) = {one.left().outcome for one in members}
@@ -150,34 +144,3 @@ def test_what_a_lost_node_had_is_computed_from_the_replicas_of_two(
     # The rest of a parity's data is room for records.
     assert sum(map(len, state.values())) / 3 * 1.1 > max(sizes[0], sizes[1])
     assert read(places, nodes[0]) == state
-
-
-def test_training_goes_on_from_one_node_when_the_other_is_lost_in_a_step(
-    run: Run, text: DataSettings, make_nodes: MakeNodes
-) -> None:
-    """In the middle of a snapshot too: each share is whole on both nodes, or the one before is."""
-    chosen = _rarely_stored(text)
-    nodes = make_nodes(chosen, 2, 1)
-    staying, leaving = _begin(run, chosen, num_shards=1)
-    wait_for_steps(run, 4)
-    nodes[1].kill()
-    leaving.process.kill()
-    staying.fence(1)
-    staying.left()
-
-    (step, attempt), places = newest(nodes[:1])
-    taken = [line["step"] for line in lines(run) if line["snapshot"] == "taken"]
-    assert attempt == 1
-    assert step >= taken[-2]
-    left = run.train(
-        replace(chosen, train=replace(chosen.train, steps=step + 2)),
-        num_workers=1,
-        resume=(step, attempt),
-        memory=places,
-    )
-    (one,) = left
-    assert one.outcome == Completed(attempt=2, step=step + 2)
-    # Whether the last step was snapshot before depends on when the node went.
-    kinds = {kind for kind, size in one.sources if size}
-    assert kinds in ({"local memory"}, {"live state"})
-    assert [line["step"] for line in lines(run) if line["attempt"] == 2] == [step + 1, step + 2]
