@@ -84,21 +84,6 @@ def make(tmp_path: Path) -> Callable[..., RunConfig]:
     return make
 
 
-def test_ten_random_faults_leave_the_same_weights(
-    cluster: HostedCluster, make: Callable[..., RunConfig]
-) -> None:
-    """Deterministic mode, changes of the data-parallel degree only: equal to the last bit."""
-    calm = _finish(Launched(make("calm", 200), cluster))
-    config = make("rough", 200)
-    run = Launched(config, cluster)
-
-    faults = _torment(run, cluster, seed=11, count=10)
-    rough = _finish(run)
-
-    assert rough["weights_digest"] == calm["weights_digest"], faults
-    read_history(config.run.directory).check_exactly_once(config)
-
-
 def test_fifty_random_faults_lose_no_sample_and_double_none(
     cluster: HostedCluster, make: Callable[..., RunConfig]
 ) -> None:

@@ -40,8 +40,8 @@ def reach(
     return status
 
 
-def kill_keeper_of(run: Launched, rank: int) -> None:
-    """Kill the keeper on the node of ``rank``, once it has one."""
+def kill_keeper_of(run: Launched, rank: int, number: signal.Signals = signal.SIGKILL) -> int:
+    """Kill the keeper on the node of ``rank``, once it has one, or stop it; return its number."""
 
     def keepers(status: dict[str, Any]) -> list[tuple[str, int]]:
         nodes = {worker["node"] for worker in status["workers"] if worker["rank"] == rank}
@@ -52,4 +52,5 @@ def kill_keeper_of(run: Launched, rank: int) -> None:
     assert status is not None, f"the run ended before rank {rank} had a keeper"
     node, pid = keepers(status)[0]
     run.note_fault("keeper_kill", node)
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
+    return pid

@@ -315,20 +315,3 @@ def test_a_plan_of_ones_own_on_two_stages_of_two_tensor_parallel_workers(
         nn.utils.clip_grad_norm_(model.parameters(), run.config.train.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("port", ["trainer", "lightning", "titan", "nanogpt"])
-def test_a_port_of_the_guide_under_the_command(
-    begin_endless: Callable[..., Launched], tmp_path: Path, port: str
-) -> None:
-    """``test_ports.py`` compares their curves and weights, without Ray."""
-    needed = {"trainer": "transformers", "lightning": "lightning"}
-    pytest.importorskip(needed.get(port, "torch"), reason="an extra is not installed")
-    run = begin_endless(
-        run__script=SUPPORT / f"ports/{port}_elastic.py",
-        run__arguments=json.dumps([str(tmp_path / "output")]),
-        workers__max=2,
-    )
-    _through_a_kill(run, workers=2)
-    _stopped(run)

@@ -252,7 +252,8 @@ def test_processes_that_stop_or_die_in_turn_are_replaced_one_by_one(
     _end_the_controller(run, signal.SIGSTOP)
     _end_the_controller(run, signal.SIGTERM)
     attempts = [_kill_a_worker(run, after=_end_the_controller(run, signal.SIGKILL))]
-    attempts += [_kill_a_worker(run, after=_kill_a_keeper(run))]
+    _lose_a_keeper(run, signal.SIGSTOP)
+    attempts += [_kill_a_worker(run, after=_lose_a_keeper(run, signal.SIGKILL))]
     attempts += [_kill_a_keeper_and_a_worker(run)]
     exported = export_run(
         config.run.directory,
@@ -310,11 +311,20 @@ def _end_the_controller(run: Launched, number: signal.Signals) -> dict[str, Any]
     return _protected(run, after["step"], workers=4)
 
 
-def _kill_a_keeper(run: Launched) -> dict[str, Any]:
-    """The trainers hold their arenas too: the next keeper must take them over, and copies again."""
+def _lose_a_keeper(run: Launched, number: signal.Signals) -> dict[str, Any]:
+    """The trainers hold their arenas too: the next keeper must take them over, and copies again.
+
+    Ray takes a keeper that is only stopped for alive.
+    """
     before = _protected(run, workers=4)
-    kill_keeper_of(run, 1)
-    after = _protected(run, before["step"] + 20, workers=4)
+    lost = kill_keeper_of(run, 1, number)
+    is_replaced = wait_for(
+        run,
+        lambda s: not {lost, None, 0} & {view["keeper_pid"] for view in s["nodes"]},
+        timeout_s=ACT_S_MAX,
+    )
+    assert is_replaced is not None, "the run ended without another keeper"
+    after = _protected(run, is_replaced["step"] + 20, workers=4)
     assert after["attempt"] == before["attempt"], "training was disturbed"
     return after
 
