@@ -15,13 +15,13 @@ from torch import Tensor
 
 import ucp_core
 from tests.arch.tree import ROOT, guide_text
-from tests.support.attempts import curve, finish, lines, newest, reset, result
+from tests.support.attempts import curve, finish, lines, newest, of_script, reset, result
 from tests.support.foreign_reading import loaded
 from tests.support.forking import SECONDS_MAX, run_script
 from tests.support.ports.changes import changes
 from tests.support.trainers import Run, Trainer
 from workers.protocol import Completed, Raised
-from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
+from workers.settings import Settings
 
 PORTS = ROOT / "tests/support/ports"
 #: The most lines that may be new. Removed lines do not count.
@@ -67,6 +67,14 @@ def test_a_script_runs_alone_and_learns(name: str, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+def _settings(port: str, directory: Path, *, steps: int, every_steps: int = 1) -> Settings:
+    output = str(directory / "output")
+    return of_script(
+        PORTS / f"{port}_elastic.py", output, every_steps=every_steps, steps=steps, global_batch=16,
+        micro_batch=2, deterministic=True,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "port",
     [
@@ -77,15 +85,7 @@ def test_a_script_runs_alone_and_learns(name: str, tmp_path: Path) -> None:
 def test_a_port_has_the_same_bits_on_one_to_five_workers(port: str, tmp_path: Path) -> None:
     """A fused AdamW rounds elements behind the last whole vector of a shard in another way."""
     pytest.importorskip(NEEDS[port], reason="an extra is not installed: hf or interop")
-    settings = Settings(
-        run=RunSettings(
-            directory="run",
-            script=str(PORTS / f"{port}_elastic.py"),
-            arguments=(str(tmp_path / "output"),),
-        ),
-        train=TrainSettings(steps=4, global_batch=16, micro_batch=2, deterministic=True),
-        checkpoint=CheckpointSettings(every_steps=4, keep=0),
-    )
+    settings = _settings(port, tmp_path, steps=4, every_steps=4)
     directory = tmp_path / "run"
     directory.mkdir()
     digests = []
@@ -113,15 +113,7 @@ def compare_with_calm_run(port: str, directory: Path, *, steps: int, num_faults:
 
     Curve, weights and what the script has registered must be the same.
     """
-    settings = Settings(
-        run=RunSettings(
-            directory="run",
-            script=str(PORTS / f"{port}_elastic.py"),
-            arguments=(str(directory / "output"),),
-        ),
-        train=TrainSettings(steps=steps, global_batch=16, micro_batch=2, deterministic=True),
-        checkpoint=CheckpointSettings(every_steps=1, keep=0),
-    )
+    settings = _settings(port, directory, steps=steps)
     for name in ("calm", "disturbed"):
         (directory / name).mkdir()
     with Run(directory / "calm") as calm:

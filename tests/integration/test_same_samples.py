@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.attempts import of_script
 from tests.support.trainers import Run
 from workers.protocol import Completed, Outcome, Raised
-from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 SCRIPT = Path(__file__).parents[1] / "support/train_samples.py"
 
@@ -15,15 +15,8 @@ def trained(
     directory: Path, *arguments: str, steps: int = 3, num_workers: int = 2, behind: int = 0
 ) -> Outcome:
     """Run the script in new processes, behind a step of the first attempt; return rank 0's end."""
-    settings = Settings(
-        run=RunSettings(
-            directory="run",
-            script=str(SCRIPT),
-            arguments=(*arguments, str(directory / "other")),
-        ),
-        train=TrainSettings(steps=steps, global_batch=16, micro_batch=2),
-        checkpoint=CheckpointSettings(every_steps=1),
-    )
+    other = str(directory / "other")
+    settings = of_script(SCRIPT, *arguments, other, steps=steps, global_batch=16, micro_batch=2)
     with Run(directory, lineage=((1, 0),) if behind else ()) as run:
         resume = (behind, 1 if behind else 0)
         return run.train(settings, num_workers=num_workers, resume=resume)[0].outcome
