@@ -4,7 +4,6 @@ The table in ``tests/README.md`` says which test has which feature; one run carr
 """
 
 import json
-import runpy
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from orchestrator.config import RunConfig, load
 from orchestrator.driver import export_run
 from orchestrator.driver.faults import signal_rank
 from orchestrator.driver.launch import Launched
-from tests.integration.test_guide import BLOCKS, NAMES
 from tests.support import train_adapters
 from tests.support.forking import run_script
 from tests.support.history import read_history
@@ -279,39 +277,3 @@ def test_a_model_of_the_hub_is_tuned_by_the_command_and_exported(
     assert float(loss.detach()) == pytest.approx(
         told[json.loads(exported.stdout)["step"]], abs=TOLERANCE
     )
-
-
-@pytest.mark.chaos
-def test_a_plan_of_ones_own_on_two_stages_of_two_tensor_parallel_workers(
-    begin_endless: Callable[..., Launched], tmp_path: Path
-) -> None:
-    """The example of the guide, which trains as the whole model does in plain torch."""
-    script = tmp_path / "train.py"
-    script.write_text(BLOCKS[NAMES.index("planned")])
-    run = begin_endless(
-        run__script=script,
-        parallel__tp=2,
-        parallel__pp=2,
-        workers__standby_per_node=0,
-        train__global_batch=8,
-        train__micro_batch=4,
-        train__lr=0.01,
-        train__warmup_steps=0,
-        train__schedule="constant",
-    )
-    _through_a_kill(run, workers=4)
-    _stopped(run)
-
-    found = runpy.run_path(str(script))
-    torch.manual_seed(0)
-    model, inputs = found["Network"](), found["inputs"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = _losses(run.config.run.directory)
-    for told, batches in zip(losses, _micro_batches(len(inputs), run.config), strict=False):
-        parts = [(model(inputs[one]) - inputs[one].exp()).square().mean() for one in batches]
-        loss = torch.stack(parts).mean()
-        assert told == pytest.approx(float(loss.detach()), abs=TOLERANCE)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), run.config.train.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
