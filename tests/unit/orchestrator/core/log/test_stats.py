@@ -11,15 +11,12 @@ from orchestrator.core.log.codec import decoder, encode
 from orchestrator.diagnosis import Guilty, Suspicion
 from orchestrator.fault_kinds import FaultKind
 from orchestrator.policies import CapacityRules
+from tests.support.run_events import begun_on
 from workers.protocol import Pace, SaveCosts
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=12)
 START: tuple[ev.Event, ...] = (
-    ev.ControllerStarted(at_s=0.0, incarnation=1),
-    ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
-    ev.ReservationGranted(at_s=0.0, reservation=2, node="b"),
-    ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
-    ev.WorkerReady(at_s=1.0, worker="w0002", node="b", pid=12),
+    *begun_on("ab"),
     ev.WorkerFormed(at_s=1.5, attempt=1, worker="w0001"),
     ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0002"),
     *(ev.StepCompleted(at_s=2.0 + n, attempt=1, step=n, step_s=1.0) for n in range(1, 7)),
@@ -44,10 +41,10 @@ CRASH: tuple[ev.Event, ...] = (
 )
 
 
-def _stats(events: Sequence[ev.Event]) -> RunStats:
+def _stats(events: Sequence[ev.Event], rules: RunRules = RULES) -> RunStats:
     state, stats = RunState(), RunStats()
     for event in events:
-        state, actions = step(state, event, rules=RULES)
+        state, actions = step(state, event, rules=rules)
         for record in transition_records(event, actions, attempt=state.attempt.number):
             # As read back from the file: arrays and not tuples.
             stats.add(json.loads(json.dumps(record)))
@@ -248,13 +245,7 @@ def test_a_curve_of_a_long_run_stays_small_and_keeps_its_ends() -> None:
         ev.StepCompleted(at_s=8.0 + n / 10, attempt=1, step=6 + n, step_s=0.1)
         for n in range(1, 5000)
     )
-    events = (*START, *steps)
-    rules = replace(RULES, total_steps=10_000)
-    state, stats = RunState(), RunStats()
-    for event in events:
-        state, actions = step(state, event, rules=rules)
-        for record in transition_records(event, actions, attempt=state.attempt.number):
-            stats.add(record)
+    stats = _stats((*START, *steps), replace(RULES, total_steps=10_000))
 
     assert len(stats.progress) <= 1001
     assert [at for _, at in stats.progress[:1] + stats.progress[-100:]] == [1, *range(4906, 5006)]
@@ -470,7 +461,6 @@ def test_steps_that_memory_has_are_in_the_history_though_no_report_told_of_them(
 def test_what_a_run_holds_is_paid_for_and_what_it_waits_for_is_not() -> None:
     """Two workers at 2 and 4 dollars an hour, of which one comes later; then none is left."""
     rules = replace(RULES, capacity=CapacityRules(usd_per_hour=(2.0, 4.0)))
-    state, stats = RunState(), RunStats()
     granted = (
         ev.ControllerStarted(at_s=0.0, incarnation=1),
         ev.ReservationGranted(at_s=100.0, reservation=1, node="a"),
@@ -478,10 +468,7 @@ def test_what_a_run_holds_is_paid_for_and_what_it_waits_for_is_not() -> None:
         ev.ReservationGranted(at_s=1000.0, reservation=3, node="b"),
         ev.StopRequested(at_s=1900.0, reason="enough"),
     )
-    for event in granted:
-        state, actions = step(state, event, rules=rules)
-        for record in transition_records(event, actions, attempt=state.attempt.number):
-            stats.add(json.loads(json.dumps(record)))
+    stats = _stats(granted, rules)
 
     assert stats.cost_usd == pytest.approx((1800 * 2.0 + 900 * 4.0) / 3600)
     assert (stats.asked, stats.granted, stats.refused) == (
@@ -500,11 +487,7 @@ def test_what_a_run_holds_is_paid_for_and_what_it_waits_for_is_not() -> None:
 def test_an_incident_costs_what_waits_for_it_and_what_is_done_twice() -> None:
     """The price of a fault is what the machines cost meanwhile."""
     rules = replace(RULES, capacity=CapacityRules(usd_per_hour=(3600.0,)))
-    state, stats = RunState(), RunStats()
-    for event in (*START, *CRASH):
-        state, actions = step(state, event, rules=rules)
-        for record in transition_records(event, actions, attempt=state.attempt.number):
-            stats.add(json.loads(json.dumps(record)))
+    stats = _stats((*START, *CRASH), rules)
 
     (incident,) = stats.incidents
     num_reservations = stats.usd_per_hour / 3600.0
