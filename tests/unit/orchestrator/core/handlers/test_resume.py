@@ -59,12 +59,14 @@ def _journal(
     return state, actions, lines
 
 
+ENDED, _, FIRST = _journal(RunState(), STOPPED, RULES, seq=0)
+RESUMED = resume_event(ENDED, at_s=2.7, incarnation=2)
+
+
 def test_a_stopped_run_goes_on_behind_its_last_committed_step() -> None:
     """Steps and numbers of attempts, workers and reservations do not restart."""
-    stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
-    assert stopped.phase is Phase.FINISHED
-    event = resume_event(stopped, at_s=2.7, incarnation=2)
-    state, actions, _ = _journal(RunState(), (event, *_went_on(2)), RULES, seq=0)
+    assert ENDED.phase is Phase.FINISHED
+    state, actions, _ = _journal(RunState(), (RESUMED, *_went_on(2)), RULES, seq=0)
 
     (start,) = (action for action in actions if isinstance(action, act.StartAttempt))
     assert (start.attempt, start.resume_step, start.resume_attempt) == (2, 2, 1)
@@ -72,7 +74,7 @@ def test_a_stopped_run_goes_on_behind_its_last_committed_step() -> None:
     assert start.members == (("w0002", "b", 2),)
     assert not any(isinstance(action, act.ReportIncident) for action in actions)
     assert (state.phase, state.attempt.step, state.stop_reason) == (Phase.TRAINING, 3, "")
-    assert "everstep stop" in event.why
+    assert "everstep stop" in RESUMED.why
 
 
 def test_a_run_without_a_journal_goes_on_behind_what_storage_has() -> None:
@@ -114,9 +116,7 @@ def test_a_run_without_a_journal_does_not_fall_behind_what_storage_had() -> None
 def test_a_resume_waits_for_missing_workers_as_at_the_first_start() -> None:
     """The first of two workers to be ready again must not begin alone at once."""
     rules = replace(RULES, max_workers=2)
-    stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = resume_event(stopped, at_s=2.7, incarnation=2)
-    state, _, _ = _journal(RunState(), (event, *_went_on(2)[:3]), rules, seq=0)
+    state, _, _ = _journal(RunState(), (RESUMED, *_went_on(2)[:3]), rules, seq=0)
 
     assert state.phase is Phase.WAITING
     late = ev.Ticked(at_s=4.0 + rules.bounds.grace_s)
@@ -144,12 +144,11 @@ def test_a_run_whose_committed_steps_are_all_lost_fails_until_a_person_has_chose
 
     A restored version has the name of the bad one, so after that nothing is left out.
     """
-    stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = replace(resume_event(stopped, at_s=2.7, incarnation=2), bad=(stored_source(20, 1),))
+    event = replace(RESUMED, bad=(stored_source(20, 1),))
     read = ev.CommittedRead(
         at_s=3.0, attempt=1, step=0, committed_by=0, skipped=(), number=1, lost=(20, 10)
     )
-    failed, actions, second = _journal(RunState(), (event, read), RULES, seq=first.count(b"\n"))
+    failed, actions, second = _journal(RunState(), (event, read), RULES, seq=FIRST.count(b"\n"))
     again = resume_event(failed, at_s=3.7, incarnation=3)
 
     assert failed.phase is Phase.FAILED
@@ -173,8 +172,7 @@ def test_a_run_does_not_fall_behind_what_it_committed(
     stored: int, damaged: tuple[int, ...], phase: Phase
 ) -> None:
     """Seen: what was chosen had been deleted meanwhile, and 4,070 steps were redone from step 0."""
-    stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = replace(resume_event(stopped, at_s=2.7, incarnation=2), stored=4)
+    event = replace(RESUMED, stored=4)
     read = ev.CommittedRead(
         at_s=3.0,
         attempt=1,
@@ -186,7 +184,7 @@ def test_a_run_does_not_fall_behind_what_it_committed(
         stored=stored,
         damaged=damaged,
     )
-    state, _, _ = _journal(RunState(), (event, read), RULES, seq=first.count(b"\n"))
+    state, _, _ = _journal(RunState(), (event, read), RULES, seq=FIRST.count(b"\n"))
 
     assert state.phase is phase
     if phase is Phase.FAILED:
@@ -198,14 +196,13 @@ def test_a_run_does_not_fall_behind_what_it_committed(
 
 def test_a_resume_waits_for_silent_storage_while_memory_is_behind_it() -> None:
     """A keeper holds an older step than the one that is committed, and storage answers later."""
-    stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = replace(resume_event(stopped, at_s=2.7, incarnation=2), stored=4)
+    event = replace(RESUMED, stored=4)
     held = ev.CommittedRead(
         at_s=3.0, attempt=1, step=3, committed_by=1, skipped=(), number=1, source="memory"
     )
     read = replace(held, at_s=3.5, step=4, number=2, source="storage", stored=4)
     ticked = ev.Ticked(at_s=3.0 + RULES.bounds.read_s)
-    waiting, _, _ = _journal(RunState(), (event, held), RULES, seq=first.count(b"\n"))
+    waiting, _, _ = _journal(RunState(), (event, held), RULES, seq=FIRST.count(b"\n"))
     asked, actions, _ = _journal(waiting, (ticked,), RULES, seq=0)
     state, _, _ = _journal(asked, (replace(read, at_s=ticked.at_s + 0.1),), RULES, seq=0)
 
@@ -218,25 +215,21 @@ def test_a_resume_waits_for_silent_storage_while_memory_is_behind_it() -> None:
 def test_each_opening_is_replayed_under_its_own_settings() -> None:
     """The journal of a run with other settings than those of today leads nowhere under these."""
     wider = replace(RULES, max_workers=2, min_workers=2)
-    stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = resume_event(stopped, at_s=2.7, incarnation=2)
-    num_records = first.count(b"\n")
-    state, _, second = _journal(RunState(), (event, *_went_on(2)[:3]), wider, seq=num_records)
-    segments = [first, second, b'{"v": 1, "se']
+    num_records = FIRST.count(b"\n")
+    state, _, second = _journal(RunState(), (RESUMED, *_went_on(2)[:3]), wider, seq=num_records)
+    segments = [FIRST, second, b'{"v": 1, "se']
 
     assert starts(segments) == [0, 1]
     assert fold_on(Folded(), segments, wider).state == state
-    assert verify(segments[:1], RULES)[0] == stopped
+    assert verify(segments[:1], RULES)[0] == ENDED
     assert verify(segments[1:], wider)[0] == state
 
 
 def test_the_numbers_go_on_and_nothing_stays_open() -> None:
     """A report of a run that was stopped for a night must not call the night a recovery."""
-    stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = resume_event(stopped, at_s=2.7, incarnation=2)
-    _, _, second = _journal(RunState(), (event, *_went_on(2)), RULES, seq=0)
+    _, _, second = _journal(RunState(), (RESUMED, *_went_on(2)), RULES, seq=0)
     stats = RunStats()
-    for line in (first + second).splitlines():
+    for line in (FIRST + second).splitlines():
         stats.add(json.loads(line))
 
     stop, resume = stats.incidents
@@ -252,12 +245,10 @@ def test_a_start_that_trained_nothing_makes_no_newer_version_count_less() -> Non
 
     The start's versions in storage show that it trained, though no step was reported.
     """
-    stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = resume_event(stopped, at_s=2.7, incarnation=2)
     older = ev.CommittedRead(
         at_s=3.0, attempt=1, step=1, committed_by=1, skipped=(), number=1, stored=1, damaged=(2,)
     )
-    events = (event, older, *_went_on(2)[1:4], ev.StopRequested(at_s=4.7, reason="a slip"))
+    events = (RESUMED, older, *_went_on(2)[1:4], ev.StopRequested(at_s=4.7, reason="a slip"))
     left, actions, _ = _journal(RunState(), events, RULES, seq=0)
     (start,) = (action for action in actions if isinstance(action, act.StartAttempt))
     assert start.lineage == ((1, 0), (2, 1))
@@ -272,8 +263,6 @@ def test_a_start_that_trained_nothing_makes_no_newer_version_count_less() -> Non
 
 def test_a_damaged_version_stays_left_out_when_the_starts_behind_it_are_forgotten() -> None:
     """Seen: the start from an older version trained nothing, and the damaged one counted again."""
-    stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = resume_event(stopped, at_s=2.7, incarnation=2)
     source = stored_source(2, 1)
     unloadable = ev.WorkerLeft(
         at_s=4.2, attempt=2, worker="w0002", how=ev.Leaving.UNLOADABLE, step=2, detail="damaged",
@@ -282,7 +271,7 @@ def test_a_damaged_version_stays_left_out_when_the_starts_behind_it_are_forgotte
     older = ev.CommittedRead(
         at_s=4.3, attempt=2, step=1, committed_by=1, skipped=(), number=2, stored=1
     )
-    events = (event, *_went_on(2)[:3], unloadable, older)
+    events = (RESUMED, *_went_on(2)[:3], unloadable, older)
     left, actions, _ = _journal(RunState(), events, RULES, seq=0)
     start = [action for action in actions if isinstance(action, act.StartAttempt)][-1]
     assert (start.attempt, start.resume_step) == (3, 1)
@@ -302,8 +291,7 @@ def test_a_damaged_version_stays_left_out_when_the_starts_behind_it_are_forgotte
 
 def test_a_run_goes_back_to_the_version_that_the_user_names() -> None:
     """Newer ones are not finite: they no longer count, in storage or elsewhere."""
-    stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = go_back(resume_event(stopped, at_s=2.7, incarnation=2), 1)
+    event = go_back(RESUMED, 1)
     read = ev.CommittedRead(
         at_s=3.0, attempt=2, step=1, committed_by=1, skipped=(), number=1, stored=1
     )
