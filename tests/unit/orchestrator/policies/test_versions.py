@@ -13,7 +13,7 @@ from orchestrator.policies import (
     complete,
     plan_recovery,
 )
-from orchestrator.policies.versions import newest, newest_stored, protection, protects
+from orchestrator.policies.versions import newest_stored, protection, protects
 from tests.support.made import held_of
 from workers.protocol import Covered, Held, Inventory, Member, PartRef
 
@@ -59,35 +59,6 @@ def test_parts_of_different_sizes_are_no_version() -> None:
     odd = [_inventory("aa", [_held(9, 0), _held(9, 1, world_size=3)])]
 
     assert complete(odd, LINEAGE) == []
-
-
-def test_memory_wins_a_tie_and_the_last_step_is_left_to_storage() -> None:
-    """A run whose last step is only in memory is not done, and has nothing left to do either."""
-    tie = newest(PAIR, (9, 1), LINEAGE, total_steps=100)
-    last = newest(PAIR, (0, 0), LINEAGE, total_steps=9)
-
-    assert tie is not None
-    assert (tie.step, tie.source, len(tie.parts)) == (9, "memory", 2)
-    assert last is not None
-    assert last.step == 8
-
-
-def test_an_attempt_that_began_before_a_step_ends_its_version() -> None:
-    """The run went another way from step 8 on: step 9 of the fenced attempt is not its history."""
-    found = newest(PAIR, (0, 0), ((1, 0), (2, 8)), total_steps=100)
-
-    assert found is not None
-    assert found.step == 8
-
-
-def test_protection_falls_when_a_copy_is_missing() -> None:
-    """A version that is only where it was made goes with its machine."""
-    alone = [replace(one, parts=one.parts[:2]) for one in PAIR]
-
-    assert protection(PAIR, LINEAGE).node_losses_survived == 1
-    assert protection(PAIR, LINEAGE).step == 9
-    assert protection(alone, LINEAGE).node_losses_survived == 0
-    assert protection([], LINEAGE).step == 0
 
 
 @pytest.mark.parametrize(
