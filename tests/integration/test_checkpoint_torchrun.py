@@ -5,26 +5,22 @@ Two ranks run it under torchrun. Others are forked: each would import torch for 
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import ucp_core
 from everstep import checkpoint
 from tests.arch.tree import ROOT
 from tests.support.foreign_reading import loaded
 from tests.support.ranks import Place, running
-from tests.support.train_checkpointed import adamw, build, killed, save, sharded, train, whole
+from tests.support.train_checkpointed import adamw, build, save, whole
 from ucp_core.geometry import TensorKey
-from ucp_core.storage import LocalStore
 
 SCRIPT = ROOT / "tests/support/train_checkpointed.py"
 
@@ -135,63 +131,3 @@ def test_stages_that_know_nothing_of_each_other_are_one_checkpoint(folder: Path)
     for name in ("up.weight", "down.weight"):
         assert torch.equal(loaded(held, name, "weight"), model.state_dict()[name])
     assert len(held.state_map.entries[TensorKey("up.bias", "weight")].fragments) == 1
-
-
-PHASES = ("data", "record", "manifest", "after")
-
-
-def job(place: Place, *, phase: str) -> bool:
-    """Be one of two ranks that continue from the newest version, and save one step.
-
-    Rank 1, or the rank that commits, is killed in a phase of the save. Returns whether the version
-    that was loaded is the one that was saved.
-    """
-    store = dist.TCPStore("127.0.0.1", place.port)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=2)
-    model, optimizer = sharded(init_device_mesh("cpu", (2,)))
-    folder, step, is_equal = place.directory / "kept", 0, True
-    if checkpoint.newest(folder):
-        step = checkpoint.load(folder, model=model, optimizer=optimizer).step
-        expected = torch.load(place.directory / f"{step}.pt")
-        found = whole(model, optimizer)
-        is_equal = all(torch.equal(found[key], one) for key, one in expected.items())
-    train(model, optimizer, step + place.rank)
-    state = whole(model, optimizer)
-    if place.rank == 0:
-        torch.save(state, place.directory / f"{step + 1}.pt")
-    dist.barrier()
-    kill_in(phase, place.rank)
-    checkpoint.async_save(folder, step + 1, model=model, optimizer=optimizer)
-    checkpoint.wait()
-    return is_equal
-
-
-def kill_in(phase: str, rank: int) -> None:
-    """Kill this process when it comes to a phase of its next save."""
-    if phase == "data" and rank == 1:
-        LocalStore.write_file = killed  # type: ignore[method-assign, assignment]
-    write = LocalStore.write_atomic
-
-    def write_atomic(store: LocalStore, path: str, data: Any, **options: Any) -> bool:
-        is_mine = path.endswith({"record": "r00001.json"}.get(phase, "manifest.json"))
-        if is_mine and phase in ("record", "manifest"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        done = write(store, path, data, **options)
-        if is_mine and phase == "after":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return done
-
-    LocalStore.write_atomic = write_atomic  # type: ignore[method-assign, assignment]
-
-
-def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_version(tmp_path: Path) -> None:
-    """In the data, before the record, before and after the manifest; each next job loads it."""
-    newest = []
-    for phase in ("none", *PHASES, "none"):
-        with running(partial(job, phase=phase), 2, tmp_path) as ranks:
-            found = ranks.results()
-        assert set(found) <= {True, None}, phase
-        assert (None in found) == (phase != "none"), phase
-        newest.append(str(checkpoint.newest(tmp_path / "kept"))[-1])
-
-    assert newest == ["1", "1", "1", "1", "2", "3"]
