@@ -97,7 +97,7 @@ def optim_name(dp: int, mp: int) -> str:
     return f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
 
 
-def native(  # noqa: PLR0913 - the axes of a layout
+def native(
     params: Sequence[Param],
     *,
     stage: int = 1,
@@ -106,7 +106,6 @@ def native(  # noqa: PLR0913 - the axes of a layout
     pp: int = 1,
     step: int = 5,
     info: Mapping[str, Any] | None = None,
-    mappings: bool = True,
     more: Mapping[str, Any] | None = None,
 ) -> Folder:
     """Return a checkpoint of ``params`` under a layout.
@@ -119,7 +118,6 @@ def native(  # noqa: PLR0913 - the axes of a layout
         pp: Pipeline stages; names then begin with the number of their layer.
         step: When it was saved.
         info: ``universal_checkpoint_info``.
-        mappings: Whether ``param_slice_mappings`` are there, which old versions did not save.
         more: More keys of the model files.
     """
     folder = Folder()
@@ -128,7 +126,7 @@ def native(  # noqa: PLR0913 - the axes of a layout
         folder.expected |= {(param.name, slot): param.value(slot) for slot in slots}
     for mp in range(tp * pp):
         held = [p for p in params if mp // tp in p.stages]
-        _add_rank(folder, held, _Layout(stage, dp, tp, pp, step), mp, mappings=mappings)
+        _add_rank(folder, held, _Layout(stage, dp, tp, pp, step), mp)
         for name, tree in folder.trees.items():
             if name.endswith(f"mp_rank_{mp:02d}_model_states.pt"):
                 tree.update(more or {})
@@ -145,9 +143,7 @@ class _Layout(NamedTuple):
     step: int
 
 
-def _add_rank(
-    folder: Folder, held: Sequence[Param], layout: _Layout, mp: int, *, mappings: bool
-) -> None:
+def _add_rank(folder: Folder, held: Sequence[Param], layout: _Layout, mp: int) -> None:
     stage, dp, tp, pp, step = layout
     local = {
         (p.name, slot): p.shards(p.value(slot), tp)[mp % tp]
@@ -184,7 +180,7 @@ def _add_rank(
     ]
     for rank in range(dp):
         state = _state(pieces, groups, rank, stage, dp, step)
-        if stage < 3 and mappings:
+        if stage < 3:
             state["param_slice_mappings"] = [
                 {n: _address(*place) for n, place in piece.mappings[rank].items()}
                 for piece in pieces

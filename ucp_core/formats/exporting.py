@@ -143,9 +143,9 @@ def warnings_of(
 ) -> list[str]:
     """Return warnings for the user about an export to a format, perhaps cast to ``dtype``."""
     if format == "huggingface":
-        from ucp_core.formats.huggingface import float32, writer
+        from ucp_core.formats.huggingface import writer
 
-        return list(float32.kept_in_float32(checkpoint, writer.dtype_of(dtype)).reasons)
+        return list(writer.kept_in_float32(checkpoint, writer.dtype_of(dtype)).reasons)
     num_groups = len(checkpoint.param_groups)
     if format != "deepspeed-universal" or num_groups <= 1:
         return []

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
-from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.refusals import corrupt
 from ucp_core.geometry import DTYPE_BYTES
 from ucp_core.storage import Store
 
@@ -148,8 +148,8 @@ def _short(value: Any) -> str:
 
 def _refuse(where: str, name: str | None, what: str) -> NoReturn:
     if name is None:
-        raise CheckpointCorruptError(f"{where} {what}", path=where)
-    raise CheckpointCorruptError(f"{where}: tensor {name!r} {what}", path=where)
+        raise corrupt(where, f"it {what}")
+    raise corrupt(where, f"tensor {name!r} {what}")
 
 
 def print_header(

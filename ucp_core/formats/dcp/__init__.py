@@ -1,8 +1,7 @@
 """Checkpoints of torch's distributed checkpoint (DCP): ``reader`` and ``writer``.
 
-``directory`` reads the metadata of a directory, ``container`` its metadata and data files as one
-container, which Megatron-core uses too. ``safetensors`` reads data files that hold safetensors.
-``key_names`` says what the keys mean, and ``state`` makes training state of them.
+``directory`` reads the metadata of a directory, and ``container`` its metadata and data files as
+one container, which Megatron-core uses too. ``key_names`` says what the keys mean.
 """
 
 from typing import TYPE_CHECKING

@@ -1,21 +1,28 @@
 """Reads the metadata of a torch DCP directory, and checks its files against them.
 
-Source: ``torch.distributed.checkpoint.metadata`` and ``.filesystem`` of torch 2.0 to 2.13.
+``FileSystemWriter(serialization_format=SAFETENSORS)`` writes a rank's small values, then one
+safetensors file with all its tensors. For every tensor the metadata give the offset of this file;
+its header says where each tensor is. No other form repeats an offset. Source:
+``torch.distributed.checkpoint.metadata`` and ``.filesystem`` of torch 2.0 to 2.13.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.formats.dcp.container import Blob, Chunk, Container, StoredTensor
 from ucp_core.formats.dcp.recognition import METADATA_NAME, metadata_names
-from ucp_core.formats.dcp.safetensors import find_safetensors
-from ucp_core.geometry import Box
+from ucp_core.formats.refusals import corrupt, missing
+from ucp_core.formats.safetensors_header import TensorRange, read_header
+from ucp_core.formats.shared import refusing_nonsense
+from ucp_core.geometry import DTYPE_BYTES, Box, packed_strides
 from ucp_core.storage import Store, join
 from ucp_core.torch_files import (
     Global,
     Opaque,
+    TensorRef,
     collector_paused,
     current_budget,
     expect,
@@ -40,9 +47,8 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
         sizes = store.sizes(join(directory, part))
         names = metadata_names(sizes)
         if not names:
-            raise CheckpointCorruptError(
-                f"{join(directory, part)} has no {METADATA_NAME}: its save was not finished",
-                path=join(directory, part),
+            raise corrupt(
+                join(directory, part), f"it has no {METADATA_NAME}: its save was not finished"
             )
         container.sizes.update({prefix + name: size for name, size in sizes.items()})
         container.metadata_names += tuple(prefix + name for name in names)
@@ -51,13 +57,8 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
         current_budget().draw(container.sizes[name], path)
         metadata = read_pickle(store.read(path), where=path)
         prefix = name[: name.rfind("/") + 1]
-        try:
-            with collector_paused():
-                _add(container, metadata, prefix, path)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointCorruptError(
-                f"{path} is not what torch DCP writes ({error})", path=path
-            ) from error
+        with refusing_nonsense(path, "torch DCP"), collector_paused():
+            _add(container, metadata, prefix, path)
     find_safetensors(container)
     _check_sizes(container)
     return container
@@ -129,10 +130,10 @@ def _add_tensor(
     dtype = known_dtype(expect(named, Global).name.removeprefix("torch."), f"{path} ({key})")
     item = container.tensors.setdefault(key, StoredTensor(dtype, shape, []))
     if (item.dtype, item.shape) != (dtype, shape):
-        raise CheckpointCorruptError(
-            f"{path}: {key} is {dtype}{list(shape)}, another rank wrote "
+        raise corrupt(
+            path,
+            f"{key} is {dtype}{list(shape)}, another rank wrote "
             f"{item.dtype}{list(item.shape)}: different saves wrote these files",
-            path=path,
         )
     known = {chunk.box for chunk in item.chunks}
     for chunk in expect(fields["chunks"], list):
@@ -161,23 +162,20 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
 
 def _missing(key: str, box: Box | None, path: str) -> NoReturn:
     what = key if box is None else f"{key}, box {box},"
-    raise CheckpointCorruptError(
-        f"{path}: {what} is in no file: the metadata are damaged", path=path
-    )
+    raise corrupt(path, f"{what} is in no file: the metadata are damaged")
 
 
 def _blob(fields: Mapping[str, Any], key: str, prefix: str, path: str) -> Blob:
     if fields.get("transform_descriptors"):
-        raise CheckpointCorruptError(
-            f"{path}: {key} was saved through an extension, perhaps compressed: save it "
+        raise corrupt(
+            path,
+            f"{key} was saved through an extension, perhaps compressed: save it "
             "without the extension",
-            path=path,
         )
     file = _key(fields["relative_path"])
     if not _is_inside(file):
-        raise CheckpointCorruptError(
-            f"{path}: {key} should be in {file[:80]!r}, but this checkpoint has no such file",
-            path=path,
+        raise corrupt(
+            path, f"{key} should be in {file[:80]!r}, but this checkpoint has no such file"
         )
     offset_bytes, num_bytes = extents_of((fields["offset"], fields["length"]))
     return Blob(prefix + file, offset_bytes, num_bytes)
@@ -203,20 +201,13 @@ def _check_sizes(container: Container) -> None:
             continue
         size = container.sizes.get(file)
         if size is None:
-            try:
-                size = container.store.size(path)
-            except StorageError as error:
-                raise CheckpointCorruptError(
-                    f"{path} is missing; it holds {key} and more: bring it back or use another "
-                    "checkpoint",
-                    path=path,
-                ) from error
+            raise missing(container.directory, [f"{file} with {key} and more"])
         if size != stop:
             what = "it is truncated" if size < stop else "another save overwrote this one"
-            raise CheckpointCorruptError(
-                f"{path} has {size} bytes, but {key} ends at byte {stop} and is the last item in "
+            raise corrupt(
+                path,
+                f"it has {size} bytes, but {key} ends at byte {stop} and is the last item in "
                 f"{container.metadata_names[0]}: {what}; use another checkpoint",
-                path=path,
             )
 
 
@@ -228,3 +219,69 @@ def _all_blobs(container: Container) -> Iterator[tuple[str, Blob]]:
         for blob in blobs:
             yield key, blob
     yield from container.empty
+
+
+_SHARD = re.compile(r"shard-(\d{1,9})-model-\d+-of-\d+\.safetensors")
+
+
+def find_safetensors(container: Container) -> None:
+    """Correct the places of tensors in files that are safetensors."""
+    by_file: dict[str, list[tuple[str, StoredTensor, int]]] = defaultdict(list)
+    for key, item in container.tensors.items():
+        for place, chunk in enumerate(item.chunks):
+            by_file[chunk.blob.file].append((key, item, place))
+    for file, members in by_file.items():
+        chunks = [(item.chunks[place], item.dtype) for _, item, place in members]
+        if not _is_safetensors(chunks):
+            continue
+        wanted = {key: (item.chunks[place].box, item.dtype) for key, item, place in members}
+        start = chunks[0][0].blob.offset_bytes
+        refs = _refs(container.store, container.directory, file, start, wanted)
+        for key, item, place in members:
+            _put(container, item, item.chunks[place].box, refs[key], place)
+
+
+def _put(container: Container, item: StoredTensor, box: Box, ref: TensorRef, place: int) -> None:
+    """Set a chunk that is not a torch file; ``place`` past the last chunk adds one."""
+    blob = Blob(ref.file, ref.offset_bytes, ref.num_bytes)
+    replica = any(chunk.box == box for chunk in item.chunks[:place])
+    item.chunks[place : place + 1] = [Chunk(box, blob, replica)]
+    container.plain[blob] = ref
+
+
+def _is_safetensors(chunks: Sequence[tuple[Chunk, str]]) -> bool:
+    """Return whether the chunks of a file, given with their dtypes, can only be safetensors."""
+    return len({chunk.blob.offset_bytes for chunk, _ in chunks}) == 1 and all(
+        chunk.blob.num_bytes == chunk.box.num_elements * DTYPE_BYTES[dtype]
+        for chunk, dtype in chunks
+    )
+
+
+def _refs(
+    store: Store,
+    directory: str,
+    file: str,
+    offset_bytes: int,
+    wanted: Mapping[str, tuple[Box, str]],
+) -> dict[str, TensorRef]:
+    """Return where the tensors of one file are, by key."""
+    path = join(directory, file)
+    header, start = read_header(store, path, store.size(path), offset_bytes)
+    found = {tensor.name: tensor for tensor in header.tensors}
+    refs: dict[str, TensorRef] = {}
+    for key, (box, dtype) in wanted.items():
+        tensor = found.get(key)
+        if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (dtype, box.shape):
+            what = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+            raise corrupt(
+                path,
+                f"it has {what} as {key}, the metadata say {dtype}{list(box.shape)}: "
+                "another save overwrote this one, or two boxes of one tensor were saved as one",
+            )
+        refs[key] = _ref(tensor, box, file, start)
+    return refs
+
+
+def _ref(tensor: TensorRange, box: Box, file: str, start: int) -> TensorRef:
+    offset = start + tensor.start_byte
+    return TensorRef(tensor.dtype, box.shape, packed_strides(box.shape, 1), file, offset, None)

@@ -11,9 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ucp_core.errors import CheckpointCorruptError, UcpError
-from ucp_core.formats.shared import assign
-
 _OPTIMIZER = re.compile(
     r"(?P<root>(?:[\w-]+\.)*?(?:optim|opt|optimizers?|optimizer_states?|optimizer_state_dict)"
     r"(?:[_.]\d+)?)\.(?P<part>state|param_groups)\.(?P<rest>.+)"
@@ -35,8 +32,6 @@ class KeyNames:
     #: hyper-parameter.
     groups: dict[str, tuple[str, int | str, str]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
-    #: The fqn by number, if the optimizer has only numbers.
-    numbers: dict[int, str] = field(default_factory=dict)
 
 
 def classify(
@@ -150,33 +145,3 @@ def _prefix(
     most = max(votes.values())
     best = [prefix for prefix, count in votes.items() if count == most]
     return next((prefix for prefix in _PREFIXES if prefix in best), best[0])
-
-
-def number_names(
-    groups: Sequence[Sequence[int]],
-    shapes: Mapping[int, Sequence[int]],
-    weights: Mapping[str, Sequence[int]],
-    where: str,
-) -> dict[int, str]:
-    """Return the fqn of each parameter that an optimizer knows only by number.
-
-    Such an optimizer numbers parameters group by group, each group in the model's order. Shapes
-    must prove which parameters each group has.
-    """
-    wanted = [
-        [tuple(shapes[number]) if number in shapes else None for number in group]
-        for group in groups
-    ]
-    params = [(fqn, tuple(shape)) for fqn, shape in weights.items()]
-    try:
-        found = assign(wanted, params, where)
-    except UcpError as error:
-        raise CheckpointCorruptError(
-            f"{where}: the optimizer's state is saved by number and not by name, and nothing "
-            f"shows which of the model's {len(weights)} tensors belongs to each of its "
-            f"{sum(map(len, groups))} parameters ({error.facts.get('why', error)}): save it "
-            "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
-            path=where,
-        ) from error
-    pairs = (zip(group, found[index], strict=True) for index, group in enumerate(groups) if group)
-    return {number: fqn for pair in pairs for number, fqn in pair}

@@ -16,9 +16,7 @@ _PARTS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
 def recognise(store: Store, directory: str) -> bool:
     """Return whether ``directory`` is a checkpoint of torch DCP, in one of its forms."""
     names = store.list(directory)
-    if metadata_names(names) or parts_of(store, directory, names):
-        return True
-    return any(name.startswith("shard-") and name.endswith(".safetensors") for name in names)
+    return bool(metadata_names(names) or parts_of(store, directory, names))
 
 
 def metadata_names(names: Iterable[str]) -> tuple[str, ...]:

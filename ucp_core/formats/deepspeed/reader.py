@@ -4,18 +4,19 @@ ZeRO stages 0 to 3, tensor, pipeline, sequence and expert parallelism, with the 
 there are any. It reads only the pickles; tensors stay where they are.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats.deepspeed import reading
 from ucp_core.formats.deepspeed.recognition import NAME, Folder, locate, sort_names
-from ucp_core.formats.deepspeed.refusals import corrupt
+from ucp_core.formats.refusals import corrupt, two_saves
 from ucp_core.formats.shared import Shards, refusing_nonsense
 from ucp_core.language import Rules
 from ucp_core.manifest import Item
 from ucp_core.native import Checkpoint
 from ucp_core.storage import Store
-from ucp_core.torch_files import Opaque
+from ucp_core.torch_files import Opaque, TensorRef
 
 
 def read(
@@ -23,8 +24,7 @@ def read(
 ) -> Checkpoint:
     """Open a checkpoint; ``tag`` or the file ``latest`` chooses one of several.
 
-    See ``open_source`` for arguments and errors. ``rules`` override the checkpoint's own
-    statements.
+    See ``open_source`` for arguments and errors. ``rules`` say what the checkpoint does not.
     """
     folder = locate(store, directory, tag)
     with refusing_nonsense(folder.directory, "DeepSpeed"):
@@ -57,13 +57,6 @@ def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoin
     layouts = _layouts(native, found, rules)
     found.entries |= found.shards.entries(layouts.pattern)
     found.items |= {f"cut of {fqn}": Item("reshard", why) for fqn, why in layouts.chosen.items()}
-    for fqn, stages in found.shards.stages().items():
-        if len(stages) > 1 and not layouts.info.in_every_stage(fqn):
-            raise corrupt(
-                folder.directory,
-                f"{fqn} is in the files of pipeline stages {sorted(stages)}, but is neither "
-                "tied nor declared as replicated over stages: different tensors have one name",
-            )
     step = first.get("global_steps")
     if not isinstance(step, int) or step < 0:
         raise corrupt(where, f"global_steps is {step!r}")
@@ -80,6 +73,7 @@ def _add_zero(native: reading.Native, found: reading.Modules) -> None:
         rank: reading.read_rank(trees[name], name, is_zero3=native.is_zero3)
         for rank, name in native.optim.items()
     }
+    _check_steps(native, read)
     config = native.first.get("ds_config")
     before = bool(config.get("use_data_before_expert_parallelism")) if config else False
     for mp in range(native.tp * native.pp):
@@ -95,6 +89,22 @@ def _add_zero(native: reading.Native, found: reading.Modules) -> None:
         found.add_groups([*saved, *[{}] * more], [*names, *[[]] * -more], native.optim[0, mp])
         if mp == 0:
             reading.add_optimizer_values(found, states[0].rest, native.optim[0, mp])
+
+
+def _check_steps(native: reading.Native, read: Mapping[Any, reading.RankState]) -> None:
+    """Raise an error if ZeRO's files are of several steps, as an interrupted save leaves them."""
+    steps: dict[Any, str] = {}
+    for rank, state in read.items():
+        value = state.partitions[0].scalars.get("step") if state.partitions else None
+        if isinstance(value, TensorRef):
+            # Equal numbers have equal checksums, so that nothing is read.
+            known = value.extent is not None and value.extent.num_bytes == value.num_bytes
+            value = value.extent.crc32 if known and value.extent else None
+        if value is not None:
+            steps.setdefault(value, native.optim[rank])
+    if len(steps) > 1:
+        one, other = list(steps.values())[:2]
+        raise two_saves(native.files.path(other), f"it is of another step than {one}")
 
 
 def _layouts(
@@ -129,10 +139,7 @@ def _info(native: reading.Native) -> reading.Info:
 
 def _merged(known: Any, value: Any) -> Any:
     if isinstance(known, list) and isinstance(value, list):
-        told = [(i.name, repr(i.state)) if isinstance(i, Opaque) else i for i in known + value]
-        return [
-            i for at, i in enumerate(known + value) if at < len(known) or told[at] not in told[:at]
-        ]
+        return [*known, *(item for item in value if item not in known)]
     if isinstance(known, dict) and isinstance(value, dict):
         return {**known, **{k: _merged(known.get(k), v) for k, v in value.items()}}
     return value if known is None else known

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointNotFoundError
-from ucp_core.formats.deepspeed.refusals import corrupt
+from ucp_core.formats.refusals import corrupt
 from ucp_core.storage import join
 
 if TYPE_CHECKING:
@@ -81,35 +81,28 @@ def locate(store: Store, directory: str, tag: str | None) -> Folder:
 
     ``CheckpointNotFoundError``: there is none, or there are several and nothing selects one.
     """
-    names = store.list(directory)
-    if tag is not None:
-        return _tagged(store, directory, names, _checked(tag, "the tag"), "the tag was given")
-    if found := _opened(store, directory, names):
+    names, why = store.list(directory), "the tag was given"
+    if tag is None and (found := _opened(store, directory, names)):
         return found
-    if latest := next((name for name in (LATEST, LATEST_UNIVERSAL) if name in names), None):
-        path = join(directory, latest)
+    latest = next((name for name in (LATEST, LATEST_UNIVERSAL) if name in names), None)
+    if tag is None and latest is not None:
+        path, why = join(directory, latest), f"{latest} names it"
         text = store.read(path) if store.size(path) <= _LATEST_BYTES_MAX else b""
-        tag = _checked(text.decode("utf-8", "replace").strip(), path)
-        return _tagged(store, directory, names, tag, f"{latest} names it")
-    known = list(_tags(store, directory, names))
+        tag = text.decode("utf-8", "replace").strip()
+    known = [] if tag is not None else list(_tags(store, directory, names))
     if len(known) == 1:
-        return _tagged(store, directory, names, known[0], "it is the only one")
+        tag = known[0]
+    if tag is not None:
+        path = join(directory, _checked(tag, f"{directory}: {why}"))
+        if found := _opened(store, path, store.list(path)):
+            return Folder(path, tag, universal=found.universal)
+        what = f"{path} is not a checkpoint of DeepSpeed, but {why}"
+    else:
+        what = f"{directory} has several checkpoints, or none, and no file named {LATEST}"
+    known = known or list(_tags(store, directory, names))
     raise CheckpointNotFoundError(
-        f"{directory} holds {len(known) or 'no'} checkpoints of DeepSpeed "
-        f"({', '.join(known[:4])}) and no file named {LATEST}: choose one with --tag",
+        f"{what}; there are: {', '.join(known[:8]) or 'none'}; choose one with --tag",
         path=directory,
-    )
-
-
-def _tagged(store: Store, directory: str, names: Iterable[str], tag: str, why: str) -> Folder:
-    path = join(directory, tag)
-    if found := _opened(store, path, store.list(path)):
-        return Folder(path, tag, universal=found.universal)
-    known = tuple(_tags(store, directory, names))
-    raise CheckpointNotFoundError(
-        f"{path} is not a checkpoint of DeepSpeed, but {why}; in {directory} there are: "
-        f"{', '.join(known[:8]) or 'none'}; choose one with --tag",
-        path=path,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats.deepspeed import reading
 from ucp_core.formats.deepspeed.recognition import ZERO, Folder, sort_names
-from ucp_core.formats.deepspeed.refusals import corrupt, missing
+from ucp_core.formats.refusals import corrupt, missing
 from ucp_core.formats.shared import Files, Shards, reading_pool, whole_tensor
 from ucp_core.geometry import TensorKey
 from ucp_core.manifest import Item
@@ -156,19 +156,13 @@ def _add_params(found: _Folder, layouts: reading.TensorParallelLayouts | None) -
 def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | None) -> None:
     file = f"{ZERO}/{name}/{slot}{_SUFFIX}"
     tree = found.trees[file]
-    value = tree.get("param") if isinstance(tree, dict) else tree
+    value: Any = tree.get("param") if isinstance(tree, dict) else tree
     key = TensorKey(name, reading.WEIGHT if slot == _MASTER else slot)
-    is_step = slot == _STEP
-    if is_step and isinstance(value, int | float):
+    if slot == _STEP and (not isinstance(value, TensorRef) or value.num_elements == 1):
         found.scalars.add(key, value)
         return
-    if not isinstance(value, TensorRef) or (is_step and value.num_elements != 1):
-        what = list(value.shape) if isinstance(value, TensorRef) else type(value).__name__
-        kind = "step" if is_step else "tensor"
-        raise corrupt(join(found.directory, file), f"it holds {what}, not a {kind}")
-    if is_step:
-        found.scalars.add(key, value._replace(shape=(), strides=()))
-        return
+    if slot == _STEP or not isinstance(value, TensorRef):
+        raise corrupt(join(found.directory, file), f"it does not hold a {slot} in one tensor")
     shape = _shape(found, file, value, tree, local)
     weight = found.entries.get(TensorKey(name, reading.WEIGHT)) if slot != _MASTER else None
     if shape is None or (weight is not None and weight.shape != shape):
@@ -218,7 +212,6 @@ def _add_groups(found: _Folder, tree: Mapping[str, Any]) -> None:
         # Stage 3 saves the step of all parameters only once.
         states: Mapping[Any, Any] = inner.get("state") or {0: {}}
         value = next(iter(states.values())).get(_STEP)
-        value = value._replace(shape=(), strides=()) if isinstance(value, TensorRef) else value
         for fqn in found.trained_names() if value is not None else ():
             found.scalars.add(TensorKey(fqn, _STEP), value)
     groups = tree.get("param_groups") or inner.get("param_groups") or []

@@ -99,9 +99,8 @@ def write(
     info: dict[str, Any] = {}
     if pipeline is not None or placements is not None:
         tied = pipeline.tied(model) if pipeline is not None else ()
-        info["universal_checkpoint_info"] = writing.universal_info(
-            model.weights, placements, tied=tied
-        )
+        told = writing.universal_info(model.weights, placements, tied=tied)
+        info["universal_checkpoint_info"] = told
     experts = writing.ExpertShares(model, wanted.ep, apart=wanted.stage > 0)
     if experts.counts and (wanted.stage == _ZERO3 or wanted.tp > 1 or wanted.stages):
         raise UcpError(
@@ -109,6 +108,8 @@ def write(
             "ranks and pipeline: DeepSpeed has no stage 3 for them, and names experts "
             "differently in the other layouts"
         )
+    if experts.counts:
+        info["num_experts"] = experts.counts
     whole = writing.Trees(
         model=model,
         reader=writing.FlatReader(checkpoint, memory_bytes),
@@ -119,9 +120,7 @@ def write(
     )
 
     def files() -> Iterator[tuple[str, Any]]:
-        if experts.counts:
-            return _expert_files(whole, wanted, experts)
-        return _all_files(whole, wanted, parts, info, pipeline)
+        return _all_files(whole, wanted, parts, info, pipeline, experts)
 
     writing.write_files(
         store, directory, tag, files, latest="latest", progress=progress, fsync=fsync
@@ -134,31 +133,23 @@ def _all_files(
     parts: Sequence[writing.Model],
     info: Mapping[str, Any],
     pipeline: writing.Pipeline | None,
+    experts: writing.ExpertShares,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the files of every rank, then of a pipeline's layers; ``parts`` are its stages."""
+    """Yield the files of every rank of the stages ``parts``, then those of layers and experts."""
     for stage, part in enumerate(parts):
         for rank in range(target.tp):
-            trees = replace(whole, model=part, rank=rank)
-            yield from _files([trees], target, stage * target.tp + rank, info)
-    if pipeline is not None:
-        for rank in range(target.tp):
-            module = replace(whole, rank=rank).module()
-            axis = f"-model_{rank:02d}" if target.tp > 1 else ""
-            for layer, own in pipeline.layers(module).items():
-                tree = OrderedDict((local, module[name]) for local, name in own.items())
-                yield f"layer_{layer:02d}{axis}-model_states.pt", tree
-
-
-def _expert_files(
-    whole: writing.Trees, target: Target, experts: writing.ExpertShares
-) -> Iterator[tuple[str, Any]]:
-    """Yield the files of every rank, then those of experts, with their names in the whole model."""
-    by_rank = [replace(whole, model=experts.rank(rank)) for rank in range(target.ep)]
-    yield from _files(by_rank, target, 0, {"num_experts": experts.counts})
-    module = whole.module()
-    for file, names in experts.files().items():
-        tree = OrderedDict((name, module[name]) for name in names)
-        yield f"{file}_mp_rank_00_model_states.pt", tree
+            by_rank = [replace(whole, model=part, rank=rank)]
+            if experts.counts:
+                by_rank = [replace(whole, model=experts.rank(ep)) for ep in range(target.ep)]
+            yield from _files(by_rank, target, stage * target.tp + rank, info)
+    for rank in range(target.tp) if pipeline is not None or experts.counts else ():
+        module = replace(whole, rank=rank).module()
+        files = experts.files()
+        if pipeline is not None:
+            files = pipeline.files(module, f"-model_{rank:02d}" if target.tp > 1 else "")
+        for file, own in files.items():
+            tree = OrderedDict((local, module[name]) for local, name in own.items())
+            yield f"{file}_states.pt", tree
 
 
 def _check_groups(model: writing.Model, wanted: Target) -> None:
@@ -236,52 +227,42 @@ def _files(
             yield name, {"optimizer": mine.plain_optimizer()}
     for dp_rank in range(target.dp if stage == _ZERO3 else 1):
         zero = f"zero_pp_rank_{dp_rank}_" if stage == _ZERO3 else ""
-        states = _model_states_stage_3 if stage == _ZERO3 else _model_states
         common = common_state(
             trees.model, dp=target.dp, tp=target.tp, pp=max(1, len(target.stages))
         )
         common["ds_config"] = _config(trees.model, target)
-        tree = {**states(trees, target, dp_rank), **common, **info}
+        tree = {**_model_states(trees, target, dp_rank), **common, **info}
         yield f"{zero}{mp}_model_states.pt", tree
 
 
-def _model_states(trees: writing.Trees, target: Target, _: int) -> dict[str, Any]:
-    """Return the content for stage 0, 1 or 2, which is equal on all dp ranks."""
-    model, module = trees.model, trees.module()
-    # DeepSpeed omits shapes at stage 0, where nothing else names the numbered parameters.
-    shapes = trees.groups_of_shapes(group.names for group in model.groups) if model.groups else None
-    shared = dict(model.ties) if target.stage > 0 else None
+def _model_states(trees: writing.Trees, target: Target, dp_rank: int) -> dict[str, Any]:
+    """Return the content of a model file; up to stage 2 it is equal on all dp ranks."""
+    model, is_zero3 = trees.model, target.stage == _ZERO3
+    module = trees.module(empty=(*model.parameters, *model.frozen) if is_zero3 else ())
+    groups: list[Sequence[str]] = [group.names for group in model.groups]
     fragments = sizes = None
-    if target.stage == 2 or model.frozen:  # noqa: PLR2004 - ZeRO's
+    if is_zero3:
+        groups = [names for group in trees.sub_groups(target.sub_group_size) for names in group]
+        fragments = trees.frozen_fragments(dp_rank)
+    elif target.stage == 2 or model.frozen:  # noqa: PLR2004 - ZeRO's
         # These are the module's tensors, so they are stored once. DeepSpeed omits them at stages 0
         # and 1, and its zero_to_fp32 then loses them.
         fragments = OrderedDict((name, module[name]) for name in model.frozen)
-        sizes = OrderedDict((n, Size(t.shape)) for n, t in fragments.items())
+    if fragments is not None:
+        sizes = OrderedDict((name, Size(trees.shape(name))) for name in model.frozen)
+    # DeepSpeed fills it on rank 0 only.
+    shared = dict(model.ties) if dp_rank == 0 else {}
     # Tensors of a pipeline and of experts have their own files.
     held = OrderedDict((name, data) for name, data in module.items() if not writing.is_expert(name))
     return {
         "module": None if target.stages else held,
         "buffer_names": list(model.buffers),
         "optimizer": trees.plain_optimizer() if target.stage == 0 else None,
-        "param_shapes": shapes,
-        "shared_params": shared,
+        # DeepSpeed omits shapes at stage 0, where nothing else names the numbered parameters.
+        "param_shapes": trees.groups_of_shapes(groups) if model.groups else None,
+        "shared_params": shared if target.stage > 0 else None,
         "frozen_param_shapes": sizes,
         "frozen_param_fragments": fragments,
-    }
-
-
-def _model_states_stage_3(trees: writing.Trees, target: Target, dp_rank: int) -> dict[str, Any]:
-    model = trees.model
-    parts = [names for group in trees.sub_groups(target.sub_group_size) for names in group]
-    return {
-        "module": trees.module(empty=(*model.parameters, *model.frozen)),
-        "buffer_names": list(model.buffers),
-        "optimizer": None,
-        "param_shapes": trees.groups_of_shapes(parts),
-        "frozen_param_shapes": OrderedDict((n, Size(trees.shape(n))) for n in model.frozen),
-        # DeepSpeed fills it on rank 0 only.
-        "shared_params": dict(model.ties) if dp_rank == 0 else {},
-        "frozen_param_fragments": trees.frozen_fragments(dp_rank),
     }
 
 

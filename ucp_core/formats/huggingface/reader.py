@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ucp_core.formats.huggingface.recognition import (
@@ -21,6 +21,7 @@ from ucp_core.formats.huggingface.recognition import (
     TORCH_NAME,
     is_torch_file,
 )
+from ucp_core.formats.refusals import corrupt, missing
 from ucp_core.formats.safetensors_header import Header, TensorRange, read_header
 from ucp_core.formats.shared import Assembly, Files, whole_tensor
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
@@ -39,8 +40,6 @@ _INDEX_BYTES_MAX = 100_000_000
 #: A model's configuration is a few KiB, its tokenizer some MiB.
 _DOCUMENT_BYTES_MAX = 64 << 10
 _THREADS = 8
-#: The folder in which torch's consolidation keeps its source files.
-_CONSOLIDATED = "sharded"
 _PICKLES = (".pt", ".pth", ".bin", ".pkl")
 _PICKLE_NOTE = "a pickle beside the weights; training state in it is not read"
 _FILE_NOTE = "it holds no tensors of the model; copy it if you need it"
@@ -82,6 +81,8 @@ def read(
     else:
         sizes = store.sizes(directory)
         files, listed = _files(store, directory, sizes)
+    if lacking := [file for file in files if file not in sizes]:
+        raise missing(directory, lacking)
     found = Assembly(store, directory)
     documents = _documents(found, sizes, files)
     config = documents.get("config.json", {})
@@ -91,12 +92,9 @@ def read(
     if is_safe:
         metadata = _add_shards(found, _shards(store, directory, files, sizes))
     else:
-        _refuse_missing(directory, files, sizes)
         _add_torch_files(found, files, listed)
         metadata = found.ties
     _check_index(found, listed)
-    if is_safe:
-        _put_scalars_right(found)
     found.ties |= _ties(found.entries, metadata, config)
     version = str(config.get("transformers_version", ""))
     return found.checkpoint({"format": NAME, "version": version})
@@ -110,10 +108,10 @@ def _files(
     if len(indices) > 1 and f"model{INDEX_SUFFIX}" in indices:
         indices = [f"model{INDEX_SUFFIX}"]
     if len(indices) > 1:
-        raise CheckpointCorruptError(
-            f"{directory} has several indices, {', '.join(indices)}: give one of the files or "
+        raise corrupt(
+            directory,
+            f"it has several indices, {', '.join(indices)}: give one of the files or "
             "remove all but one",
-            path=directory,
         )
     names = sorted(name for name in sizes if name.endswith(SUFFIX))
     if not indices and not names and TORCH_INDEX in sizes:
@@ -136,44 +134,33 @@ def _family(directory: str, names: Sequence[str]) -> list[str]:
         return list(names)
     found = {(match[1], match[3]) for match in map(_NUMBERED.fullmatch, names) if match}
     if len(found) != 1 or not all(map(_NUMBERED.fullmatch, names)):
-        raise CheckpointCorruptError(
-            f"{directory} has {len(names)} {SUFFIX} files of several models and no index, such as "
+        raise corrupt(
+            directory,
+            f"it has {len(names)} {SUFFIX} files of several models and no index, such as "
             f"{names[0]} and {names[-1]}: give one file",
-            path=directory,
         )
     stem, digits = found.pop()
     count = int(digits)
     if count > len(names):
         family = (f"{stem}-{n:0{len(digits)}d}-of-{digits}{SUFFIX}" for n in range(1, count + 1))
-        missing = next(name for name in family if name not in names)
-        _missing(directory, missing, "no file has this number")
+        raise missing(directory, (name for name in family if name not in names))
     return list(names)
-
-
-def _missing(directory: str, file: str, why: str) -> NoReturn:
-    raise CheckpointCorruptError(
-        f"{join(directory, file)} is missing: {why}; copy it there, the model is not complete "
-        "without it",
-        path=join(directory, file),
-    )
 
 
 def _weight_map(store: Store, path: str, size_bytes: int) -> dict[str, str]:
     if size_bytes > _INDEX_BYTES_MAX:
-        raise CheckpointCorruptError(
-            f"{path} has {size_bytes} bytes, an index has at most {_INDEX_BYTES_MAX}", path=path
-        )
+        raise corrupt(path, f"it has {size_bytes} bytes, an index has at most {_INDEX_BYTES_MAX}")
     document = _json(store.read(path), path)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointCorruptError(f"{path} has no weight_map", path=path)
+        raise corrupt(path, "it has no weight_map")
     for name, file in weight_map.items():
         # A path could lead out of the folder.
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file) or file in {".", ".."}:
-            raise CheckpointCorruptError(
-                f"{path}: tensor {name!r} should be in {file!r}, which is not the name of a "
+            raise corrupt(
+                path,
+                f"tensor {name!r} should be in {file!r}, which is not the name of a "
                 "file of this folder",
-                path=path,
             )
     return weight_map
 
@@ -182,7 +169,7 @@ def _json(data: bytes, path: str) -> Any:
     try:
         return json.loads(data, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path} is not JSON: {error}", path=path) from error
+        raise corrupt(path, f"it is not JSON: {error}") from error
 
 
 def _finite(text: str) -> float:
@@ -193,17 +180,10 @@ def _finite(text: str) -> float:
     return value
 
 
-def _refuse_missing(directory: str, files: Sequence[str], sizes: Mapping[str, int]) -> None:
-    for file in files:
-        if file not in sizes:
-            _missing(directory, file, f"the folder has {len(sizes)} other files")
-
-
 def _shards(
     store: Store, directory: str, files: Sequence[str], sizes: Mapping[str, int]
 ) -> list[_File]:
     """Read all headers, several at once, because each costs a round trip."""
-    _refuse_missing(directory, files, sizes)
 
     def shard(file: str) -> _File:
         header, data_byte = read_header(store, join(directory, file), sizes[file])
@@ -225,10 +205,10 @@ def _add_shards(found: Assembly, shards: Sequence[_File]) -> dict[str, str]:
             entry = _entry(shard, tensor)
             if entry.key in entries:
                 other = entries[entry.key].fragments[0].file
-                raise CheckpointCorruptError(
-                    f"{directory}: tensor {tensor.name!r} is in {other} and in {shard.file}: two "
+                raise corrupt(
+                    directory,
+                    f"tensor {tensor.name!r} is in {other} and in {shard.file}: two "
                     "models in one folder, or a file of an older save; remove the wrong one",
-                    path=directory,
                 )
             entries[entry.key] = entry
     return metadata
@@ -247,16 +227,16 @@ def _add_torch_files(found: Assembly, names: Sequence[str], listed: Mapping[str,
         owners: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
         for fqn, ref in files.trees[name].items():
             if not isinstance(fqn, str) or not isinstance(ref, TensorRef):
-                raise CheckpointCorruptError(
-                    f"{path}: {fqn!r} is not a tensor, so the file is not a dict of weights by "
+                raise corrupt(
+                    path,
+                    f"{fqn!r} is not a tensor, so the file is not a dict of weights by "
                     "name; if it belongs to a checkpoint, give the checkpoint's folder",
-                    path=path,
                 )
             if listed.get(fqn, name) != name or TensorKey(fqn, "weight") in entries:
-                raise CheckpointCorruptError(
-                    f"{path} holds {fqn}, which {listed.get(fqn, 'another file')} holds too: "
+                raise corrupt(
+                    path,
+                    f"it holds {fqn}, which {listed.get(fqn, 'another file')} holds too: "
                     "files of two models are mixed",
-                    path=path,
                 )
             place = ref.offset_bytes, ref.shape, ref.strides
             owner = owners.setdefault(place, fqn) if ref.num_bytes else fqn
@@ -273,10 +253,10 @@ def _check_index(found: Assembly, listed: Mapping[str, str]) -> None:
     for name, file in sorted(listed.items()):
         held = found.entries.get(TensorKey(found.ties.get(name, name), "weight"))
         if held is None or any(fragment.file != file for fragment in held.fragments):
-            raise CheckpointCorruptError(
-                f"{join(found.directory, file)}: the index says that it holds tensor {name!r}, but "
+            raise corrupt(
+                join(found.directory, file),
+                f"the index says that it holds tensor {name!r}, but "
                 "it does not; the file is from another save",
-                path=join(found.directory, file),
             )
 
 
@@ -286,31 +266,6 @@ def _entry(shard: _File, tensor: TensorRange) -> TensorEntry:
     fragment = Fragment(Box.full(shape), shard.file, begin, stop_byte - start_byte, None, ())
     key = TensorKey(name, "weight")
     return TensorEntry(key=key, dtype=dtype, shape=shape, fragments=(fragment,))
-
-
-def _put_scalars_right(found: Assembly) -> None:
-    """Take 0-d tensors from the files that torch consolidated, if they still exist.
-
-    ``HuggingFaceStorageWriter(enable_consolidation=True)`` of torch 2.13 writes zeros for them, and
-    keeps its source files in ``sharded``.
-    """
-    store, directory, entries = found.store, found.directory, found.entries
-    scalars = {key for key, entry in entries.items() if not entry.shape}
-    sizes = store.sizes(join(directory, _CONSOLIDATED)) if scalars else {}
-    sources = {f"{_CONSOLIDATED}/{n}": size for n, size in sizes.items() if n.endswith(SUFFIX)}
-    for shard in _shards(store, directory, sorted(sources), sources) if sources else ():
-        for tensor in shard.header.tensors:
-            source = _entry(shard, tensor)
-            if source.key not in scalars or source.shape:
-                continue
-            held = entries[source.key]
-            (fragment,) = held.fragments
-            path = join(directory, fragment.file)
-            data = store.read_range(path, fragment.offset_bytes, fragment.num_bytes)
-            if source.dtype == held.dtype and not any(data):
-                entries[source.key] = source
-                note = f"taken from {shard.file}: torch's consolidation writes 0-d tensors as zero"
-                found.items[tensor.name] = Item("reshard", note)
 
 
 def _ties(

@@ -1,7 +1,16 @@
 """Megatron-LM's checkpoints from before ``torch_dist``: ``reader``.
 
-``model`` makes tensors of each model-parallel rank's files, and finds those in flat buffers.
-``experts`` numbers the experts of expert-parallel ranks.
+``experts`` numbers the experts of expert-parallel ranks, and knows the groups of Megatron's
+optimizers.
 """
 
-from ucp_core.formats.megatron.recognition import TRACKER, is_there, located
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from ucp_core.formats.megatron.experts import assigned, is_plain
+    from ucp_core.formats.megatron.recognition import TRACKER, is_there, located
+
+
+__getattr__ = lazy_door(__name__)

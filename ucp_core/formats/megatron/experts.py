@@ -9,7 +9,7 @@ parameter holds, and its shape must agree. The reader gives it the name that it 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
@@ -95,9 +95,7 @@ class Experts(NamedTuple):
             raise CheckpointCorruptError(
                 f"{ref.file}: {key}, with all {self.num_local} experts of the rank, is {form}, "
                 f"but args makes it {list(shape)} (hidden_size {hidden}, moe_ffn_hidden_size "
-                f"{ffn * self.tp}, {'gated' if gates > 1 else 'not gated'}, {self.tp} tensor "
-                "parallel rank(s)): the file belongs to another model, or its optimizer has "
-                "another form; bring the right one back, or save in torch_dist format"
+                f"{ffn * self.tp}, {'gated' if gates > 1 else 'not gated'})"
             )
         strides = rows * width, 1, rows
         view = ref._replace(shape=(self.num_local, rows, width), strides=strides)
@@ -129,3 +127,45 @@ class Experts(NamedTuple):
 def is_fused(name: str) -> bool:
     """Return whether each rank holds several experts of a tensor in one parameter."""
     return _FUSED_NAME.fullmatch(name) is not None
+
+
+def assigned(
+    groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the groups with their parameters, and the parameters that do not fit one group.
+
+    Megatron saves groups without names. It groups parameters by expert, weight decay and learning
+    rate, and by default decays everything but biases and vectors.
+    """
+    named: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
+    decoupled = any(group.get("is_decoupled_lr") for group in groups)
+    # Without expert-parallel ranks, experts share the groups of all other parameters.
+    apart = any(group.get("is_expert_parallel") for group in groups)
+    unsure: list[str] = []
+    for fqn, shape in shapes.items():
+        fits = [
+            group
+            for group in named
+            if len(groups) == 1 or _fits(group, fqn, shape, decoupled=decoupled, apart=apart)
+        ]
+        if len(fits) == 1:
+            fits[0]["params"].append(fqn)
+        else:
+            unsure.append(fqn)
+    return named, unsure
+
+
+def _fits(
+    group: Mapping[str, Any], fqn: str, shape: Sequence[int], *, decoupled: bool, apart: bool
+) -> bool:
+    is_outer = fqn.startswith(("embedding.", "output_layer."))
+    return (
+        bool(group.get("is_expert_parallel")) == (apart and is_expert(fqn))
+        and (group.get("wd_mult", 1.0) == 0.0) == is_plain(fqn, shape)
+        and (not decoupled or bool(group.get("is_decoupled_lr")) == is_outer)
+    )
+
+
+def is_plain(fqn: str, shape: Sequence[int]) -> bool:
+    """Return whether Megatron leaves a parameter out of weight decay by default."""
+    return fqn.endswith(".bias") or len(shape) == 1

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 
 from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.refusals import corrupt
 from ucp_core.storage import Store, join
 
 NAME = "megatron"
@@ -39,9 +40,7 @@ def located(
         text = store.read_range(path, 0, min(store.size(path), _TRACKER_BYTES_MAX))
         tag = text.decode(errors="replace").strip()
         if not _ITERATION.fullmatch(tag):
-            raise CheckpointCorruptError(
-                f"{path} says {tag[:40]!r}, which is not an iteration", path=path
-            )
+            raise corrupt(path, f"it says {tag[:40]!r}, which is not an iteration")
         tag = tag if tag == "release" else f"iter_{int(tag):07d}"
     if tag is None or not is_one(store, where := join(directory, tag)):
         return None

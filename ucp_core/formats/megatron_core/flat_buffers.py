@@ -56,7 +56,9 @@ def decoded(
     """
     named = {key: TensorKey(key, "weight") for key in models}
     model = {key.fqn: entry for key, entry in container.entries(named)[0].items()}
-    _check_kinds(container, buckets, model)
+    for key, entry in model.items():
+        if entry.dtype not in FLOATS or any(f.strides is not None for f in entry.fragments):
+            raise _refused(container, key, f"weights in {entry.dtype} cannot be compared")
     flat, extents = container.entries({key: TensorKey(key, "flat") for key in buckets.values()})
     buffers = {
         bucket: Buffer(container.store, container.directory, flat[TensorKey(key, "flat")])
@@ -80,18 +82,6 @@ def decoded(
         entries.append(TensorEntry(key=name, dtype=dtype, shape=whole.shape, fragments=parts))
         prove_entry(entries[-1])
     return entries, extents
-
-
-def _check_kinds(
-    container: Container, buckets: Mapping[BucketKey, str], model: Mapping[str, TensorEntry]
-) -> None:
-    for bucket, key in buckets.items():
-        item = container.tensors[key]
-        if len(item.shape) != 1 or (bucket.slot == "weight" and item.dtype not in FLOATS):
-            raise _refused(container, key, f"{item.dtype}{list(item.shape)} is not a flat buffer")
-    for key, entry in model.items():
-        if entry.dtype not in FLOATS or any(f.strides is not None for f in entry.fragments):
-            raise _refused(container, key, f"weights in {entry.dtype} cannot be compared")
 
 
 def _by_chain(

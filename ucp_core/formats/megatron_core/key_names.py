@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ucp_core.errors import UcpError
+from ucp_core.formats.megatron import is_plain
 from ucp_core.geometry import Box, TensorEntry, TensorKey
 
 _CHAIN = r"(?:chained_\d+\.)?"
@@ -237,50 +238,6 @@ def split_optimizer(
     return groups, steps, rest
 
 
-def assigned(
-    groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the groups with their parameters, and the parameters that do not fit one group.
-
-    Megatron saves groups without names. It groups parameters by expert, weight decay and learning
-    rate, and by default decays everything but biases and vectors.
-    """
-    named: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
-    decoupled = any(group.get("is_decoupled_lr") for group in groups)
-    # Without expert-parallel ranks, experts share the groups of all other parameters.
-    apart = any(group.get("is_expert_parallel") for group in groups)
-    unsure: list[str] = []
-    for fqn, shape in shapes.items():
-        fits = [
-            group
-            for group in named
-            if len(groups) == 1 or _fits(group, fqn, shape, decoupled=decoupled, apart=apart)
-        ]
-        if len(fits) == 1:
-            fits[0]["params"].append(fqn)
-        else:
-            unsure.append(fqn)
-    return named, unsure
-
-
-def _fits(
-    group: Mapping[str, Any], fqn: str, shape: Sequence[int], *, decoupled: bool, apart: bool
-) -> bool:
-    is_expert = apart and _EXPERTS in fqn
-    is_plain = _is_plain(fqn, shape)
-    is_outer = fqn.startswith(("embedding.", "output_layer."))
-    return (
-        bool(group.get("is_expert_parallel")) == is_expert
-        and (group.get("wd_mult", 1.0) == 0.0) == is_plain
-        and (not decoupled or bool(group.get("is_decoupled_lr")) == is_outer)
-    )
-
-
-def _is_plain(fqn: str, shape: Sequence[int]) -> bool:
-    """Return whether Megatron leaves a parameter out of weight decay by default."""
-    return fqn.endswith(".bias") or len(shape) == 1
-
-
 def grouped(
     groups: Sequence[Mapping[str, Any]],
     shapes: Mapping[str, Sequence[int]],
@@ -305,7 +262,7 @@ def grouped(
             values = {**own, "is_expert_parallel": experts_apart and _EXPERTS in fqn}
             one: dict[str, Any] = {}
             if not is_megatrons:
-                values["wd_mult"] = 0.0 if _is_plain(fqn, shapes[fqn]) else 1.0
+                values["wd_mult"] = 0.0 if is_plain(fqn, shapes[fqn]) else 1.0
                 # Since 0.19 Megatron also finds a group by its highest rate.
                 one["max_lr"] = own.get("initial_lr", own.get("lr"))
             kind = tuple(values[name] for name in _IDENTIFIERS)

@@ -8,21 +8,21 @@ Megatron-core 0.16 and 0.19.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ucp_core.errors import (
-    CheckpointCorruptError,
     CheckpointNotFoundError,
     ForeignClassError,
     UnsupportedVersionError,
 )
 from ucp_core.formats.dcp import Container, read_container
-from ucp_core.formats.megatron import TRACKER, located
+from ucp_core.formats.megatron import TRACKER, assigned, located
 from ucp_core.formats.megatron_core import flat_buffers, key_names
 from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, NAME, is_checkpoint
-from ucp_core.formats.shared import Assembly, tells_padding, vocabulary_of
+from ucp_core.formats.refusals import missing
+from ucp_core.formats.shared import Assembly, refusing_nonsense, tells_padding, vocabulary_of
 from ucp_core.geometry import TensorKey
 from ucp_core.language import Cut, Rules, place, strip_padding
 from ucp_core.manifest import Item
@@ -73,18 +73,9 @@ def read(
 def _config(store: Store, where: str) -> dict[str, Any]:
     path = join(where, CONFIG)
     if not store.exists(path):
-        raise CheckpointCorruptError(
-            f"{where} has {COMMON} of Megatron-core but lacks {CONFIG}: bring it back or use "
-            "another checkpoint",
-            path=path,
-        )
-    try:
-        config = json.loads(store.read(path))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path} is not JSON: {error}", path=path) from error
-    if not isinstance(config, dict):
-        raise CheckpointCorruptError(f"{path} is not a JSON object", path=path)
-    return config
+        raise missing(where, [CONFIG])
+    with refusing_nonsense(path, "Megatron-core"):
+        return dict(json.loads(store.read(path)))
 
 
 def _common(container: Container) -> dict[str, Any]:
@@ -94,19 +85,11 @@ def _common(container: Container) -> dict[str, Any]:
     elif COMMON in container.sizes:
         found = read_torch_file(container.store, container.directory, COMMON).tree
     else:
-        raise CheckpointCorruptError(
-            f"{container.directory} has neither {COMMON} nor an item {_COMMON_KEY}: bring it "
-            "back or use another checkpoint",
-            path=container.directory,
-        )
+        raise missing(container.directory, [f"{COMMON} or an item {_COMMON_KEY}"])
     while isinstance(found, list | tuple) and len(found) == 1:
         found = found[0]
-    if not isinstance(found, dict):
-        raise CheckpointCorruptError(
-            f"{container.directory}: the common state is a {type(found).__name__}",
-            path=container.directory,
-        )
-    return {str(key): value for key, value in found.items()}
+    with refusing_nonsense(container.directory, "Megatron-core"):
+        return {str(key): value for key, value in found.items()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -271,7 +254,7 @@ class _ContainerReader(Assembly):
         weights = {k.fqn: e.shape for k, e in self.entries.items() if k.slot == "weight"}
         trained = {key.fqn for key in self.entries if key.slot != "weight"} or set(weights)
         shapes = {fqn: shape for fqn, shape in weights.items() if fqn in trained}
-        named, unsure = key_names.assigned(groups, shapes)
+        named, unsure = assigned(groups, shapes)
         self.groups = named
         note = f"{len(named)} groups; their parameters follow from Megatron's own rule"
         if unsure:
@@ -285,22 +268,13 @@ class _ContainerReader(Assembly):
         self, named: list[dict[str, Any]], unsure: list[str], common: list[float]
     ) -> Iterator[tuple[str, float]]:
         """Yield the step of every parameter: its group's, or else the one that all groups share."""
-
-        def is_counted(group: Mapping[str, Any]) -> bool:
-            return isinstance(group.get("step"), int | float)
-
-        counts = {group["step"] for group in named if is_counted(group)} or {*common[:1]}
-        for group in [*named, {"params": unsure, "step": None}]:
-            if is_counted(group):
-                yield from ((fqn, group["step"]) for fqn in group["params"])
-            elif len(counts) == 1:
-                yield from ((fqn, *counts) for fqn in group["params"])
-            elif counts and group["params"] and group["params"] is not unsure:
-                raise CheckpointCorruptError(
-                    f"{self.container.where}: the optimizer's group with {group['params'][0]} "
-                    "has no step, and the others have the steps "
-                    f"{', '.join(map(str, sorted(counts)))}: use another checkpoint"
-                )
+        own = [group.get("step") for group in named]
+        counts = {step for step in own if isinstance(step, int | float)} or {*common[:1]}
+        shared = next(iter(counts)) if len(counts) == 1 else None
+        for group, step in [*zip(named, own, strict=True), ({"params": unsure}, None)]:
+            count = step if isinstance(step, int | float) else shared
+            if count is not None:
+                yield from ((fqn, count) for fqn in group["params"])
 
     def _add_objects(self) -> None:
         """Keep the other sharded objects: random state, data cursor, bucket sizes."""

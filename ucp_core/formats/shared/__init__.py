@@ -2,21 +2,17 @@
 
 ``torch_files`` opens the files of all ranks. ``shards`` joins shards to whole tensors, and
 ``assembly`` makes a checkpoint of everything that a reader finds. ``values`` converts small values
-of pickles to JSON and back, and ``inline`` serves numbers as files. ``optimizer_order`` finds the
-parameter for a number in an optimizer, ``evidence`` checks its master, and ``flat_buffers`` finds
-parameters in Megatron's flat buffers. ``stacked_experts`` finds the experts of ``transformers``
-that are one tensor.
+of pickles to JSON and back, and serves numbers as files. ``optimizer_order`` finds the parameter
+for a number in an optimizer. ``flat_buffers`` finds parameters in Megatron's flat buffers, and
+checks masters. ``stacked_experts`` finds the experts of ``transformers`` that are one tensor.
 """
 
 from ucp_core.formats.shared.assembly import Assembly
-from ucp_core.formats.shared.evidence import Buffer, Param, is_master_of
-from ucp_core.formats.shared.flat_buffers import Place, lay_out
+from ucp_core.formats.shared.flat_buffers import Buffer, Param, Place, is_master_of, lay_out
 from ucp_core.formats.shared.optimizer_order import (
-    DISTRIBUTE_IT,
-    NAME_THEM,
     assign,
-    check_numbers,
-    largest_shape,
+    check_master,
+    shapes_by_group,
     unclear,
 )
 from ucp_core.formats.shared.shards import Layouts, Rank, Shards

@@ -1,6 +1,6 @@
 """Finds the model's parameter for each number of a torch optimizer.
 
-Pure. A torch optimizer numbers its parameters group by group. Within a group they have the model's
+A torch optimizer numbers its parameters group by group. Within a group they have the model's
 order, which their shapes must fit in one way only.
 """
 
@@ -9,18 +9,19 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ucp_core.errors import CheckpointCorruptError, PatternError
+from ucp_core.errors import PatternError
+from ucp_core.formats.refusals import corrupt
+from ucp_core.formats.shared.flat_buffers import is_master_of
+from ucp_core.storage import Store
 from ucp_core.torch_files import TensorRef
 
 Shape = tuple[int, ...]
 
-#: Advice to the user: for optimizers that can keep names, and for others.
-NAME_THEM = (
-    "make the optimizer from the trained parameters of model.named_parameters(), so that it "
-    "keeps their names (torch 2.6 or later), or save with a distributed optimizer (ZeRO stage "
-    "1)"
+#: Advice to the user.
+_REMEDY = (
+    "make the optimizer from the trained parameters of model.named_parameters(), so that it keeps "
+    "their names, or save with a distributed optimizer (ZeRO stage 1; torch_dist of Megatron)"
 )
-DISTRIBUTE_IT = "save with a distributed optimizer (ZeRO stage 1)"
 
 
 def largest_shape(state: Mapping[str, Any]) -> Shape | None:
@@ -33,23 +34,34 @@ def largest_shape(state: Mapping[str, Any]) -> Shape | None:
     return None if best is None else best.shape
 
 
-def check_numbers(
-    groups: Sequence[Mapping[str, Any]], masters: Sequence[Any] | None, file: str
+def shapes_by_group(
+    groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], masters: Sequence[Any] | None
+) -> list[list[Shape | None]]:
+    """Return the shape of each numbered parameter: that of its master, or of its state."""
+    if masters:
+        return [[master.shape for master in group] for group in masters]
+    return [[largest_shape(state.get(n, {})) for n in group["params"]] for group in groups]
+
+
+def check_master(
+    store: Store,
+    directory: str,
+    master: TensorRef,
+    start: int,
+    weight: TensorRef,
+    place: str,
 ) -> None:
-    """Check that no parameter is numbered twice, and that all have masters if any has."""
-    numbers = Counter(number for group in groups for number in group["params"])
-    twice = [number for number, times in numbers.items() if times > 1]
-    if twice:
-        raise CheckpointCorruptError(
-            f"{file}: the optimizer has parameter {twice[0]} more than once: the file was changed, "
-            "or combines two files; use another checkpoint"
-        )
-    counts = [len(group["params"]) for group in groups]
-    if masters is not None and list(map(len, masters)) != counts:
-        raise CheckpointCorruptError(
-            f"{file}: the optimizer's groups have {counts} parameters, but "
-            f"{list(map(len, masters))} masters: the file was changed, or combines two files; use "
-            "another checkpoint"
+    """Raise an error unless a master rounds to the weight that its number leads to.
+
+    Args:
+        start: Number of its first element in ``master``, which may hold more parameters.
+        place: The group and the name that it has by its number, for messages.
+    """
+    if not is_master_of(store, directory, master, start, weight):
+        raise unclear(
+            master.file,
+            f"by order, names and shapes a master of {place}, but it does not round to its "
+            "weights: the group has an order of its own, or the file mixes two saves",
         )
 
 
@@ -57,7 +69,6 @@ def assign(
     wanted: Sequence[Sequence[Shape | None]],
     params: Sequence[tuple[str, Shape]],
     file: str,
-    remedy: str = DISTRIBUTE_IT,
 ) -> list[list[str]]:
     """Return the names of every group's parameters: each group has the model's order.
 
@@ -68,7 +79,6 @@ def assign(
         wanted: By group, the shape of each parameter's state, or None.
         params: Names and shapes in the model's order.
         file: The file, for messages.
-        remedy: Advice to the user, for messages.
     """
     shapes = [shape for _, shape in params]
     count = sum(len(group) for group in wanted)
@@ -77,10 +87,7 @@ def assign(
         for (name, shape), other in zip(params, wanted[0], strict=True):
             # Factored state is smaller than its parameter, never larger.
             if other is not None and prod(other) > prod(shape):
-                raise CheckpointCorruptError(
-                    f"{file}: {name} is {list(shape)}, but the optimizer's state at its place is "
-                    f"{list(other)}"
-                )
+                raise corrupt(file, f"{name} is {list(shape)}, but its state is {list(other)}")
         return [[name for name, _ in params]]
     # The first and the last places in the model that fit each group's shapes in order.
     end = len(shapes) - 1
@@ -95,12 +102,11 @@ def assign(
                 file,
                 f"the shapes of the {len(wanted[index])} parameters of group {index} fit those of "
                 f"the model's {len(params)}, in order, {how}",
-                remedy,
             )
     taken = Counter(place for first, _ in places for place in first)
     twice = [params[place][0] for place, times in taken.items() if times > 1]
     if twice:
-        raise unclear(file, f"by the shapes, two groups would have {twice[0]}", remedy)
+        raise unclear(file, f"by the shapes, two groups would have {twice[0]}")
     return [[params[place][0] for place in first] for first, _ in places]
 
 
@@ -112,10 +118,10 @@ def _first(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int]:
     return places
 
 
-def unclear(file: str, why: str, remedy: str = DISTRIBUTE_IT) -> PatternError:
+def unclear(file: str, why: str) -> PatternError:
     """Return the error for state that cannot be matched to parameters."""
     return PatternError(
         f"{file}: the optimizer does not say which state belongs to which parameter, and this "
-        f"cannot be found: {why}; {remedy}",
+        f"cannot be found: {why}; {_REMEDY}",
         why=why,
     )

@@ -125,13 +125,6 @@ class Shards:
         """Return the names of all tensors."""
         return {key.fqn for key in self._found}
 
-    def stages(self) -> dict[str, set[int]]:
-        """Return the pipeline stages that hold each tensor."""
-        found: dict[str, set[int]] = defaultdict(set)
-        for key, ranks in self._found.items():
-            found[key.fqn] |= {rank.stage for rank in ranks}
-        return found
-
     def shape_of(self, key: TensorKey, rank: Rank | None = None) -> tuple[int, ...] | None:
         """Return the shape of a rank's shard, or of any rank's; None if there is none."""
         found = self._found.get(key, {})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
-from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.refusals import corrupt
 from ucp_core.geometry import Extent
 from ucp_core.storage import Store, join
 from ucp_core.torch_files import TorchFile, current_budget, read_torch_file, use_budget
@@ -40,10 +40,10 @@ class Files:
     def _read(self, name: str, kinds: tuple[type, ...]) -> TorchFile:
         file = read_torch_file(self.store, self.directory, name)
         if not isinstance(file.tree, kinds):
-            raise CheckpointCorruptError(
-                f"{self.path(name)} holds a {type(file.tree).__name__}, not a dict: not a rank's "
+            raise corrupt(
+                self.path(name),
+                f"it holds a {type(file.tree).__name__}, not a dict: not a rank's "
                 "file of a checkpoint",
-                path=self.path(name),
             )
         return file
 

@@ -1,16 +1,81 @@
-"""Converts values of foreign pickles to JSON and back, and numbers to tensors."""
+"""Converts values of foreign pickles to JSON and back, and numbers to tensors.
 
+A fragment must name bytes in a file. If a pickle holds a step count as a Python number, no file has
+its bytes. So they are put into a file in memory, whose name begins with ``@``.
+"""
+
+import re
 import struct
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
-from ucp_core.errors import CheckpointCorruptError, ForeignClassError
-from ucp_core.formats.shared.inline import INLINE_NAME, overlay
+from ucp_core.errors import CheckpointCorruptError, ForeignClassError, StorageError
+from ucp_core.formats.refusals import corrupt
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
-from ucp_core.storage import Buffer, Store, join
+from ucp_core.storage import Buffer, ReadRange, Store, join, kept_open
 from ucp_core.torch_files import TensorData, TensorRef, as_json
+
+#: The usual name of this file.
+INLINE_NAME = "@inline"
+
+
+def overlay(store: Store, files: Mapping[str, bytes]) -> Store:
+    """Return a store that reads ``files``, named ``@...``, from memory in any directory.
+
+    ``store`` does everything else, including writes.
+    """
+    assert all(name.startswith("@") for name in files), sorted(files)
+    return cast("Store", _Overlay(store, files))
+
+
+class _Overlay:
+    def __init__(self, store: Store, files: Mapping[str, bytes]) -> None:
+        self._store = self.below = store
+        self._files = dict(files)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._store, name)
+
+    def _inline(self, path: str) -> bytes | None:
+        return self._files.get(path.rsplit("/", 1)[-1])
+
+    def read(self, path: str) -> bytes:
+        data = self._inline(path)
+        return self._store.read(path) if data is None else data
+
+    def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
+        data = self._inline(path)
+        if data is None:
+            return self._store.read_range(path, offset_bytes, size_bytes)
+        stop = offset_bytes + size_bytes
+        if stop > len(data):
+            raise StorageError(f"{path} ends at byte {len(data)}, before {stop}", path=path)
+        return data[offset_bytes:stop]
+
+    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
+        if self._inline(path) is None:
+            self._store.read_ranges(path, ranges)
+            return
+        for start, buffers in ranges:
+            offset_bytes = start
+            for buffer in buffers:
+                buffer[:] = self.read_range(path, offset_bytes, len(buffer))
+                offset_bytes += len(buffer)
+
+    def kept_open(self, path: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._inline(path) is not None else kept_open(self._store, path)
+
+    def exists(self, path: str) -> bool:
+        return self._inline(path) is not None or self._store.exists(path)
+
+    def size(self, path: str) -> int:
+        data = self._inline(path)
+        return self._store.size(path) if data is None else len(data)
+
 
 #: A random generator's state has 5 KiB.
 SMALL_TENSOR_BYTES = 64 << 10
@@ -40,6 +105,7 @@ _NONSENSE = (
     RecursionError,
     TypeError,
     ValueError,
+    re.error,
     struct.error,
 )
 #: The largest step count that is exact in float32.
@@ -57,9 +123,8 @@ def refusing_nonsense(where: str, framework: str) -> Iterator[None]:
     try:
         yield
     except _NONSENSE as error:
-        raise CheckpointCorruptError(
-            f"{where} is not as {framework} writes it: {type(error).__name__}: {error}",
-            path=where,
+        raise corrupt(
+            where, f"it is not as {framework} writes it: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -132,10 +197,15 @@ class Scalars:
         self._offsets: dict[bytes, int] = {}
 
     def add(self, key: TensorKey, value: TensorRef | float) -> None:
-        """Add a number unless the key has one; raise an error if no dtype can hold it."""
+        """Add a number, or a tensor of one element, unless the key has one.
+
+        Raise an error if no dtype can hold it.
+        """
         if key in self.entries:
             return
-        if not isinstance(value, TensorRef):
+        if isinstance(value, TensorRef):
+            value = value._replace(shape=(), strides=())
+        else:
             dtype, data = _packed(key, value)
             if data not in self._offsets:
                 self._offsets[data] = len(self._data)

@@ -116,7 +116,9 @@ BAD = {
         _deepspeed(_lacking, MODEL, dp=2, stage=3), (optim_name(1, 0),)
     ),
     "truncated file": Bad(_cut_short, (optim_name(1, 0),)),
-    "mixed steps": Bad(_deepspeed(_of_another_step, MODEL, dp=2), (optim_name(1, 0), "step 6")),
+    "mixed steps": Bad(
+        _deepspeed(_of_another_step, MODEL, dp=2), (optim_name(1, 0), "another step")
+    ),
     "wrong tp count": Bad(_deepspeed(_of_wrong_degree, SHARDED, tp=2, dp=1), ("mp_rank_",)),
     "unknown cut": Bad(_unknown_cut, ("up.weight", "--rules")),
     "foreign class": Bad(_foreign_class, (MODEL_FILE, "mkdir")),

@@ -18,6 +18,7 @@ from ucp_core.formats.deepspeed.reading.weights import (
 from ucp_core.formats.deepspeed.reading.without_zero import add_without_zero, read_layer_files
 from ucp_core.formats.deepspeed.reading.zero import (
     WEIGHT,
+    RankState,
     Stage,
     add_zero3,
     add_zero12,

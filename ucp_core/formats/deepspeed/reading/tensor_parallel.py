@@ -1,7 +1,7 @@
 """Finds how DeepSpeed's tensors are sharded over tensor-parallel ranks.
 
-It uses, in this order: the user's rules; the checkpoint's ``universal_checkpoint_info``, affine
-maps first; evidence in the shards. Without any of these it raises an error, because a guess could
+It uses, in this order: the checkpoint's ``universal_checkpoint_info``, affine maps first; the
+user's rules; evidence in the shards. Without any of these it raises an error, because a guess could
 be silently wrong. Source: ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``) of DeepSpeed
 0.19.8.
 """
@@ -9,12 +9,9 @@ be silently wrong. Source: ``checkpoint/ds_to_universal.py`` (``merge_tp_slices`
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
-from operator import sub
 from typing import Any
 
 from ucp_core.errors import PatternError, UnsupportedVersionError
-from ucp_core.formats.deepspeed.refusals import corrupt
 from ucp_core.formats.shared import refusing_nonsense, tells_padding
 from ucp_core.geometry import TensorKey
 from ucp_core.language import (
@@ -23,10 +20,8 @@ from ucp_core.language import (
     Pattern,
     Replicated,
     Rules,
-    ShardPiece,
     Unique,
     parse_affine_map,
-    place,
 )
 
 #: The latest version of ``universal_checkpoint_info`` whose meaning is known.
@@ -35,7 +30,6 @@ _VERSION_MAX = 0.4
 _WIDTHS_VERSION = 0.4
 
 _VOCABULARY = "vocabulary_parameter_patterns"
-_PIPELINE = "pipeline_replicated_parameter_patterns"
 _REPLICATED = "tp_replicated_parameter_patterns"
 _AVERAGE = "parameter_to_average_patterns"
 _ROW = "parameter_with_row_parallelism_patterns"
@@ -53,28 +47,20 @@ _FUSED_QKV = re.compile(r"(?:.*\.)?(?:self_)?attention\.query_key_value\.(?:weig
 class Names:
     """Finds the pattern that matches a name; most of DeepSpeed's patterns are whole names."""
 
-    def __init__(self, patterns: Iterable[str], where: str) -> None:
-        self._where = where
+    def __init__(self, patterns: Iterable[str]) -> None:
         self._exact: dict[str, str] = {}
         self._regexes: list[re.Pattern[str]] = []
         for pattern in dict.fromkeys(patterns):
             name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
             if pattern == f"^{re.escape(name)}$":
                 self._exact[name] = pattern
-                continue
-            try:
+            else:
                 self._regexes.append(re.compile(pattern))
-            except re.error as error:
-                raise corrupt(where, f"{pattern[:80]!r} is not a pattern: {error}") from error
 
     def match(self, name: str) -> str | None:
-        """Return the one pattern that matches from the start of ``name``, as DeepSpeed does."""
-        found = [regex.pattern for regex in self._regexes if regex.match(name)]
-        found += [self._exact[name]] if name in self._exact else []
-        if len(found) > 1:
-            shown = f"{found[0]!r} and {found[1]!r}"
-            raise corrupt(self._where, f"{shown} both match {name}")
-        return found[0] if found else None
+        """Return the pattern that matches from the start of ``name``, as DeepSpeed does."""
+        regexes = (regex.pattern for regex in self._regexes if regex.match(name))
+        return self._exact.get(name) or next(regexes, None)
 
 
 class Info:
@@ -95,7 +81,7 @@ class Info:
         self.tells = any(info.get(key) for key in _TELLING)
         self.original_vocab_size: int | None = info.get("original_vocab_size")
         self.widths: dict[str, Any] = info.get(_WIDTHS) or {}
-        patterns = {key: info.get(key) or () for key in (*_TELLING, _PIPELINE, _UNSUPPORTED)}
+        patterns = {key: info.get(key) or () for key in (*_TELLING, _UNSUPPORTED)}
         affine = info.get(_AFFINE)
         self.affine = parse_affine_map(affine, where=f"{where}: {_AFFINE}") if affine else {}
         #: Sizes along the cut dim, and this dim, of fused parameters by pattern.
@@ -107,7 +93,7 @@ class Info:
                 parts = tuple(value["shape"])[dim], dim
                 self.parts.update(dict.fromkeys(value["patterns"], parts))
         patterns |= {_AFFINE: self.affine, _PARTS: self.parts}
-        self._names = {key: Names(told, f"{where}: {key}") for key, told in patterns.items()}
+        self._names = {key: Names(told) for key, told in patterns.items()}
         told = patterns[_UNSUPPORTED]
         self._reasons = told if isinstance(told, dict) else {}
 
@@ -118,10 +104,6 @@ class Info:
     def has(self, kind: str, name: str) -> bool:
         """Return whether a pattern of a kind matches a name."""
         return self.match(kind, name) is not None
-
-    def in_every_stage(self, name: str) -> bool:
-        """Return whether several pipeline stages may hold the parameter, as equal copies."""
-        return name.startswith("tied_modules.") or self.has(_PIPELINE, name)
 
     def unsupported(self, name: str) -> str | None:
         """Return why a parameter cannot be resharded, if the checkpoint marks it so."""
@@ -135,7 +117,7 @@ class TensorParallelLayouts:
 
     degree: int  #: Tensor-parallel ranks.
     info: Info  #: The checkpoint's own statements.
-    rules: Rules | None = None  #: The user's rules; they override everything else.
+    rules: Rules | None = None  #: The user's rules, for what the checkpoint does not say.
     #: Megatron's ``args``, if the checkpoint holds them.
     arguments: Mapping[str, Any] | None = None
     #: Whether all tensor-parallel ranks saved the same bytes of a tensor after training, judged by
@@ -167,13 +149,9 @@ class TensorParallelLayouts:
                 "--rules"
             )
         listed = None if key.fqn in self.buffers else self._listed(key.fqn)
-        if rule is not None:
-            if listed is not None:
-                _check_alike(key, rule, listed, shapes)
-            return rule, extent
-        if listed is not None:
-            return listed, extent
-        return self._unlisted(key, shapes, extent)
+        if listed is None and rule is None:
+            return self._unlisted(key, shapes, extent)
+        return listed or rule or Unique(), extent
 
     def _unlisted(
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]], extent: int | None
@@ -277,29 +255,6 @@ class TensorParallelLayouts:
             shapes,
             f"the checkpoint does not say how it is cut over {self.degree} tensor parallel ranks; "
             "give the rules of its model family (as --rules llama), or your own, with --rules FILE",
-        )
-
-
-def _check_alike(
-    key: TensorKey, rule: Pattern, listed: Pattern, shapes: Sequence[tuple[int, ...]]
-) -> None:
-    """Raise an error if a user's rule contradicts the checkpoint."""
-    one = place(rule, shapes, name=f"{key} by the rules")
-    other = place(listed, shapes, name=f"{key} by the checkpoint")
-
-    def differ(mine: ShardPiece, theirs: ShardPiece) -> bool:
-        shifts = [tuple(map(sub, p.start, p.local.start)) for p in (mine, theirs)]
-        common = mine.local.intersect(theirs.local)
-        return common is not None and (shifts[0] != shifts[1] or mine.replica != theirs.replica)
-
-    pairs = (
-        pair for pieces in zip(one.pieces, other.pieces, strict=True) for pair in product(*pieces)
-    )
-    alike = (one.relation, one.shape) == (other.relation, other.shape)
-    if not alike or any(differ(*pair) for pair in pairs):
-        raise PatternError(
-            f"{key}: a rule gives it {rule}, the checkpoint says {type(listed).__name__} of "
-            f"{list(other.shape)}; leave it out of the rules"
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ucp_core.formats.deepspeed.refusals import corrupt, missing, two_saves
+from ucp_core.formats.refusals import corrupt, missing, two_saves
 from ucp_core.formats.shared import Files, Rank
 from ucp_core.manifest import Item
 from ucp_core.storage import Store
@@ -76,7 +76,8 @@ def open_native(store: Store, directory: str, names: _Listed, *, with_optim: boo
     form = f"{_ZERO}model_states.pt" if is_zero3 else _MODEL
     files.open(_taken(directory, found, [(0, 0)], form).values())
     first = files.trees[found[0, 0]]
-    layers = _layers(directory, names["layer"])
+    # With one tensor-parallel rank the names of layer files lack it.
+    layers = {(layer, max(0, tp)): name for (layer, tp), name in names["layer"].items()}
     dp, tp, pp = _degrees(first, layers, files.path(found[0, 0]))
     ranks = [(d, m) for m in range(tp * pp) for d in range(dp)]
     model = _taken(directory, found, [r for r in ranks if is_zero3 or r[0] == 0], form)
@@ -128,13 +129,6 @@ def _refuse_two_kinds(directory: str, one: Mapping[Any, str], other: Mapping[Any
     if one and other:
         names = f"{next(iter(one.values()))} and {next(iter(other.values()))}"
         raise corrupt(directory, f"of {names} one kind is left from another run; remove it")
-
-
-def _layers(directory: str, listed: Mapping[tuple[int, int], str]) -> dict[tuple[int, int], str]:
-    """Return layer files by ``(layer, tp)``: with one tensor-parallel rank their names lack it."""
-    plain = {key: name for key, name in listed.items() if key[1] < 0}
-    _refuse_two_kinds(directory, plain, {k: name for k, name in listed.items() if k not in plain})
-    return {(layer, max(0, tp)): name for (layer, tp), name in listed.items()}
 
 
 def _count(tree: Mapping[str, Any], key: str, where: str) -> int:

@@ -16,7 +16,7 @@ from ucp_core.formats.deepspeed import keys
 from ucp_core.formats.deepspeed.keys import EXPERT
 from ucp_core.formats.deepspeed.reading.topology import Native
 from ucp_core.formats.deepspeed.reading.zero import WEIGHT, RankState, share
-from ucp_core.formats.deepspeed.refusals import corrupt, missing, two_saves
+from ucp_core.formats.refusals import corrupt, missing, two_saves
 from ucp_core.formats.shared import Assembly, Rank
 from ucp_core.geometry import TensorKey
 from ucp_core.manifest import Item
@@ -115,14 +115,9 @@ def shapes_by_mappings(
         held |= trees[file] if expert_mp == mp else {}
     found: list[dict[str, tuple[int, ...]]] = []
     for index in range(len(states[0].partitions)):
-        mappings = [state.partitions[index].mapping for state in states]
         sizes: dict[str, int] = {}
-        for mapping in mappings:
-            if mapping is None:
-                raise corrupt(
-                    where, "no param_shapes and param_slice_mappings: nothing names the masters"
-                )
-            for name, (_, size) in mapping.items():
+        for state in states:
+            for name, (_, size) in state.partitions[index].mapping.items():
                 sizes[name] = sizes.get(name, 0) + size
         shapes: dict[str, tuple[int, ...]] = {}
         for name, size in sizes.items():
@@ -142,7 +137,7 @@ def shapes_by_mappings(
 
 def _add_module(native: Native, modules: Modules, rank: Rank, tree: Mapping[str, Any]) -> None:
     module = tree["module"]
-    buffers = {*(tree.get("buffer_names") or ()), *_beside_tensors(module, modules.items)}
+    buffers = set(tree.get("buffer_names") or ())
     shared = {**(native.first.get("shared_params") or {}), **(tree.get("shared_params") or {})}
     # Stage 3 has an empty tensor in place of every parameter.
     frozen = tree.get("frozen_param_shapes")
@@ -178,21 +173,6 @@ def _tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[tupl
         else:
             budget.draw(_ITEM_BYTES, f"a file of the model: module: {str(name)[:80]}")
             items[f"module.{name}"] = Item("drop", "a module's own state, which is not a weight")
-
-
-def _beside_tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[str]:
-    """Yield the tensors that modules add to the state dict, as bitsandbytes does.
-
-    DeepSpeed does not list them. ``fc.weight.absmax`` is below ``fc.weight``, which is a tensor and
-    not a module. So it is neither a parameter nor a registered buffer.
-    """
-    for name, value in module.items():
-        parts = str(name).split(".")
-        above = (".".join(parts[:count]) for count in range(1, len(parts)))
-        owner = next((a for a in above if isinstance(module.get(a), TensorRef)), None)
-        if owner is not None and isinstance(value, TensorRef):
-            items[f"module.{name}"] = Item("reshard", f"kept as a buffer beside {owner}")
-            yield str(name)
 
 
 def _owner(

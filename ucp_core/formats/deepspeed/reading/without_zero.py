@@ -17,15 +17,12 @@ from ucp_core.formats.deepspeed.keys import EXPERT
 from ucp_core.formats.deepspeed.reading.topology import Native
 from ucp_core.formats.deepspeed.reading.weights import Modules, add_optimizer_values
 from ucp_core.formats.deepspeed.reading.zero import WEIGHT, param_shapes
-from ucp_core.formats.deepspeed.refusals import corrupt, missing
+from ucp_core.formats.refusals import corrupt, missing
 from ucp_core.formats.shared import (
-    DISTRIBUTE_IT,
-    NAME_THEM,
     Rank,
     assign,
-    check_numbers,
-    is_master_of,
-    largest_shape,
+    check_master,
+    shapes_by_group,
     unclear,
 )
 from ucp_core.geometry import TensorKey
@@ -81,7 +78,6 @@ class _Saved(NamedTuple):
     params: Mapping[str, TensorRef]  #: Parameters that it can number, in the model's order.
     #: Names by group, if the file has names; frozen parameters can be among them.
     names: list[list[str]] | None
-    remedy: str = DISTRIBUTE_IT  #: Advice if the parameters cannot be identified.
 
     @property
     def groups(self) -> list[Mapping[str, Any]]:
@@ -120,7 +116,7 @@ def add_without_zero(native: Native, modules: Modules) -> None:
             continue
         for index, group in enumerate(names):
             for param in _params(saved, index, group):
-                _add(native, saved, modules, param, met)
+                _add(saved, modules, param, met)
         trained = set(chain.from_iterable(names))
         modules.roles |= {name: "frozen" for name in saved.params if name not in trained}
         unnamed = [{k: v for k, v in g.items() if k != _NAMES} for g in saved.groups]
@@ -140,7 +136,7 @@ def _saved(native: Native, modules: Modules) -> Iterator[_Saved]:
         shapes = param_shapes(native.files.trees[file], file)
         names = None if shapes is None else [list(group) for group in shapes]
         if modules.pipeline is None:
-            saved = _Saved(file, tree, rank, dict(modules.order.get(rank.tp, [])), names, NAME_THEM)
+            saved = _Saved(file, tree, rank, dict(modules.order.get(rank.tp, [])), names)
             yield saved._replace(names=names or _kept_names(saved))
             continue
         # The optimizer of a stage has its own names, which are not the model's.
@@ -230,7 +226,6 @@ def _names(saved: _Saved) -> list[list[str]]:
     """Return the names of each group's parameters, in the group's order."""
     file, tree, params = saved.file, saved.tree, saved.params
     flats, lists = tree.get(_FLAT), tree.get(_LISTS)
-    check_numbers(saved.groups, lists if flats is None else [[flat] for flat in flats], file)
     if flats is not None:
         # A group of flat masters has no shapes.
         names = [list(params)] if saved.names is None else saved.names
@@ -242,29 +237,22 @@ def _names(saved: _Saved) -> list[list[str]]:
                 file,
                 f"its masters are flat, in groups of {', '.join(map(str, sizes))} elements, "
                 "and no names say which parameters each group has",
-                saved.remedy,
             )
         return names
-    wanted: list[list[tuple[int, ...] | None]] = [
-        [ref.shape for ref in lists[index]]
-        if lists is not None
-        else [largest_shape(saved.state.get(n, {})) for n in group["params"]]
-        for index, group in enumerate(saved.groups)
-    ]
+    wanted = shapes_by_group(saved.groups, saved.state, lists)
     if saved.names is None:
         return _by_order(saved, wanted)
     # Half-precision optimizers drop the masters of frozen parameters, but not their names.
-    counts = [len(group) for group in saved.names], [len(group) for group in wanted]
-    strange = [name for name in chain.from_iterable(saved.names) if name not in params]
-    fits = len(counts[0]) == len(counts[1]) and all(n >= m for n, m in zip(*counts, strict=True))
-    if strange or not fits or (lists is None and counts[0] != counts[1]):
-        raise corrupt(
-            file,
-            f"groups of {counts[0]} parameters have names, the optimizer has groups of {counts[1]}"
-            + (f", and the model has no {strange[0]}" if strange else ""),
-        )
+    told = [[name for name in group if name in params] for group in saved.names]
+    enough = [len(group) >= len(shapes) for group, shapes in zip(told, wanted, strict=True)]
+    if (
+        told != saved.names
+        or not all(enough)
+        or (lists is None and list(map(len, told)) != list(map(len, wanted)))
+    ):
+        raise corrupt(file, "its names are not those of the model, or not of its parameters")
     return [
-        assign([shapes], [(name, params[name].shape) for name in group], file, saved.remedy)[0]
+        assign([shapes], [(name, params[name].shape) for name in group], file)[0]
         for group, shapes in zip(saved.names, wanted, strict=True)
     ]
 
@@ -288,7 +276,7 @@ def _by_order(saved: _Saved, wanted: Sequence[Sequence[tuple[int, ...] | None]])
         ]
         own = [wanted[index] for index in indices]
         try:
-            names = assign(own, params, saved.file, saved.remedy)
+            names = assign(own, params, saved.file)
         except PatternError:
             if not kind:
                 raise
@@ -328,24 +316,15 @@ def _params(saved: _Saved, index: int, names: Sequence[str]) -> Iterator[_Param]
         start += saved.params[name].num_elements
 
 
-def _add(
-    native: Native, saved: _Saved, modules: Modules, param: _Param, met: set[tuple[str, int]]
-) -> None:
+def _add(saved: _Saved, modules: Modules, param: _Param, met: set[tuple[str, int]]) -> None:
     """Add a parameter's master and slots, unless it is in ``met``.
 
     Expert-parallel ranks repeat the parameters outside experts, and stages repeat tied modules.
     """
     name, master, weight, rank = param.name, param.master, saved.params[param.name], saved.rank
     if master is not None:
-        store, directory = native.files.store, native.files.directory
-        if not is_master_of(store, directory, master, param.start or 0, weight):
-            raise unclear(
-                saved.file,
-                f"by names and shapes a master of group {param.group} belongs to {name}, but it "
-                "does not round to its weights: the group has an order of its own, or the file "
-                "mixes two saves",
-                saved.remedy,
-            )
+        place = f"group {param.group} belongs to {name}"
+        check_master(modules.store, modules.directory, master, param.start or 0, weight, place)
     if (name, rank.tp) in met:
         return
     met.add((name, rank.tp))

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats.deepspeed.keys import EXPERT
-from ucp_core.formats.deepspeed.refusals import corrupt, two_saves
+from ucp_core.formats.refusals import corrupt, two_saves
 from ucp_core.formats.shared import Assembly, Rank, refusing_nonsense
 from ucp_core.geometry import TensorKey
 from ucp_core.torch_files import TensorRef, extents_of
@@ -39,11 +40,9 @@ class Partition(NamedTuple):
     flat: Mapping[str, TensorRef]
     #: The optimizer's numbers and 0-d tensors, such as ``step``.
     scalars: Mapping[str, TensorRef | float]
-    #: ``(start, number of elements)`` in this partition by name; None in old versions.
-    mapping: Mapping[str, tuple[int, int]] | None = None
+    #: ``(start, number of elements)`` in this partition by name; empty at stage 3.
+    mapping: Mapping[str, tuple[int, int]] = MappingProxyType({})
     num_ranks: int = 0  #: Ranks that share the group; 0 if unknown.
-    #: Elements without the padding after the last parameter; None in old versions.
-    num_held: int | None = None
 
 
 class RankState(NamedTuple):
@@ -98,7 +97,7 @@ def _zero12(state: dict[str, Any], file: str) -> RankState:
         groups = list(base["param_groups"])
         # A group has one tensor, which may have no state yet.
         states = [base["state"].get(g["params"][0], {}) if g["params"] else {} for g in groups]
-    mappings = state.get(_MAPPINGS)
+    mappings = state[_MAPPINGS]
     paddings = state.get("group_paddings")
     counts = state.get("partition_count")
     found = []
@@ -112,12 +111,8 @@ def _zero12(state: dict[str, Any], file: str) -> RankState:
                 "not supported; save at stage 3"
             )
         part = _partition((file, index), weight, own, padding)
-        if padding is not None:
-            # Only BF16_Optimizer, which saves no stage, saves the masters' padding.
-            size = weight.shape[0]
-            part = part._replace(num_held=size if "zero_stage" in state else size - padding)
-        mapping = None if mappings is None else _mapping(mappings[index])
-        found.append(part._replace(mapping=mapping, num_ranks=int(counts[index]) if counts else 0))
+        num_ranks = int(counts[index]) if counts else 0
+        found.append(part._replace(mapping=_mapping(mappings[index]), num_ranks=num_ranks))
     known = {_WEIGHTS, "base_optimizer_state", _MAPPINGS, "base_optimizer_state_step"}
     return RankState(found, groups, {k: v for k, v in state.items() if k not in known})
 
@@ -136,11 +131,6 @@ def _mapping(items: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def _zero3(state: dict[str, Any], file: str) -> RankState:
-    if state.get("ds_zero_partition_groups"):
-        raise UnsupportedVersionError(
-            f"{file}: experts of AutoEP under ZeRO-3 have their own groups of ranks, which is not "
-            "supported; save at stage 1 or 2"
-        )
     inner, count = state[_STATE], state.get("partition_count", 0)
     groups = list(inner["param_groups"])
     group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
@@ -173,7 +163,7 @@ def _partition(
             continue
         if isinstance(value, TensorRef):
             if not value.shape or (name == "step" and value.num_elements == 1):
-                scalars[name] = value._replace(shape=(), strides=())
+                scalars[name] = value
                 continue
             is_flat = len(value.shape) == 1 and value.byte_strides is None
             fits = value.shape[0] in (size, size + (padding or 0))
@@ -247,15 +237,12 @@ def _add_group(
 ) -> None:
     """Add one flat buffer, which ``parts`` hold in order."""
     done = dict.fromkeys(shapes, 0)
-    size = max(ref.shape[0] for part in parts for ref in part.flat.values())
     for name, shape in shapes.items():
         for slot, ref in parts[0].flat.items():
             key = TensorKey(rename.get(name, name), slot)
             found.shards.add_flat(key, stage.rank, ref, shape)
-    for number, part in enumerate(parts):
+    for part in parts:
         mapping = part.mapping
-        if mapping is None:
-            mapping = _computed(shapes, number * size, (number + 1) * size)
         if strange := mapping.keys() - shapes.keys():
             raise two_saves(
                 part.file, f"it has elements of {min(strange)}, which is not in {stage.where}"
@@ -265,30 +252,6 @@ def _add_group(
             done[name] += count
             fqn, shape = rename.get(name, name), shapes[name]
             _add(stage, found, part, fqn, shape, start, span)
-    between = stage.states[0].rest.get("param_alignment_paddings") or []
-    group = parts[0].group
-    padding = sum(between[group]) if group < len(between) else 0
-    total, held = sum(map(prod, shapes.values())), sum(done.values())
-    if all(part.num_held is not None for part in parts):
-        total, held = total + padding, sum(part.num_held or 0 for part in parts)
-    wrong = next((name for name in shapes if done[name] != prod(shapes[name])), "")
-    if wrong or held != total:
-        raise corrupt(
-            stage.where,
-            f"it names parameters of {total} elements in group {group}, ZeRO's files hold "
-            f"{held}" + (f", {done[wrong]} of {wrong} {list(shapes[wrong])}" if wrong else ""),
-        )
-
-
-def _computed(shapes: Shapes, low: int, high: int) -> dict[str, tuple[int, int]]:
-    """Return the mapping of a partition ``[low, high)`` that an old version did not save."""
-    found = {}
-    begin = 0
-    for name, shape in shapes.items():
-        first, begin = max(begin, low), begin + prod(shape)
-        if first < min(begin, high):
-            found[name] = (first - low, min(begin, high) - first)
-    return found
 
 
 def _add(
@@ -355,12 +318,6 @@ def _subgroups(
         while own and (start < size or is_last):
             name, shape = own.popleft()
             extent, span = share(prod(shape), dp, dp_rank)
-            if start + extent > size:
-                raise corrupt(
-                    part.file,
-                    f"the sub-group ends inside {name}, but by {stage.where} each of {dp} ranks "
-                    f"holds {extent} elements of it",
-                )
             yield part, name, shape, start, span
             start += extent
         if start < size:

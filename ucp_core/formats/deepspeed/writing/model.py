@@ -3,7 +3,7 @@
 The writers of both forms use it before they write anything.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -133,9 +133,11 @@ def describe(checkpoint: Checkpoint) -> Model:
     entries = {k: e for k, e in state_map.entries.items() if roles.get(k.fqn) != "extra"}
     weights = [key.fqn for key in sorted(entries) if key.slot == _WEIGHT]
     shapes = {name: entries[TensorKey(name, _WEIGHT)].shape for name in weights}
-    named = [_names(index, group, checkpoint) for index, group in enumerate(manifest.param_groups)]
-    _check_names(named, entries, manifest.ties, shapes)
+    named = [_names(group, checkpoint) for group in manifest.param_groups]
     grouped = {name for names in named for name in names}
+    named_ones = {key.fqn for key in entries} | grouped | {*manifest.ties.values()}
+    if strange := named_ones - shapes.keys():
+        raise UcpError(f"{min(strange)}: the checkpoint has no weight of that name")
     rest = [name for name in weights if name not in grouped and name not in roles]
     if grouped and rest:
         raise UcpError(
@@ -163,36 +165,10 @@ def describe(checkpoint: Checkpoint) -> Model:
     )
 
 
-def _check_names(
-    named: Sequence[Sequence[str]],
-    entries: Mapping[TensorKey, TensorEntry],
-    ties: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Raise an error unless names have a weight, and are in one group at most."""
-    for key in sorted(entries):
-        if key.fqn not in shapes:
-            raise UcpError(f"{key}: the checkpoint has no weight of that name")
-    for alias, owner in sorted(ties.items()):
-        if owner not in shapes:
-            raise UcpError(f"{alias} is tied to {owner}, which the checkpoint does not have")
-    seen: dict[str, int] = {}
-    for index, names in enumerate(named):
-        for name in names:
-            if name not in shapes:
-                raise UcpError(
-                    f"param_groups[{index}] names {name}, which the checkpoint does not have"
-                )
-            if seen.setdefault(name, index) != index:
-                raise UcpError(f"{name} is in the groups {seen[name]} and {index} of the optimizer")
-
-
-def _names(index: int, group: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str, ...]:
-    names = group.get("params", ())
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise UcpError(f"param_groups[{index}]: params is not a list of names")
+def _names(group: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the parameters that a group trains, each by its owner's name."""
     ties, roles = checkpoint.manifest.ties, checkpoint.manifest.roles
-    owners = dict.fromkeys(ties.get(name, name) for name in names)
+    owners = dict.fromkeys(ties.get(name, name) for name in group.get("params", ()))
     return tuple(name for name in owners if name not in roles)
 
 
@@ -200,15 +176,16 @@ def _scalar_slots(
     entries: Mapping[TensorKey, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
 ) -> frozenset[str]:
     """Return the slots that are one number although a parameter of the group has more elements."""
-    shaped: dict[str, bool] = {"step": False}
-    wide: set[str] = set()
+    found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for key, entry in entries.items():
-        if key.slot == _WEIGHT:
-            continue
-        shaped[key.slot] = shaped.get(key.slot, False) or entry.shape != ()
-        if prod(shapes[key.fqn]) > 1:
-            wide.add(key.slot)
-    return frozenset(slot for slot, has in shaped.items() if not has and slot in {*wide, "step"})
+        if key.slot != _WEIGHT:
+            found.setdefault(key.slot, []).append((entry.shape, shapes[key.fqn]))
+    return frozenset(
+        slot
+        for slot, pairs in found.items()
+        if all(shape == () for shape, _ in pairs)
+        and (slot == "step" or any(prod(whole) > 1 for _, whole in pairs))
+    )
 
 
 def _group(
@@ -228,25 +205,23 @@ def _group(
     for slot, held in by_slot.items():
         # The widest of them holds every value.
         flat[slot] = max((entry.dtype for entry in held), key=lambda dtype: DTYPE_BYTES[dtype])
-        values = [b""] * len(held)
         if slot in scalar_slots:
             values = read_scalars(checkpoint, held)
             scalars[slot] = flat.pop(slot), values[0]
-        for entry, value in zip(held, values, strict=True):
+            kinds = {(entry.dtype, value) for entry, value in zip(held, values, strict=True)}
+            if len(kinds) > 1:
+                raise UcpError(
+                    f"{held[0].key} differs from others: DeepSpeed keeps one number for the whole "
+                    "group of the optimizer; put the parameters into groups of their own"
+                )
+            continue
+        for entry in held:
             shape = entries[TensorKey(entry.key.fqn, _WEIGHT)].shape
-            if slot in scalar_slots and (entry.dtype, value) != (held[0].dtype, values[0]):
-                why = (
-                    f"differs from {held[0].key}: DeepSpeed keeps one number for the whole group "
-                    "of the optimizer; put the parameters into groups of their own"
+            if entry.shape != shape:
+                raise UcpError(
+                    f"{entry.key} has the shape {list(entry.shape)}, its parameter {list(shape)}: "
+                    "DeepSpeed flattens a slot like its parameter and cannot hold this one"
                 )
-            elif slot not in scalar_slots and entry.shape != shape:
-                why = (
-                    f"has the shape {list(entry.shape)}, its parameter {list(shape)}: DeepSpeed "
-                    "flattens a slot like its parameter and cannot hold this one"
-                )
-            else:
-                continue
-            raise UcpError(f"{entry.key} {why}")
     return Group(names=names, hyper=hyper, flat=flat, scalars=scalars)
 
 

@@ -4,8 +4,9 @@ Each model-parallel rank has one ``Trees``. Keys and shapes follow DeepSpeed 0.1
 (``engine._common_checkpoint_state``, ``stage_1_and_2.state_dict``, ``stage3._rigid_state_dict``).
 """
 
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -23,8 +24,10 @@ from ucp_core.formats.deepspeed.writing.streams import FlatReader, Range, RankSh
 from ucp_core.formats.shared import number_of
 from ucp_core.geometry import TensorEntry
 from ucp_core.language import Placement
+from ucp_core.native import refuse_taken
 from ucp_core.numerics import FLOATS
-from ucp_core.torch_files import Instance, Named, Size, TensorData
+from ucp_core.storage import Buffer, Store, join, undone
+from ucp_core.torch_files import Instance, Named, Size, TensorData, write_torch_file
 
 DS_VERSION = "0.19.8"
 #: Classes of DeepSpeed that its own checkpoints hold.
@@ -286,3 +289,65 @@ def _addresses(names: Sequence[str], spans: Sequence[Span]) -> OrderedDict[str, 
         )
         start += span.num_elements
     return addresses
+
+
+_TAG = re.compile(r"[^/\\\x00-\x1f]+")
+
+
+def write_files(
+    store: Store,
+    directory: str,
+    tag: str,
+    files: Callable[[], Iterable[tuple[str, Any]]],
+    *,
+    latest: str,
+    progress: Callable[[int, int], None] | None,
+    fsync: bool,
+) -> None:
+    """Write every file that ``files`` gives to ``directory/tag``, and then the file ``latest``.
+
+    ``files`` yields names and trees; it is called twice if progress needs sizes. If the destination
+    is in use, or reading or writing fails, no part of this checkpoint is left.
+    """
+    if _TAG.fullmatch(tag) is None or tag in {".", ".."}:
+        raise UcpError(f"tag={tag!r} is not the name of a folder")
+    refuse_taken(directory, store.list(directory))
+    done_bytes = total_bytes = 0
+    if progress is not None:
+        for _, tree in files():
+            # Each tensor of a file counts once.
+            tensors: dict[int, TensorData] = {}
+            _mapped(tree, lambda tensor: tensor, tensors)
+            total_bytes += sum(tensor.num_bytes for tensor in tensors.values())
+
+    def chunks(tensor: TensorData) -> Iterator[Buffer]:
+        nonlocal done_bytes
+        for chunk in tensor.chunks():
+            yield chunk
+            done_bytes += memoryview(chunk).nbytes
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+
+    def counted(tensor: TensorData) -> TensorData:
+        return TensorData(tensor.dtype, tensor.shape, lambda: chunks(tensor))
+
+    folder = join(directory, tag)
+    with undone(store, directory) as written:
+        # A user can load a folder without ``latest`` by its tag.
+        written.append(folder)
+        for name, tree in files():
+            own = _mapped(tree, counted, {})
+            write_torch_file(store, join(folder, name), own, allow=DEEPSPEED_NAMES, fsync=fsync)
+        written.append(join(directory, latest))
+        store.write_atomic(written[-1], tag.encode(), fsync=True)
+
+
+def _mapped(
+    tree: Any, change: Callable[[TensorData], TensorData], known: dict[int, TensorData]
+) -> Any:
+    """Return a tree with other tensors; ``known`` gets them by the identity of the old ones."""
+    if isinstance(tree, TensorData):
+        return known.get(id(tree)) or known.setdefault(id(tree), change(tree))
+    if isinstance(tree, dict):
+        return type(tree)((key, _mapped(value, change, known)) for key, value in tree.items())
+    return [_mapped(value, change, known) for value in tree] if type(tree) is list else tree

@@ -102,6 +102,11 @@ def _later_model(folder: Folder) -> None:
     folder.trees["mp_rank_01_model_states.pt"]["global_steps"] = 9
 
 
+def _later_optim(folder: Folder) -> None:
+    state = folder.optim(1, 1)["base_optimizer_state"]["state"][0]
+    state["step"] = tensor(np.array(9, np.float32))
+
+
 def _later_count(folder: Folder) -> None:
     folder.optim(1, 0)["partition_count"] = [4]
 
@@ -110,7 +115,7 @@ def _other_version(folder: Folder) -> None:
     folder.trees[optim_name(1, 0)]["ds_version"] = "0.14.5"
 
 
-@pytest.mark.parametrize("spoil", [_later_model, _later_count, _other_version])
+@pytest.mark.parametrize("spoil", [_later_model, _later_optim, _later_count, _other_version])
 def test_files_of_two_saves_are_refused(tmp_path: Path, spoil: Callable[[Folder], None]) -> None:
     """A save that was interrupted in a folder of an older one leaves such a mixture."""
     folder = native(SHARDED, dp=2, tp=2, info={"parameter_with_row_parallelism_patterns": ["down"]})
@@ -170,7 +175,7 @@ def test_parts_that_sequence_parallel_ranks_overwrote_are_missed(tmp_path: Path)
         else:
             tree["optimizer_state_dict"]["partition_count"] = 2
 
-    assert "the sub-group ends inside" in _error(folder, tmp_path)
+    assert "should have elements up to 21" in _error(folder, tmp_path)
 
 
 def test_wrong_degrees_are_refused(tmp_path: Path) -> None:
@@ -201,16 +206,13 @@ def test_rules_of_the_user_say_what_the_checkpoint_does_not(tmp_path: Path) -> N
     assert_equal(loaded(read(folder.write(tmp_path), rules=RULES)), folder.expected)
 
 
-def test_rules_that_contradict_the_checkpoint_are_refused(tmp_path: Path) -> None:
+def test_what_the_checkpoint_says_counts_before_rules(tmp_path: Path) -> None:
     """The rules of a family cut embeddings, which AutoTP leaves whole: they would be doubled."""
     folder = native([Param("embed.weight", (8, 6))], dp=1, tp=2,
                     info={"tp_replicated_parameter_patterns": ["embed"]})  # fmt: skip
-    path = folder.write(tmp_path)
+    rules = Rules((Rule(r"embed\..*", Cut(0)),))
 
-    with pytest.raises(PatternError, match=r"embed\.weight.*the checkpoint says Replicated"):
-        read(path, rules=Rules((Rule(r"embed\..*", Cut(0)),)))
-    agreeing = Rules((Rule(r"embed\..*", Replicated()),))
-    assert_equal(loaded(read(path, rules=agreeing)), folder.expected)
+    assert_equal(loaded(read(folder.write(tmp_path), rules=rules)), folder.expected)
 
 
 ROWS_ONLY = {"parameter_with_row_parallelism_patterns": ["down"]}
@@ -309,14 +311,6 @@ def test_a_newer_description_of_layouts_is_refused(tmp_path: Path) -> None:
     assert "update everstep" in _error(folder, tmp_path, UnsupportedVersionError)
 
 
-def test_two_patterns_of_one_kind_for_one_name_are_refused(tmp_path: Path) -> None:
-    """Their order would decide."""
-    info = {"parameter_with_row_parallelism_patterns": ["down", r"down\.weight"]}
-    folder = native(SHARDED, dp=1, tp=2, info=info)
-
-    assert "both match down" in _error(folder, tmp_path)
-
-
 def test_an_affine_map_with_a_hole_is_refused(tmp_path: Path) -> None:
     """The peer returns what was in memory before."""
     pieces = {
@@ -359,18 +353,12 @@ def _two_groups(folder: Folder) -> None:
     folder.trees[MODEL_FILE]["param_shapes"].append({"more": (2,)})
 
 
-@pytest.mark.parametrize(
-    ("mappings", "spoil"),
-    [
-        *((True, spoil) for spoil in (_lacking, _larger, _smaller, _unnamed, _two_groups)),
-        *((False, spoil) for spoil in (_lacking, _larger, _smaller, _unnamed, _two_groups)),
-    ],
-)
+@pytest.mark.parametrize("spoil", [_lacking, _larger, _smaller, _unnamed, _two_groups])
 def test_shapes_that_contradict_the_files_are_refused(
-    tmp_path: Path, spoil: Callable[[Folder], None], *, mappings: bool
+    tmp_path: Path, spoil: Callable[[Folder], None]
 ) -> None:
     """They decide where every later parameter begins."""
-    folder = native(MODEL, dp=2, mappings=mappings)
+    folder = native(MODEL, dp=2)
     spoil(folder)
 
     _error(folder, tmp_path)
@@ -390,14 +378,6 @@ def test_shapes_that_contradict_the_files_of_stage_3_are_refused(
     _error(folder, tmp_path)
 
 
-def test_masters_that_nothing_names_are_refused(tmp_path: Path) -> None:
-    """The model's copies would be taken for frozen parameters."""
-    folder = native(MODEL, dp=2, mappings=False)
-    del folder.trees[MODEL_FILE]["param_shapes"]
-
-    assert "nothing names" in _error(folder, tmp_path)
-
-
 def test_optimizer_state_of_this_cut_only_is_refused(tmp_path: Path) -> None:
     """Block scales of 8-bit states fit no other cut; to leave them out would be silent."""
     folder = native(MODEL, dp=2)
@@ -407,13 +387,6 @@ def test_optimizer_state_of_this_cut_only_is_refused(tmp_path: Path) -> None:
         )
 
     assert "absmax" in _error(folder, tmp_path, UnsupportedVersionError)
-
-
-def test_one_name_in_two_stages_is_refused_unless_tied(tmp_path: Path) -> None:
-    """These are two tensors; the first one would be taken for both."""
-    folder = native([Param("1.weight", (4, 3), stages=(0, 1))], dp=1, pp=2)
-
-    assert "neither tied" in _error(folder, tmp_path)
 
 
 def test_a_missing_layer_file_is_named(tmp_path: Path) -> None:

@@ -56,5 +56,5 @@ def test_a_part_that_is_missing_is_not_taken_for_an_empty_one(tmp_path: Path) ->
         for mapping in folder.optim(rank, 1)["param_slice_mappings"]:
             mapping.pop("down.weight", None)
 
-    with pytest.raises(CheckpointCorruptError, match=r"names parameters of 12 elements.*hold 18"):
+    with pytest.raises(CheckpointCorruptError, match="the files of other ranks have it"):
         read(folder.write(tmp_path))

@@ -166,7 +166,7 @@ def test_names_that_are_not_the_models_tell_nothing(
 @pytest.mark.parametrize(
     ("groups", "match"),
     [
-        ([["b.weight"], ["b.norm", "c.norm"]], r"groups of \[1, 2\] parameters have names"),
+        ([["b.weight"], ["b.norm", "c.norm"]], "not of its parameters"),
         ([["b.weight", "d.norm"], ["b.norm", "c.norm"]], r"d\.norm is \[4\].* is \[4, 4\]"),
     ],
     ids=["too few", "of another shape"],
@@ -197,21 +197,10 @@ def test_masters_of_other_parameters_than_the_names_say_are_refused(
         read(_write(tmp_path, tree))
 
 
-@pytest.mark.parametrize("kind", ["none", "lists"])
-def test_a_parameter_that_is_numbered_twice_is_refused(tmp_path: Path, kind: str) -> None:
-    """It would have given its moments to another one."""
-    tree = _tree(kind, GROUPS)
-    _hyper(tree)[0]["params"] = [0, 0]
-
-    with pytest.raises(CheckpointCorruptError, match="parameter 0 more than once"):
-        read(_write(tmp_path, tree))
-
-
-@pytest.mark.parametrize(("kind", "key"), [("lists", "fp32_groups"), ("flat", "fp32_groups_flat")])
-def test_masters_of_a_group_that_are_missing_are_told(tmp_path: Path, kind: str, key: str) -> None:
+def test_masters_of_a_group_that_are_missing_are_told(tmp_path: Path) -> None:
     """The file was put together of two."""
-    tree = _tree(kind, GROUPS)
-    tree["optimizer"][key].pop()
+    tree = _tree("lists", GROUPS)
+    tree["optimizer"]["fp32_groups"].pop()
 
-    with pytest.raises(CheckpointCorruptError, match=r"have \[\d, \d\] parameters, but \[\d\]"):
+    with pytest.raises(CheckpointCorruptError, match="not as DeepSpeed writes it"):
         read(_write(tmp_path, tree))

@@ -35,14 +35,11 @@ MODEL = [
 ]
 
 
-@pytest.mark.parametrize("mappings", [True, False])
 @pytest.mark.parametrize("dp", [1, 2, 3, 7])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_stages_1_and_2_are_whole_again(
-    tmp_path: Path, stage: int, dp: int, *, mappings: bool
-) -> None:
-    """Ranges cross parameters, some ranks hold padding only, and old files have no mappings."""
-    folder = native(MODEL, stage=stage, dp=dp, mappings=mappings)
+def test_stages_1_and_2_are_whole_again(tmp_path: Path, stage: int, dp: int) -> None:
+    """Ranges cross parameters, and some ranks hold padding only."""
+    folder = native(MODEL, stage=stage, dp=dp)
 
     assert_equal(loaded(read(folder.write(tmp_path))), folder.expected)
 
@@ -208,29 +205,6 @@ def test_ties_are_seen_by_their_bytes_where_nothing_names_them(tmp_path: Path) -
         "copy.weight": "frozen.weight",
         "head.weight": "embed.weight",
     }
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_what_a_module_keeps_beside_a_weight_is_no_frozen_parameter(
-    tmp_path: Path, stage: int
-) -> None:
-    """Quantised layers add tensors to the state that DeepSpeed does not list as buffers."""
-    folder = native(MODEL, stage=stage, dp=2)
-    module = folder.trees[next(name for name in folder.trees if "model_states" in name)]["module"]
-    absmax = np.arange(3, dtype=np.float32)
-    module["frozen.weight.absmax"] = tensor(absmax)
-    module["frozen.weight.quant_state.nf4"] = tensor(np.arange(5, dtype=np.int64))
-
-    checkpoint = read(folder.write(tmp_path))
-
-    assert checkpoint.manifest.roles == {
-        "frozen.weight": "frozen",
-        "frozen.weight.absmax": "buffer",
-        "frozen.weight.quant_state.nf4": "buffer",
-        "scale": "buffer",
-    }
-    assert np.array_equal(loaded(checkpoint)["frozen.weight.absmax", "weight"], absmax)
-    assert "frozen.weight" in checkpoint.manifest.items["module.frozen.weight.absmax"].note
 
 
 def _two_halves(whole: Array, tp: int) -> list[Array]:

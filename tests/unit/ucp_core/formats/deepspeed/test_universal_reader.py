@@ -205,5 +205,5 @@ def test_a_step_of_many_numbers_is_refused(tmp_path: Path) -> None:
     folder = universal(stage=1)
     folder.trees["zero/up.weight/step.pt"] = folder.trees["zero/up.weight/exp_avg.pt"]
 
-    with pytest.raises(CheckpointCorruptError, match="not a step"):
+    with pytest.raises(CheckpointCorruptError, match="does not hold a step in one tensor"):
         read(_write(folder, tmp_path))

@@ -12,7 +12,7 @@ from ucp_core.errors import UcpError
 from ucp_core.formats import open_source
 from ucp_core.formats.deepspeed import universal_writer
 from ucp_core.formats.deepspeed.writer import write
-from ucp_core.formats.deepspeed.writing import experts
+from ucp_core.formats.deepspeed.writing import spread
 from ucp_core.native import Checkpoint
 from ucp_core.storage import MemoryStore
 
@@ -139,7 +139,7 @@ def test_experts_with_gate_and_up_in_turn_are_refused() -> None:
 
 def test_groups_that_were_cut_for_their_size_are_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with fewer experts has fewer groups of them, as DeepSpeed makes them."""
-    monkeypatch.setattr(experts, "_GROUP_ELEMENTS_MAX", 40)
+    monkeypatch.setattr(spread, "_GROUP_ELEMENTS_MAX", 40)
     store = MemoryStore()
     state = _state()
 

@@ -36,16 +36,7 @@ def test_a_file_without_the_optimizer_that_others_have_is_refused(
     name = _models(made)[-1]
     del made.trees[name]["optimizer"]
 
-    with pytest.raises(CheckpointCorruptError, match=f"{name} has optimizer 'none'"):
-        read(made.write(tmp_path))
-
-
-def test_arguments_of_another_model_are_refused(tmp_path: Path) -> None:
-    """Those of the first file count for all."""
-    made = Megatron(ep=2)
-    made.trees[_models(made)[-1]]["args"].state["num_experts"] = 8
-
-    with pytest.raises(CheckpointCorruptError, match=r"mp_rank_00_001.*args\.num_experts 8.* 4"):
+    with pytest.raises(CheckpointCorruptError, match=f"{name}: its iteration or optimizer"):
         read(made.write(tmp_path))
 
 
@@ -55,7 +46,7 @@ def test_buffers_that_no_rank_has_are_refused(tmp_path: Path) -> None:
     for name in [name for name in made.trees if name.endswith("distrib_optim.pt")]:
         del made.trees[name]
 
-    with pytest.raises(CheckpointCorruptError, match=r"\(distrib_optim\.pt\), but no rank"):
+    with pytest.raises(CheckpointCorruptError, match=r"lacks distrib_optim\.pt"):
         read(made.write(tmp_path))
 
 
@@ -66,13 +57,3 @@ def test_the_missing_file_of_the_first_rank_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(StorageError, match="mp_rank_00/model_optim_rng"):
         read(path.parent)
-
-
-def test_a_parameter_that_is_numbered_twice_is_refused(tmp_path: Path) -> None:
-    """It would have given its moments to another one."""
-    made = Megatron()
-    tree = made.trees["mp_rank_00/model_optim_rng.pt"]["optimizer"]["optimizer"]
-    tree["param_groups"][0]["params"][1] = tree["param_groups"][0]["params"][0]
-
-    with pytest.raises(CheckpointCorruptError, match="parameter 0 more than once"):
-        read(made.write(tmp_path))

@@ -133,11 +133,6 @@ def test_a_group_without_a_step_has_that_of_the_others(monkeypatch: pytest.Monke
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     assert loaded(_opened(state()), name, "step") == 4.0
 
-    other = {**plain, "is_expert_parallel": True, "step": 5.0}
-    monkeypatch.setattr(megatron_files, "GROUPS", [{**decayed, "step": None}, plain, other])
-    with pytest.raises(CheckpointCorruptError, match=r"has no step, .* the steps 4\.0, 5\.0"):
-        _opened(state())
-
 
 def test_values_tell_what_the_order_of_keys_does_not() -> None:
     """Ranks that share the saving write keys in another order than that of the modules."""
@@ -344,7 +339,7 @@ def test_other_backends_and_forms_say_what_to_do() -> None:
     with pytest.raises(UnsupportedVersionError, match="torch_dist"):
         megatron_core.read(store, "c")
     store.write_atomic("c/metadata.json", b"[", fsync=False)
-    with pytest.raises(CheckpointCorruptError, match=r"metadata\.json is not JSON"):
+    with pytest.raises(CheckpointCorruptError, match="it is not as Megatron-core writes it"):
         megatron_core.read(store, "c")
     store.write_atomic("c/metadata.json", good, fsync=False)
     store.delete("c/common.pt")
@@ -360,7 +355,7 @@ def test_a_lost_configuration_does_not_make_it_a_checkpoint_of_plain_dcp() -> No
     write_checkpoint(store, "c", state())
     store.delete("c/metadata.json")
 
-    with pytest.raises(CheckpointCorruptError, match=r"common\.pt .* lacks metadata\.json"):
+    with pytest.raises(CheckpointCorruptError, match=r"lacks metadata\.json"):
         open_source(store, "c")
 
 

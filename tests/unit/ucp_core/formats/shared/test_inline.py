@@ -3,7 +3,7 @@
 import pytest
 
 from ucp_core.errors import StorageError
-from ucp_core.formats.shared.inline import INLINE_NAME, overlay
+from ucp_core.formats.shared.values import INLINE_NAME, overlay
 from ucp_core.storage import MemoryStore, Store
 
 

@@ -1,23 +1,86 @@
-"""Spreads the experts of DeepSpeed's MoE layers over expert-parallel ranks. Pure.
+"""Spreads tensors over pipeline stages and layers, and experts over expert-parallel ranks. Pure.
 
-Every rank numbers its experts from 0, layer by layer; the names of their files count through the
-whole layer. Under ZeRO a group of the optimizer has only experts or none, and groups of experts are
-cut over the ranks that hold the same experts (DeepSpeed 0.19, ``moe/utils.py``,
-``utils/groups.py``). ``ucp_core.formats.deepspeed.reading.zero`` reads the result. In
-``transformers`` 5 all experts of a layer are one tensor, which is split into their matrices.
+``3.mlp.weight`` of a ``PipelineModule`` belongs to layer 3, ``tied_modules.embed.weight`` to every
+layer of the tied module ``embed``. A layer file belongs to the whole run, not to a stage.
+
+Every expert-parallel rank numbers its experts from 0, layer by layer; the names of their files
+count through the whole layer. Under ZeRO a group of the optimizer has only experts or none, and
+groups of experts are cut over the ranks that hold the same experts (DeepSpeed 0.19,
+``moe/utils.py``, ``utils/groups.py``). In ``transformers`` 5 all experts of a layer are one tensor,
+which is split into their matrices.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
+from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.keys import EXPERT
 from ucp_core.formats.deepspeed.writing.model import Group, Model, part_of
 from ucp_core.formats.deepspeed.writing.streams import StackPart
 from ucp_core.formats.shared import check_equal_shares, stacked_experts
 from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.numerics import grouped
+
+_NAME = re.compile(r"(?:(\d+)|tied_modules\.([^.]+))\.(.+)")
+
+
+class Pipeline:
+    """The stages of a run.
+
+    Args:
+        starts: First layer of every stage, ascending, the first one 0.
+        tied_layers: The layers of each tied module by its key, ascending.
+    """
+
+    def __init__(self, starts: Sequence[int], tied_layers: Mapping[str, Sequence[int]]) -> None:
+        if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
+            raise UcpError(f"stages={list(starts)} must ascend from 0: the first layers of stages")
+        self._starts = tuple(starts)
+        self._tied = {key: tuple(layers) for key, layers in tied_layers.items()}
+
+    def place(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Return the layers that have a tensor, and its name in the first layer's file."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise UcpError(
+                f"{name} is not a name of a PipelineModule, such as 3.mlp.weight: rename the "
+                "tensors"
+            )
+        if match[1] is not None:
+            return (int(match[1]),), match[3]
+        layers = self._tied.get(match[2])
+        if not layers:
+            raise UcpError(f"{name}: tied_layers does not list the layers of {match[2]}")
+        return layers, match[3]
+
+    def models(self, model: Model) -> list[Model]:
+        """Return the model of every stage; several stages hold a tied tensor."""
+        by_stage: list[dict[str, list[str]]] = [defaultdict(list) for _ in self._starts]
+        for name in model.weights:
+            for layer in self.place(name)[0]:
+                by_stage[bisect_right(self._starts, layer) - 1][name] = [name]
+        return [part_of(model, held.__getitem__) for held in by_stage]
+
+    def tied(self, model: Model) -> tuple[str, ...]:
+        """Return the tensors that several layers share."""
+        return tuple(name for name in model.weights if len(self.place(name)[0]) > 1)
+
+    def files(self, names: Iterable[str], axis: str) -> dict[str, dict[str, str]]:
+        """Return the content of layers' files: the model's name by the name in the file.
+
+        ``axis`` is a part of the files' names, the tensor-parallel rank.
+        """
+        files: dict[int, dict[str, str]] = {}
+        for name in names:
+            layers, local = self.place(name)
+            files.setdefault(layers[0], {})[local] = name
+        return {f"layer_{layer:02d}{axis}-model": own for layer, own in sorted(files.items())}
+
 
 _GROUP = re.compile(r"ep_size_(\d+)")
 _MATRICES = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
@@ -69,15 +132,15 @@ class ExpertShares:
             groups += [replace(group, names=tuple(part)) for part in parts]
         return part_of(replace(self._model, groups=tuple(groups)), local)
 
-    def files(self) -> dict[str, list[str]]:
-        """Return the tensors of every expert, by the layer and expert in its file's name."""
+    def files(self) -> dict[str, dict[str, str]]:
+        """Return the content of every expert's file, whose tensors have the model's names."""
         layers = {layer: number for number, layer in enumerate(self._counts)}
-        files: dict[str, list[str]] = {}
+        files: dict[str, dict[str, str]] = {}
         for name in (*self._names, *self._model.ties):
             match = EXPERT.fullmatch(name)
             if match is not None:
-                file = f"layer_{layers[match[1]]}_expert_{int(match[2])}"
-                files.setdefault(file, []).append(name)
+                file = f"layer_{layers[match[1]]}_expert_{int(match[2])}_mp_rank_00_model"
+                files.setdefault(file, {})[name] = name
         return files
 
     def _numel(self, name: str) -> int:
