@@ -82,6 +82,7 @@ def _refuse_flat(container: Container) -> None:
             f"{container.where}: {flat[0]} is a flat parameter of FSDP1, saved with "
             "LOCAL_STATE_DICT: nothing shows which parameter each of its elements belongs to; "
             "save with StateDictType.SHARDED_STATE_DICT",
+            key=flat[0],
             path=container.where,
         )
 
