@@ -12,13 +12,11 @@ import traceback
 import pytest
 import torch
 
-from orchestrator.policies import versions
 from tests.support.doomed import Fate, Moment
 from tests.support.snapshot_rank import Node, Rank, state
-from ucp_core.lineage import Lineage
 from ucp_core.native import load
 from workers.memory import Arena, LocalPart, open_version
-from workers.protocol import Held, Inventory, PartRef
+from workers.protocol import Held
 from workers.snapshot import SnapshotMemory
 from workers.state import StateEntry
 
@@ -32,8 +30,8 @@ def _state(step: int) -> list[StateEntry]:
     return state()
 
 
-def _write(node: Node, num_changes: int, number: signal.Signals) -> None:
-    """Take snapshots of steps 1 to 3 as a trainer; the third gets the signal behind a change."""
+def _write(node: Node, num_changes: int) -> None:
+    """Take snapshots of steps 1 to 3 as a trainer, which is killed behind a change of the third."""
     arenas: list[Arena] = []
     fate = Fate(lambda: arenas, stride=1)
     fate.install()
@@ -45,27 +43,22 @@ def _write(node: Node, num_changes: int, number: signal.Signals) -> None:
     entries = _state(3)
     assert rank.writer._arena is not None
     arenas.append(rank.writer._arena)
-    fate.doom(Moment.CHANGE, num_changes, number)
+    fate.doom(Moment.CHANGE, num_changes, signal.SIGKILL)
     assert rank.take(3, entries, pin=True)
     assert rank.writer.wait(3)
 
 
-def _started(node: Node, num_changes: int, number: signal.Signals) -> int:
-    """Return a process that writes, and gets the signal behind that many changes."""
+def _dies(node: Node, num_changes: int) -> bool:
+    """Return whether a process that writes died behind that many changes."""
     pid = os.fork()
     if pid == 0:
         try:
-            _write(node, num_changes, number)
+            _write(node, num_changes)
             os._exit(_DONE)
         except BaseException:  # noqa: BLE001  the parent's test must not go on in the child
             traceback.print_exc()
             os._exit(1)
-    return pid
-
-
-def _dies(node: Node, num_changes: int) -> bool:
-    """Return whether a process that writes died behind that many changes."""
-    status = os.waitpid(_started(node, num_changes, signal.SIGKILL), 0)[1]
+    status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
         return True
@@ -110,31 +103,3 @@ def test_wherever_the_writer_is_killed_a_whole_version_is_held(node: Node) -> No
     assert seen.count((1, 2)) >= 1 + NUM_TENSORS
     assert seen.count((1, 2, 3)) >= 1
     assert arena.pinned() is not None
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize("num_changes", [0, 3, 7])
-def test_what_a_writer_completes_that_wakes_in_a_later_attempt_counts_no_more(
-    node: Node, num_changes: int
-) -> None:
-    """It was stopped, taken for dead, and knows of nothing; the run went on from step 2."""
-    pid = _started(node, num_changes, signal.SIGSTOP)
-    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
-    lineage = ((1, 0), (2, 2))
-    node.table.fence(2, lineage)
-    before = _newest(node, lineage)
-    os.kill(pid, signal.SIGCONT)
-    assert os.WEXITSTATUS(os.waitpid(pid, 0)[1]) == _DONE
-
-    assert node.steps() == [1, 2, 3]
-    assert _newest(node, lineage) == before
-    _check_whole(node.arena(), before)
-
-
-def _newest(node: Node, lineage: Lineage) -> Held:
-    """Return what a run resumes from that asks this keeper only."""
-    parts = tuple(PartRef(node="n", arena="w", held=held) for held in node.arena().versions())
-    inventory = Inventory(node="n", parts=parts)
-    found = versions.newest([inventory], (0, 0), lineage, total_steps=9)
-    assert found is not None
-    return found.parts[0].held
