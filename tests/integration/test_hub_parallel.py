@@ -2,13 +2,17 @@
 
 import functools
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
@@ -60,6 +64,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
     ),
     "adapters": ("Llama", {}, 1e-9),
     "decoder": ("", {}, 1e-9),
+    "own plan": ("", {}, 1e-9),
 }
 #: The hidden layers, by the stages of each rank: two ranks have at least one for each stage.
 NUM_LAYERS = {1: 2, 2: 4}
@@ -90,10 +95,13 @@ def _is_tried(layout: ParallelLayout, kind: str) -> bool:
     """Return whether a kind is cut so: by each way that treats it as it does no other kind.
 
     Cuts of matrices treat all of them differently. Parts of sequences and stages do that only to
-    the decoder, which is not of ``transformers``, and along one axis to adapters.
+    the decoder, which is not of ``transformers``, and along one axis to adapters. A function of a
+    script cuts along two axes.
     """
     if kind == "Mixtral":
         return True
+    if kind == "own plan":
+        return layout.tp > 1 and layout.world_size == 4 and layout.pp == layout.ep == 1
     if layout.ep > 1:
         return kind == "Qwen3Moe" and layout.pp * layout.cp * layout.dp_replicate == 1
     if layout.world_size == 2:
@@ -133,10 +141,20 @@ def build(kind: str, num_layers: int) -> Any:
     return model
 
 
+def parallelize(model: Decoder, mesh: Mapping[str, DeviceMesh]) -> None:
+    """Cut and wrap the layers, as functions of torchtitan do."""
+    if "tp" in mesh:
+        parallelize_module(model, mesh["tp"], tensor_plan())
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh["dp"])
+
+
 def plan_of(kind: str) -> ModelPlan:
-    if kind != "decoder":
+    if KINDS[kind][0]:
         return ModelPlan()
     sequence = ("input_ids", "labels")
+    if kind == "own plan":
+        return ModelPlan(parallelize=parallelize, sequence=sequence)
     return ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage, sequence=sequence)
 
 

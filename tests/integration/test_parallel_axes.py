@@ -1,55 +1,31 @@
 """Axes that cut a model or sequences: training as one process does, state any layout loads."""
 
-import functools
-import itertools
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
 
-import ucp_core
 from tests.support.attempts import (
     curve,
     finish,
     lines,
     newest,
+    of_script,
     reset,
     result,
     settings,
     wait_for_steps,
 )
 from tests.support.experts import with_experts
-from tests.support.made import save_part
 from tests.support.node_memory import NodeProcess
 from tests.support.node_memory import newest as newest_in_memory
-from tests.support.ranks import Place, running
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import open_checkpoint
 from ucp_core.storage import LocalStore
-from workers import collectives
-from workers.models import Decoder, chunks_of, initial_value, resolve, tensor_plan
-from workers.parallel import (
-    Mesh,
-    ModelPlan,
-    apply_sequence_plan,
-    apply_tensor_plan,
-    build_mesh,
-    fsdp_modules,
-    local_shards,
-    materialize,
-    shard_model,
-)
+from workers.models import chunks_of
 from workers.protocol import DEVICE_MEMORY, VALIDATION, Completed, Fenced, PeerLost, Raised, Yielded
 from workers.settings import (
     CheckpointSettings,
@@ -58,184 +34,9 @@ from workers.settings import (
     ParallelSettings,
     RunSettings,
     Settings,
-    TrainSettings,
 )
-from workers.state import HostBuffer, TrainingState, local_parameters
 
 TP = ParallelLayout(tp=2)
-SHAPE = resolve("tiny", {})
-
-
-STYLES = ModelPlan(tensor=tensor_plan())
-
-
-def parallelize(model: Decoder, mesh: Mapping[str, DeviceMesh]) -> None:
-    """Cut and wrap the layers, as functions of torchtitan do."""
-    if "tp" in mesh:
-        parallelize_module(model, mesh["tp"], tensor_plan())
-    for layer in model.layers.values():
-        fully_shard(layer, mesh=mesh["dp"])
-
-
-OWN = ModelPlan(parallelize=parallelize)
-
-
-def built(mesh: Mesh, dtype: torch.dtype, plan: ModelPlan = STYLES) -> nn.Module:
-    """Return the reference decoder as an attempt builds it, with its initial values."""
-    with torch.device("meta"):
-        model: nn.Module = Decoder(SHAPE).to(dtype)
-    names = [name for name, _ in model.named_modules()]
-    apply_tensor_plan(model, mesh, plan, names)
-    apply_sequence_plan(model, mesh, replace(plan, sequence=("input_ids",)))
-    shard_model(model, mesh, precision="fp32", reshard_after_forward=True)
-    materialize(model, torch.device("cpu"))
-    fill(model)
-    return model
-
-
-def fill(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        value = initial_value(name, tuple(parameter.shape), seed=1, num_layers=2)
-        whole = value.to(parameter.dtype)
-        with torch.no_grad():
-            if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                placed = distribute_tensor(whole, mesh, placements)
-                parameter.to_local().copy_(placed.to_local())
-            else:
-                parameter.copy_(whole)
-
-
-def batch(number: int, num_samples: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(SHAPE.vocab_size, (num_samples, 17), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def backward(model: nn.Module, number: int, part: tuple[int, int] = (0, 1)) -> None:
-    """Add the gradient of the losses' sum, of a part of the sequences."""
-    inputs, targets = (one.chunk(part[1], dim=1)[part[0]] for one in batch(number, num_samples=4))
-    logits = model(inputs)
-    flat = logits.double().reshape(-1, logits.shape[-1])
-    nn.functional.cross_entropy(flat, targets.reshape(-1), reduction="sum").backward()
-
-
-def gathered(named: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return whole tensors, as torch makes them of the ranks' parts."""
-    return {
-        name: one.full_tensor().detach().numpy()
-        for name, one in named.items()
-        if isinstance(one, DTensor)
-    }
-
-
-def gradients_over(layout: ParallelLayout, place: Place) -> list[dict[str, Any]]:
-    collectives.form(**place.formation(1, layout.world_size))
-    mesh = build_mesh(layout, device_type="cpu", attempt=1, rank=place.rank)
-    found = []
-    for plan in (STYLES, OWN):
-        model = built(mesh, torch.float64, plan)
-        # Data-parallel ranks have samples of their own, all others the same ones, or parts of them.
-        for number in (0, 1):
-            for module in fsdp_modules(model):
-                module.set_requires_gradient_sync(number == 1, recurse=False)
-            backward(model, 2 * mesh.data_rank + number, (mesh.part, layout.cp))
-        found.append(gathered({name: one.grad for name, one in model.named_parameters()}))
-    collectives.leave()
-    return found
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [ParallelLayout(dp_shard=2, tp=2), ParallelLayout(cp=2, tp=2)],
-    ids=str,
-)
-def test_gradients_are_those_of_one_process(layout: ParallelLayout, tmp_path: Path) -> None:
-    """In float64 a wrong sum is seen: a norm's gradient, say, that counts once for each rank."""
-    with running(functools.partial(gradients_over, layout), layout.world_size, tmp_path) as ranks:
-        found = ranks.results()
-    alone = Decoder(SHAPE).double()
-    fill(alone)
-    for number in range(2 * layout.dp):
-        backward(alone, number)
-
-    for of_rank in itertools.chain(*found):
-        assert set(of_rank) == {name for name, _ in alone.named_parameters()}
-        for name, parameter in alone.named_parameters():
-            assert parameter.grad is not None
-            expected = parameter.grad.numpy()
-            np.testing.assert_allclose(of_rank[name], expected, rtol=1e-10, atol=1e-11)
-
-
-class _State:
-    """The training state of a rank, with an optimizer that has done a step."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.model = built(mesh, torch.float32)
-        self.shards = local_shards(self.model, mesh)
-        self.own = local_parameters(self.shards)
-        self.optimizer = torch.optim.AdamW(self.own.values())
-        for shard in self.shards:
-            self.own[shard.fqn].grad = shard.local.cos()
-        self.optimizer.step()
-        self.training = TrainingState(self.shards, self.own, self.optimizer, mesh.rank)
-
-    def whole(self) -> dict[str, Any]:
-        """Return every tensor as torch makes it of the ranks' parts, whatever our boxes say."""
-        held: dict[str, Tensor] = {}
-        for shard in self.shards:
-            like: Any = shard.parameter
-            slots = {"weight": shard.local, **self.optimizer.state[self.own[shard.fqn]]}
-            for slot, local in slots.items():
-                if local.dim():
-                    placed = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-                    held[f"{shard.fqn}/{slot}"] = DTensor.from_local(
-                        local, like.device_mesh, like.placements, **placed
-                    )
-        return gathered(held)
-
-
-def saved_and_loaded(layout: ParallelLayout, place: Place) -> list[dict[str, Any]]:
-    """Save the state of ``layout``, load it as two data-parallel ranks; return both, whole."""
-    store, directory = LocalStore(), str(place.directory / "checkpoint")
-    collectives.form(**place.formation(1, layout.world_size))
-    before = _State(build_mesh(layout, device_type="cpu", attempt=1, rank=place.rank))
-    save_part(
-        store,
-        directory,
-        HostBuffer().capture(before.training.saved()),
-        rank=place.rank,
-        world_size=layout.world_size,
-    )
-    found = [before.whole()]
-    torch.distributed.barrier()
-    collectives.leave()
-    collectives.form(**place.formation(2, 2))
-    data = ParallelLayout(dp_shard=2)
-    after = _State(build_mesh(data, device_type="cpu", attempt=2, rank=place.rank))
-    entries = after.training.entries()
-    with torch.no_grad():
-        for entry in entries:
-            entry.tensor.fill_(torch.nan)
-    need = [entry.local_tensor(entry.tensor) for entry in entries]
-    ucp_core.load(ucp_core.open(directory), need)
-    found.append(after.whole())
-    collectives.leave()
-    return found
-
-
-def test_what_tensor_parallel_ranks_save_data_parallel_ranks_load_to_the_bit(
-    tmp_path: Path,
-) -> None:
-    """Matrices are cut along other dims, and each rank saves a share of every norm."""
-    with running(functools.partial(saved_and_loaded, TP), 2, tmp_path) as ranks:
-        found = ranks.results()
-
-    for before, after in found:
-        assert before.keys() == after.keys()
-        assert len(before) == 3 * len(list(Decoder(SHAPE).named_parameters()))
-        for name, value in before.items():
-            np.testing.assert_array_equal(after[name], value, err_msg=name)
 
 
 def validation(run: Run) -> dict[int, float]:
@@ -485,62 +286,6 @@ def train(session):
 
 everstep.run(train)
 """
-#: Noise and timesteps go into the model and into its loss, also some that are drawn behind it.
-DENOISING = """\
-import random
-
-import everstep
-import numpy as np
-import torch
-from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-        self.layers = nn.ModuleDict({"0": layer(), "1": layer()})
-
-    def forward(self, x):
-        for layer in self.layers.values():
-            x = x + layer(x)
-        return x
-
-
-def keep_stage(network, number, num_stages):
-    for layer in ("0", "1"):
-        if num_stages > 1 and int(layer) != number:
-            del network.layers[layer]
-
-
-def by_shape(named):
-    # As muP does, and others that do not decay small tensors.
-    groups = [
-        {"params": [one], "lr": 0.1 / one.shape[-1], "weight_decay": one.numel() / one.size(0)}
-        for one in named.values()
-    ]
-    return torch.optim.AdamW(groups)
-
-
-def train(session):
-    styles = {"layers.*.0": ColwiseParallel(), "layers.*.2": RowwiseParallel()}
-    model = session.model(Network, plan=everstep.ModelPlan(tensor=styles, keep_stage=keep_stage))
-    session.optimizer(by_shape)
-    inputs = torch.linspace(-1, 1, 512).reshape(64, 8)
-
-    def loss_of(indices):
-        rows = inputs[indices]
-        noise, time = torch.randn_like(rows), random.random() * np.random.rand()
-        denoised = model(rows + time * noise)
-        return ((denoised - noise - 0.1 * torch.randn_like(rows)) ** 2).mean()
-
-    for _ in session.steps(len(inputs)):
-        session.train_step(loss_of)
-
-
-everstep.run(train)
-"""
 #: Its metrics need outputs that no worker has, in an evaluation after steps of training.
 METRICS = """\
 from pathlib import Path
@@ -575,11 +320,10 @@ everstep.run(train)
 """
 
 
-def _scripted(tmp_path: Path, text: str) -> Settings:
+def _scripted(tmp_path: Path, text: str, *arguments: str) -> Settings:
     script = tmp_path / "train.py"
     script.write_text(text)
-    train = TrainSettings(steps=3, global_batch=8, micro_batch=2)
-    return Settings(run=RunSettings(directory="run", script=str(script)), train=train)
+    return of_script(script, *arguments, steps=3, global_batch=8, micro_batch=2)
 
 
 @pytest.mark.parametrize(("how", "step"), [("drawn", 1), ("zeros", 2)])
@@ -587,8 +331,7 @@ def test_a_plan_that_misses_a_module_is_refused_before_it_does_harm(
     run: Run, tmp_path: Path, how: str, step: int
 ) -> None:
     """Each rank computes the gradient of its own heads; behind zeros it is 0 in the first step."""
-    chosen = _scripted(tmp_path, QUERIES)
-    chosen = replace(chosen, run=replace(chosen.run, arguments=(how,)))
+    chosen = _scripted(tmp_path, QUERIES, how)
     for left in run.train(chosen, num_workers=2, layout=TP):
         outcome = left.outcome
         assert isinstance(outcome, Raised), outcome
@@ -596,20 +339,6 @@ def test_a_plan_that_misses_a_module_is_refused_before_it_does_harm(
         assert "parallel.tp=2: ranks 0, 1 have the same weights" in outcome.error
         assert " norm.weight (" in outcome.error
         assert "down.bias" not in outcome.error
-
-
-def test_noise_and_rules_by_shape_are_those_of_one_process(run: Run, tmp_path: Path) -> None:
-    """A stage drew noise of its own, and an optimizer was made for the shapes of parts."""
-    curves = []
-    for layout in (ParallelLayout(), ParallelLayout(dp_shard=2), TP, ParallelLayout(pp=2)):
-        reset(run)
-        chosen = _scripted(tmp_path, DENOISING)
-        for left in run.train(chosen, num_workers=layout.world_size, layout=layout):
-            assert isinstance(left.outcome, Completed), left.outcome
-        curves.append([loss for loss, _ in curve(run.directory).values()])
-
-    for other in curves[1:]:
-        assert other == pytest.approx(curves[0], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -625,8 +354,7 @@ def test_a_script_that_would_train_on_other_sequences_is_refused(
     how: str, why: str, run: Run, tmp_path: Path
 ) -> None:
     """Before the first update: the loss falls in each of these cases."""
-    chosen = _scripted(tmp_path, SEQUENCES)
-    chosen = replace(chosen, run=replace(chosen.run, arguments=(how,)))
+    chosen = _scripted(tmp_path, SEQUENCES, how)
     for left in run.train(chosen, num_workers=2, layout=ParallelLayout(cp=2)):
         outcome = left.outcome
         assert isinstance(outcome, Raised), outcome

@@ -4,6 +4,7 @@ Arguments: the loss, one of ``LOSSES``; and with ``die=FILE`` the last rank dies
 ``DIE_STEP``.
 """
 
+import functools
 import os
 import random
 import signal
@@ -76,13 +77,20 @@ PLAN = ModelPlan(
 )
 
 
-def denoising(session: Session, model: Any, indices: Any) -> tuple[Tensor, int]:
-    """Return the loss of a prediction of the noise, at a time that is drawn."""
+def denoising(
+    session: Session, model: Any, indices: Any, *, behind: bool = False
+) -> tuple[Tensor, int]:
+    """Return the loss of a prediction of the noise, at a time that is drawn.
+
+    With ``behind`` a number is drawn behind the model, too.
+    """
     rows = INPUTS[indices]
     noise, time = torch.randn_like(rows), random.random() * np.random.rand()  # noqa: NPY002
     mixed = (1 - time) * rows + time * noise + PLACES
     part = session.part({"inputs": mixed, "targets": noise})
-    loss: Tensor = ((model(part["inputs"]) - part["targets"]) ** 2).mean()
+    found = model(part["inputs"])
+    scale = 1 + 0.1 * torch.rand(()) if behind else 1.0
+    loss: Tensor = ((found - part["targets"] * scale) ** 2).mean()
     return loss, part["targets"].numel()
 
 
@@ -119,7 +127,12 @@ def by_shape(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
 
 
-LOSSES = {"denoising": denoising, "masked": masked, "mup": next_token}
+LOSSES = {
+    "denoising": denoising,
+    "masked": masked,
+    "mup": next_token,
+    "behind": functools.partial(denoising, behind=True),
+}
 
 
 def train(session: Session) -> None:
