@@ -10,12 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
 from tests.support.object_servers import Fault, Proxy, gcs_server, proxied
 from tests.support.store_conformance import StoreConformance
 from ucp_core.errors import StorageError
-from ucp_core.inspection import verify
-from ucp_core.native import find_committed, load
 from ucp_core.storage import Store, join, open_store
 
 pytest.importorskip(
@@ -53,21 +50,6 @@ class TestGcs(StoreConformance):
     def make(self, tmp_path: Path) -> tuple[Store, str]:
         del tmp_path
         return open_store(self.root)
-
-
-def test_a_checkpoint_lives_in_a_bucket(root: str) -> None:
-    """Save, commit, find, load and verify, with nothing but the URL."""
-    store, path = open_store(root)
-    state = small_state()
-    save(store, state, step=7, root=path)
-    found = find_committed(store, path, lineage=[(1, 0)])
-    assert found is not None
-    need = whole_need(state)
-
-    load(found.checkpoint, need)
-
-    assert_loaded(state, need)
-    assert verify(found.checkpoint) == []
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from tests.support.crash_scripts import SCRIPTS, Commit, Save, Script
 from tests.support.failing_store import Fate, How
 from tests.support.object_servers import Fault, Proxy, use_s3
 from tests.support.store_conformance import StoreConformance
-from ucp_core.conversion import convert
 from ucp_core.errors import StorageError, SupersededError
 from ucp_core.inspection import verify
 from ucp_core.native import find_committed, load, open_checkpoint
@@ -77,25 +76,6 @@ class TestS3(StoreConformance):
     def make(self, tmp_path: Path) -> tuple[Store, str]:
         del tmp_path
         return open_store(f"s3://{self.bucket}/root")
-
-
-def test_a_checkpoint_lives_in_a_bucket(bucket: str) -> None:
-    """Save, commit, find, load, convert and verify, with nothing but the URL."""
-    store, root = open_store(f"s3://{bucket}/run/checkpoints")
-    state = small_state()
-    assert [r.committed for r in save(store, state, step=7, root=root)] == [False, True]
-
-    found = find_committed(store, root, lineage=[(1, 0)])
-    assert found is not None
-    convert(found.checkpoint, store, join(root, "universal"), memory_bytes=8 << 20, processes=1)
-    universal = open_checkpoint(store, join(root, "universal"))
-
-    for checkpoint in (found.checkpoint, universal):
-        need = whole_need(state)
-        load(checkpoint, need)
-        assert_loaded(state, need)
-        assert verify(checkpoint) == []
-        assert checkpoint.extra == {"cursor": {"step": 7}}
 
 
 def test_the_commands_take_urls(bucket: str) -> None:

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
+from ucp_core.conversion import convert
 from ucp_core.errors import StorageError
+from ucp_core.inspection import verify
+from ucp_core.native import find_committed, load, open_checkpoint
 from ucp_core.storage import (
     Store,
     appended_sizes,
@@ -48,6 +52,24 @@ class StoreConformance(ABC):
             assert store.read(path) == data
             assert store.size(path) == len(data)
             assert store.exists(path)
+
+    def test_a_checkpoint_lives_in_it(self, place: tuple[Store, str]) -> None:
+        """Save, commit, find, load, convert and verify."""
+        store, root = place
+        state = small_state()
+        assert [r.committed for r in save(store, state, step=7, root=root)] == [False, True]
+
+        found = find_committed(store, root, lineage=[(1, 0)])
+        assert found is not None
+        universal = join(root, "universal")
+        convert(found.checkpoint, store, universal, memory_bytes=8 << 20, processes=1)
+
+        for checkpoint in (found.checkpoint, open_checkpoint(store, universal)):
+            need = whole_need(state)
+            load(checkpoint, need)
+            assert_loaded(state, need)
+            assert verify(checkpoint) == []
+            assert checkpoint.extra == {"cursor": {"step": 7}}
 
     def test_a_stamp_changes_with_each_write(self, place: tuple[Store, str]) -> None:
         """Caches of what a file holds go by it, and a new file may be as long as the old one."""
