@@ -8,4 +8,3 @@ from orchestrator.detection.detector import Detector, observe, without_silent
 from orchestrator.detection.leaving import at_work
 from orchestrator.detection.limits import PATIENCE, Limits, as_seconds, limits_from
 from orchestrator.detection.verdict import Hang, Judgement, NodeSilent, Stalled, judge
-from orchestrator.detection.waits import graph_of

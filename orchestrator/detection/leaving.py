@@ -12,7 +12,7 @@ from typing import Final
 from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
 from orchestrator.detection.limits import PATIENCE, limits_from
 from orchestrator.detection.signs import Sign, sign_of
-from orchestrator.detection.waits import waits
+from orchestrator.diagnosis import waits
 from workers.protocol import WorkerPhase
 
 #: Bounds for the signs of a process: those for the shortest steps.

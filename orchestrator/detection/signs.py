@@ -96,11 +96,11 @@ def sign_of(row: WorkerReport, quiet: Quiet, limits: Limits) -> Sign:
 
 
 def describe(sign: Sign, row: WorkerReport, idle_s: float) -> str:
-    """Return the evidence of ``sign`` for people."""
+    """Return the evidence of ``sign`` for people: what follows the worker's name."""
     if sign is Sign.COMPUTING:
-        return f"it computes (state {row.os_state}, processor time until {idle_s:.1f} s ago)"
+        return f"computes (state {row.os_state}, processor time until {idle_s:.1f} s ago)"
     who = "its training thread has" if row.trainer_s else "has"
     return (
-        f"it beat {row.beat_age_s:.1f} s ago, is in state {row.os_state}, and {who} used no "
+        f"beat {row.beat_age_s:.1f} s ago, is in state {row.os_state}, and {who} used no "
         f"processor time for {idle_s:.1f} s"
     )

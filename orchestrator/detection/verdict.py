@@ -24,7 +24,7 @@ is never named. A rank with groups that did not fit its ring may wait in one of 
 named because others wait for it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -33,8 +33,17 @@ from typing import TypeAlias
 from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
 from orchestrator.detection.limits import Limits
 from orchestrator.detection.signs import Sign, describe, sign_of
-from orchestrator.detection.waits import graph_of, records_of, waits
-from orchestrator.diagnosis import WaitGraph, device_behind, mistake
+from orchestrator.diagnosis import (
+    Doing,
+    Records,
+    WaitGraph,
+    device_behind,
+    graph_of,
+    hangs,
+    records_of,
+    stopped,
+    waits,
+)
 from orchestrator.fault_kinds import FaultKind
 from workers.protocol import WorkerPhase, WorkerReport
 
@@ -48,9 +57,10 @@ _KINDS = {
     "stopped": FaultKind.FROZEN,
     "silent": FaultKind.FROZEN,
     "held": FaultKind.INTERPRETER_HELD,
-    "missing": FaultKind.ABSENT,
-    "stuck": FaultKind.ABSENT,
+    "undecided": FaultKind.UNDECIDED,
 }
+#: Kinds of mistakes of the program.
+_MISTAKES = frozenset({FaultKind.MISMATCH, FaultKind.DESYNC})
 _RAISE_TIMEOUT = " (if it may work this long, raise parallel.collective_timeout_s)"
 _RAISE_PATIENCE = " (if it may pause this long, raise recovery.patience)"
 _STOPPED = frozenset({None, Sign.STOPPED, Sign.TRACED})
@@ -67,10 +77,14 @@ class Hang:
     rule: str  #: Name of the rule that fired, as in the module's docstring.
     evidence: str  #: One line for people.
     kind: FaultKind = FaultKind.UNDECIDED  #: The kind of fault.
-    is_program: bool = False  #: Whether ranks are proven to have called different collectives.
     at_odds: tuple[int, ...] = ()  #: The ranks whose calls differ from the majority's.
     #: Guilty workers that may only work for long: there is no proof against their machines.
     maybe_well: tuple[str, ...] = ()
+
+    @property
+    def is_program(self) -> bool:
+        """Return whether ranks are proven to have called different collectives."""
+        return self.kind in _MISTAKES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +110,14 @@ Judgement: TypeAlias = Hang | NodeSilent | Stalled | None
 class _JudgedAttempt:
     """The facts about the attempt to judge.
 
-    Ranks are indices in ``members``. ``unseen_s`` is the age of the oldest of the last reports on
-    members. ``idle_s`` has for how long each known member has not computed, ``signs`` the sign that
-    its process shows.
+    Ranks are indices in ``members``. ``rows`` has the reports on known members, ``present`` those
+    from the attempt. ``unseen_s`` is the age of the oldest of them. ``idle_s`` has for how long
+    each known member has not computed, ``signs`` the sign that its process shows.
     """
 
-    attempt: int
     members: tuple[str, ...]
-    rows: Mapping[int, WorkerReport | None]
+    rows: Mapping[int, WorkerReport]
+    present: Mapping[int, WorkerReport]
     idle_s: Mapping[int, float]
     signs: Mapping[int, Sign]
     still_s: float
@@ -114,34 +128,46 @@ class _JudgedAttempt:
     @cached_property
     def graph(self) -> WaitGraph:
         """Return which rank waits for which. It is expensive, and rule 1 does not need it."""
-        return graph_of(self.rows, attempt=self.attempt)
+        return graph_of(self.present, range(len(self.members)))
 
     @cached_property
-    def unrecorded(self) -> frozenset[int]:
-        """Return the ranks that may wait in a group without a record."""
-        return frozenset(
-            rank
-            for rank, row in self.rows.items()
-            if row is not None and row.num_dropped and not any(waits(row))
+    def unrecorded(self) -> dict[int, str]:
+        """Return the ranks that may wait in a group without a record, with the reason."""
+        return {
+            rank: f"{row.num_dropped} groups did not fit its ring"
+            for rank, row in self.present.items()
+            if row.num_dropped and not any(waits(row))
+        }
+
+    def records(self, late: Collection[int] = ()) -> Records:
+        """Return the last calls; ``late`` ranks have had their time to come, others have not."""
+        early = self.graph.sinks.difference(late)
+        return records_of(
+            self.present,
+            self.graph,
+            unknown={rank: self.unrecorded.get(rank, "it may be at work") for rank in early},
+            doing={
+                rank: one._replace(text=f"({self.members[rank]}) {one.text}")
+                for rank in late
+                for one in (_doing(self, rank),)
+            },
         )
 
-    def verdict(self, rule: str, guilty: list[int], evidence: str) -> Hang:
-        kind = _KINDS.get(rule, FaultKind.UNDECIDED)
-        rows = [self.rows[rank] for rank in guilty]
-        if kind is FaultKind.ABSENT and all(row is not None and device_behind(row) for row in rows):
-            kind = FaultKind.DEVICE_STUCK
+    def verdict(
+        self, rule: str, guilty: Sequence[int], evidence: str, kind: FaultKind | None = None
+    ) -> Hang:
         return Hang(
             guilty=tuple(sorted(self.members[rank] for rank in guilty)),
             rule=rule,
-            evidence=f"{rule}: {evidence}; no progress for {self.still_s:.2f} s",
-            kind=kind,
+            evidence=f"{rule}: {evidence.rstrip('.')}; no progress for {self.still_s:.2f} s",
+            kind=_KINDS[rule] if kind is None else kind,
             maybe_well=tuple(
                 sorted(self.members[rank] for rank in guilty if self._may_be_well(rank))
             ),
         )
 
     def _may_be_well(self, rank: int) -> bool:
-        row, sign = self.rows[rank], self.signs.get(rank)
+        row, sign = self.rows.get(rank), self.signs.get(rank)
         # A process may use the processor while it waits for a device that is stuck.
         if row is None or sign not in {Sign.COMPUTING, Sign.IDLE} or device_behind(row):
             return sign is Sign.HELD
@@ -183,31 +209,30 @@ def judge(
     still_s = min(state.still_s(one) for one in watched)
     if still_s < limits.stopped_s:
         return None
-    rows = {rank: None if one is None else one.report for rank, one in known.items()}
+    rows = {rank: one.report for rank, one in known.items() if one is not None}
     quiet = {rank: state.quiet(one) for rank, one in known.items() if one is not None}
-    idle_s = {rank: each.idle_s for rank, each in quiet.items()}
-    signs = {
-        rank: sign_of(one.report, quiet[rank], limits)
-        for rank, one in known.items()
-        if one is not None
-    }
     case = _JudgedAttempt(
-        attempt=attempt,
         members=members,
         rows=rows,
-        idle_s=idle_s,
-        signs=signs,
+        present={rank: row for rank, row in rows.items() if row.attempt == attempt},
+        idle_s={rank: each.idle_s for rank, each in quiet.items()},
+        signs={rank: sign_of(row, quiet[rank], limits) for rank, row in rows.items()},
         still_s=still_s,
         unseen_s=unseen_s,
         limits=limits,
         collectives_fail_s=collectives_fail_s,
     )
-    verdict = _by_kernel(case)
-    if verdict is None and still_s >= limits.hang_s:
-        verdict = _by_beat(case) or _by_waits(case) or _undecided(case)
+    verdict = None if _all_stopped(case) else _judged(case)
     if verdict is None and still_s >= limits.suspect_s:
         all_wait = len(case.graph.waits_for) == len(members) and not case.unrecorded
         return Stalled(waited_s=still_s) if all_wait else None
+    return verdict
+
+
+def _judged(case: _JudgedAttempt) -> Hang | None:
+    verdict = _by_kernel(case)
+    if verdict is None and case.still_s >= case.limits.hang_s:
+        verdict = _by_beat(case) or _by_waits(case) or _undecided(case)
     return verdict
 
 
@@ -256,20 +281,19 @@ def _silent_node(
 
 def _by_kernel(case: _JudgedAttempt) -> Hang | None:
     """Apply rule 1 to the kernel's state of the process."""
-    rows = {rank: row for rank, row in case.rows.items() if row is not None}
     gone = [rank for rank, sign in case.signs.items() if sign is Sign.GONE]
     if gone and case.still_s >= case.limits.suspect_s:
         return case.verdict("gone", gone, f"{_names(case, gone)} has no living process")
     # A worker without a recent report may be stopped, too: perhaps the whole job is being stopped.
     silent_s = max(case.limits.stopped_s, case.unseen_s)
-    stopped = [
+    held = [
         rank
-        for rank, row in rows.items()
-        if case.signs.get(rank) is Sign.STOPPED and row.beat_age_s >= silent_s
+        for rank, row in case.rows.items()
+        if case.signs[rank] is Sign.STOPPED and row.beat_age_s >= silent_s
     ]
-    if stopped and not _all_stopped(case):
+    if held:
         return case.verdict(
-            "stopped", stopped, f"{_names(case, stopped)} is stopped by a signal (state T)"
+            "stopped", held, f"{_names(case, held)} is stopped by a signal (state T)"
         )
     return None
 
@@ -283,92 +307,57 @@ def _by_beat(case: _JudgedAttempt) -> Hang | None:
         silent = [
             rank
             for rank, sign in case.signs.items()
-            if sign is Sign.HELD
-            and (row := case.rows[rank]) is not None
-            and row.beat_age_s >= case.limits.held_s
+            if sign is Sign.HELD and case.rows[rank].beat_age_s >= case.limits.held_s
         ]
-    beats = any(row and row.beat_age_s < case.limits.suspect_s for row in case.rows.values())
+    beats = any(row.beat_age_s < case.limits.suspect_s for row in case.rows.values())
     # A single member can only be compared with its keeper, which reports.
     is_alone = len(case.members) == 1 and case.still_s >= case.limits.undecided_s
-    if silent and (beats or is_alone) and not _all_stopped(case):
-        why = f"{_shown(case, silent)}, and does not beat"
-        return case.verdict(rule, silent, f"{_names(case, silent)}: {why}")
+    if silent and (beats or is_alone):
+        why = f"{_doing(case, silent[0]).text}, and does not beat"
+        return case.verdict(rule, silent, f"{_names(case, silent)} {why}")
     return None
 
 
 def _by_waits(case: _JudgedAttempt) -> Hang | None:
-    """Apply rules 2 and 3 to the wait graph of the record rings."""
-    if _all_stopped(case):
-        return None
-    sinks = case.graph.sinks - case.unrecorded
-    missing = sorted(rank for rank in sinks if case.still_s >= _bound_s(case, rank))
-    if missing:
-        return case.verdict("missing", missing, _who_waits_for(case, missing))
-    waiting = len(case.graph.waits_for)
-    stuck = [
+    """Apply rules 2 and 3 to the ranks that wait for none and have had their time."""
+    graph = case.graph
+    free = {rank for rank, row in case.present.items() if row.phase in _IN_STEP}
+    late = [
         rank
-        for rank, row in case.rows.items()
-        if row is not None
-        and row.attempt == case.attempt
-        and row.phase in _IN_STEP
-        and rank not in case.graph.waits_for
-        and rank not in case.unrecorded
-        and case.still_s >= _bound_s(case, rank)
+        for rank in sorted(graph.sinks | free - graph.waits_for.keys())
+        if rank not in case.unrecorded and case.still_s >= _bound_s(case, rank)
     ]
-    if stuck and (waiting or len(case.members) == 1):
-        rows = filter(None, (case.rows[rank] for rank in stuck))
-        phase = " and ".join(sorted({str(row.phase) for row in rows}))
-        return case.verdict(
-            "stuck",
-            stuck,
-            f"{_names(case, stuck)} is stuck in {phase}, {waiting} others wait; "
-            f"{_shown(case, stuck)}",
-        )
+    missing = [rank for rank in late if rank in graph.wanted]
+    if missing:
+        found = hangs(case.records(missing))
+        evidence = " ".join(one.evidence for one in found)
+        return case.verdict("missing", missing, evidence, found[0].kind)
+    if late and (graph.waits_for or len(case.members) == 1):
+        kind, does = min(_doing(case, rank) for rank in late)
+        evidence = f"{_names(case, late)} {does}, and {len(graph.waits_for)} others wait"
+        return case.verdict("stuck", late, evidence, kind)
     return None
 
 
 def _undecided(case: _JudgedAttempt) -> Hang | None:
-    bound_s = max(case.limits.undecided_s, *(_bound_s(case, rank) for rank in case.rows))
-    if case.still_s < bound_s or _all_stopped(case):
+    bound_s = case.limits.undecided_s if case.graph.waits_for else case.limits.forming_s
+    # All may do the same for long, for example read data; none delays another.
+    if case.still_s < bound_s or any(
+        case.still_s < _bound_s(case, rank) for rank in range(len(case.members))
+    ):
         return None
-    waiting = case.graph.waits_for
-    if not waiting and case.still_s < case.limits.forming_s:
-        # All may do the same for long, for example read data; none delays another.
-        return None
-    wrong = mistake(records_of(case.rows, attempt=case.attempt))
-    if wrong is not None:
-        verdict = case.verdict("undecided", [], wrong.evidence.rstrip("."))
-        return replace(verdict, kind=wrong.kind, at_odds=wrong.guilty.ranks, is_program=True)
-    where = _where(case)
-    if case.unrecorded:
-        which = _names(case, sorted(case.unrecorded))
-        return case.verdict("undecided", [], f"{which} may wait in a group without a record{where}")
-    if len(waiting) < len(case.members):
-        return case.verdict("undecided", [], f"no member waits for another{where}")
-    if any(waiting.values()):
-        held = _names(case, sorted(case.graph.ends))
-        why = f"others wait for {held}, and every member has called what it waits in{where}"
-        return case.verdict("undecided", [], why)
-    nobody = "every member waits and none is missing: the network"
-    return case.verdict("undecided", [], nobody)
-
-
-def _where(case: _JudgedAttempt) -> str:
-    """Return the lines of the script at which the members wait, if they differ."""
-    by_place: dict[str, list[str]] = {}
-    for rank, row in sorted(case.rows.items()):
-        if row is not None and row.place:
-            by_place.setdefault(row.place, []).append(str(rank))
-    if len(by_place) < 2:  # noqa: PLR2004  a single place says nothing
-        return ""
-    told = (f"rank {', '.join(ranks[:8])} at {place}" for place, ranks in by_place.items())
-    return f" ({'; '.join(told)})"
+    found = stopped(case.records())
+    evidence = " ".join(one.evidence for one in found) or "no member waits for another"
+    verdict = case.verdict("undecided", (), evidence)
+    if not found or found[0].kind not in _MISTAKES:
+        return verdict
+    return replace(verdict, kind=found[0].kind, at_odds=found[0].guilty.ranks)
 
 
 def _bound_s(case: _JudgedAttempt, rank: int) -> float:
     """Return how long a worker may make no progress in its current state, in seconds."""
-    row, limits = case.rows[rank], case.limits
-    if row is None or row.attempt != case.attempt:
+    row, limits = case.present.get(rank), case.limits
+    if row is None:
         return limits.forming_s
     if case.signs[rank] is Sign.TRACED:
         return inf
@@ -394,47 +383,30 @@ def _pauses(case: _JudgedAttempt, rank: int) -> bool:
 
 
 def _is_in_own_code(case: _JudgedAttempt, rank: int) -> bool:
-    row = case.rows[rank]
-    return (
-        row is not None
-        and row.attempt == case.attempt
-        and row.phase not in _SLOW_TO_FORM | _SLOW_TO_SAVE
-    )
+    row = case.present.get(rank)
+    return row is not None and row.phase not in _SLOW_TO_FORM | _SLOW_TO_SAVE
 
 
 def _all_stopped(case: _JudgedAttempt) -> bool:
     # If a single worker is stopped but its keeper is not, the worker is named.
-    stopped = all(case.signs.get(rank) in _STOPPED for rank in case.rows)
+    stopped = all(case.signs.get(rank) in _STOPPED for rank in range(len(case.members)))
     return stopped and len(case.members) > 1
 
 
-def _who_waits_for(case: _JudgedAttempt, missing: list[int]) -> str:
-    for rank in sorted(case.graph.waits_for):
-        row = case.rows[rank]
-        if row is None or not case.graph.waits_for[rank] & set(missing):
-            continue
-        first = case.rows[missing[0]]
-        does = "reached" if first is not None and device_behind(first) else "called"
-        for group in waits(row):
-            return (
-                f"{_names(case, missing)} has not {does} {group.op} number "
-                f"{group.finished_seq + 1} of group {group.group}, in which "
-                f"{case.members[rank]} waits for {group.waiting_s:.2f} s; {_shown(case, missing)}"
-            )
-    return f"{_names(case, missing)} has not come; {len(case.graph.waits_for)} others wait"
-
-
-def _shown(case: _JudgedAttempt, ranks: list[int]) -> str:
-    """Return the signs of the first of ``ranks``, and what to do if it is healthy."""
-    row, sign = case.rows[ranks[0]], case.signs.get(ranks[0])
-    if row is None or sign is None:
-        return "it has not reported"
+def _doing(case: _JudgedAttempt, rank: int) -> Doing:
+    """Return what a rank does that has not come, and what to do if it is healthy."""
+    if rank not in case.rows:
+        return Doing(FaultKind.ABSENT, "has not reported")
+    row, sign = case.rows[rank], case.signs[rank]
     advice = ""
-    if _is_in_own_code(case, ranks[0]) and sign in {Sign.COMPUTING, Sign.IDLE}:
-        is_pause = _pauses(case, ranks[0]) and case.limits.pause_s < _until_failing_s(case)
+    if _is_in_own_code(case, rank) and sign in {Sign.COMPUTING, Sign.IDLE}:
+        is_pause = _pauses(case, rank) and case.limits.pause_s < _until_failing_s(case)
         advice = _RAISE_PATIENCE if is_pause else _RAISE_TIMEOUT
     behind = device_behind(row)
-    return describe(sign, row, case.idle_s[ranks[0]]) + (behind and f", and {behind}") + advice
+    return Doing(
+        FaultKind.DEVICE_STUCK if behind else FaultKind.ABSENT,
+        describe(sign, row, case.idle_s[rank]) + (behind and f", and has {behind}") + advice,
+    )
 
 
 def _names(case: _JudgedAttempt, ranks: list[int]) -> str:

@@ -8,12 +8,14 @@ not prove that the rank did not call: such a verdict is ``undecided`` and says w
 """
 
 from orchestrator.diagnosis import links
-from orchestrator.diagnosis.analyzer import diagnose, mistake
+from orchestrator.diagnosis.analyzer import diagnose, stopped
 from orchestrator.diagnosis.flight_recorder import flight_recorder_dumps
 from orchestrator.diagnosis.flows import Flows, Transfer
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
+from orchestrator.diagnosis.hang import hangs
 from orchestrator.diagnosis.links import dead
-from orchestrator.diagnosis.live import Live, device_behind, roles_of
-from orchestrator.diagnosis.records import Operation, Records, matched
+from orchestrator.diagnosis.live import Live, roles_of
+from orchestrator.diagnosis.records import Doing, Operation, Records, matched
+from orchestrator.diagnosis.reports import device_behind, graph_of, records_of, waits
 from orchestrator.diagnosis.trace import trace
 from orchestrator.diagnosis.verdicts import Guilty, Suspicion, Verdict, is_agreed, listed

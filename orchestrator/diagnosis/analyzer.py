@@ -1,7 +1,6 @@
 """Apply all rules to records."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 
 from orchestrator.diagnosis.hang import hangs
 from orchestrator.diagnosis.programs import programs
@@ -11,9 +10,6 @@ from orchestrator.diagnosis.transfers import slow_transfers
 from orchestrator.diagnosis.verdicts import Verdict
 from orchestrator.fault_kinds import FaultKind
 
-#: Kinds of mistakes of the program.
-_MISTAKES = frozenset({FaultKind.MISMATCH, FaultKind.DESYNC})
-
 
 def diagnose(records: Records) -> tuple[Verdict, ...]:
     """Return what is wrong, the cause of a hang first; empty if nothing is."""
@@ -21,7 +17,7 @@ def diagnose(records: Records) -> tuple[Verdict, ...]:
         nothing = "There are no records of any operation."
         return (Verdict(kind=FaultKind.UNDECIDED, confidence=1.0, evidence=nothing),)
     rows = _by_rank(records)
-    stopped = _stopped(records, rows)
+    why = stopped(records)
     found = next(filter(None, map(overlap, rows.values())), None)
     if found is not None:
         before, one = found
@@ -32,17 +28,15 @@ def diagnose(records: Records) -> tuple[Verdict, ...]:
             "searched for: give each rank's times on one clock."
         )
         return (
-            *stopped,
+            *why,
             Verdict(kind=FaultKind.UNDECIDED, confidence=1.0, evidence=mixed),
         )
-    return (*stopped, *slow_ranks(rows), *slow_transfers(rows))
+    return (*why, *slow_ranks(rows), *slow_transfers(rows))
 
 
-def mistake(operations: Iterable[Operation]) -> Verdict | None:
-    """Return the mistake of the program that made these calls; None if none is seen."""
-    records = Records(operations=tuple(operations))
-    found = _stopped(records, _by_rank(records))
-    return next((one for one in found if one.kind in _MISTAKES), None)
+def stopped(records: Records) -> list[Verdict]:
+    """Return why ranks hang: for no other reason if they called different things."""
+    return programs(_by_rank(records)) or hangs(records)
 
 
 def _by_rank(records: Records) -> dict[int, list[Operation]]:
@@ -50,8 +44,3 @@ def _by_rank(records: Records) -> dict[int, list[Operation]]:
     for one in sorted(records.operations, key=lambda each: (each.enter_s, each.seq)):
         rows[one.rank].append(one)
     return rows
-
-
-def _stopped(records: Records, rows: Mapping[int, list[Operation]]) -> list[Verdict]:
-    """Return why ranks hang: for no other reason if they called different things."""
-    return programs(rows) or hangs(records)

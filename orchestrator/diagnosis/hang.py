@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
 from orchestrator.diagnosis.programs import outnumbered
-from orchestrator.diagnosis.records import Operation, Records, at_line
+from orchestrator.diagnosis.records import Doing, Operation, Records, at_line
 from orchestrator.diagnosis.verdicts import Alternative, Guilty, Verdict, listed, waiting
 from orchestrator.fault_kinds import FaultKind
 from ucp_core.numerics import counted
@@ -40,7 +40,7 @@ def hangs(records: Records) -> list[Verdict]:
         return []
     sinks = case.graph.sinks
     # If the records of a rank have gaps, a missing record proves nothing.
-    unknown = sinks - case.rows.keys() | sinks & records.unknown.keys()
+    unknown = sinks - case.rows.keys() - records.doing.keys() | sinks & records.unknown.keys()
     if sinks - unknown:
         return list(case.absent(sinks - unknown))
     if unknown:
@@ -52,23 +52,23 @@ class _HangCase:
     """Ranks, and what each waits in."""
 
     def __init__(self, records: Records) -> None:
-        self.unknown = records.unknown
+        self.unknown, self.doing = records.unknown, records.doing
         self.rows: dict[int, list[Operation]] = defaultdict(list)
-        ranks: set[int] = set()
         for one in records.operations:
             self.rows[one.rank].append(one)
-            ranks.update(one.members)
-        for rank in records.unknown:
-            ranks.add(rank)
         #: The first call of each communicator that a rank waits in.
-        self.waited: dict[int, list[Operation]] = {}
-        groups: dict[int, list[GroupState]] = {}
-        for rank, rows in self.rows.items():
-            waited = self.waited[rank] = _waited(rows)
-            groups[rank] = list(_states(rows, {one.comm: one for one in waited}))
-        self.graph: WaitGraph = wait_graph(groups, ranks)
+        self.waited = {rank: _waited(rows) for rank, rows in self.rows.items()}
+        self.graph = records.graph or self._graph(records)
         #: Number of calls that a rank's device has not reached, by rank.
         self._ahead = Counter(one.rank for one in records.operations if not one.is_reached)
+
+    def _graph(self, records: Records) -> WaitGraph:
+        ranks = set(records.unknown).union(*(one.members for one in records.operations))
+        groups = {
+            rank: list(_states(rows, {one.comm: one for one in self.waited[rank]}))
+            for rank, rows in self.rows.items()
+        }
+        return wait_graph(groups, ranks)
 
     def is_overdue(self, now_s: float) -> bool:
         usual: dict[str, list[float]] = defaultdict(list)
@@ -83,28 +83,20 @@ class _HangCase:
         )
 
     def absent(self, sinks: frozenset[int]) -> Iterator[Verdict]:
-        doing = {rank: _own_work(self.rows[rank]) for rank in sinks}
-        behind = sinks & self._ahead.keys()
-        loading = frozenset(r for r in sinks if (one := doing[r]) and one.op == "data") - behind
-        for kind, ranks in (
-            (FaultKind.ABSENT, sinks - loading - behind),
-            (FaultKind.SLOW_DATA, loading),
-            (FaultKind.DEVICE_STUCK, behind),
-        ):
-            if not ranks:
-                continue
+        doing = {rank: self._doing(rank) for rank in sorted(sinks)}
+        for kind in sorted({kind for kind, _ in doing.values()}):
+            ranks = frozenset(rank for rank in doing if doing[rank].kind is kind)
             # A running process itself reports how far its device is.
             others = (FaultKind.DEAD, FaultKind.FROZEN, FaultKind.INTERPRETER_HELD)
             also = (FaultKind.ABSENT,) if kind is FaultKind.SLOW_DATA else others
-            now = "; ".join(
-                f"rank {rank} {self._last(rank, doing[rank])}" for rank in sorted(ranks)[:8]
-            )
+            now = "; ".join(f"rank {rank} {doing[rank].text}" for rank in sorted(ranks)[:8])
+            do = "reach" if kind is FaultKind.DEVICE_STUCK else "call"
             yield Verdict(
                 kind=kind,
                 guilty=self._guilty(ranks),
                 confidence=0.8 if kind is FaultKind.DEVICE_STUCK else 0.95,
                 since_s=self._since_s(ranks),
-                evidence=f"{self._not_called(ranks)} {now[0].upper()}{now[1:]}.",
+                evidence=f"{self._not_called(ranks, do)} {now[0].upper()}{now[1:]}.",
                 alternatives=tuple(Alternative(one, self._guilty(ranks)) for one in also),
             )
 
@@ -116,7 +108,7 @@ class _HangCase:
             kind=FaultKind.UNDECIDED,
             confidence=0.5,
             since_s=self._since_s(ranks),
-            evidence=f"{self._not_called(ranks)} But records are missing ({why}).",
+            evidence=f"{self._not_called(ranks, 'call')} But records are missing ({why}).",
             alternatives=(Alternative(FaultKind.ABSENT, self._guilty(ranks)),),
         )
 
@@ -166,8 +158,8 @@ class _HangCase:
         elif not links:
             yield self._undecided(
                 held,
-                "All members have called what they wait in. Records of its transfers or sockets "
-                "are missing.",
+                "All members have called what they wait in, so the network or a device is stuck. "
+                "Records of its transfers or sockets are missing.",
             )
 
     def _calls(self, ranks: Iterable[int]) -> dict[tuple[str, int], list[Operation]]:
@@ -183,33 +175,40 @@ class _HangCase:
         waits = frozenset(self.graph.waits_for)
         if self.unknown:
             return self._undecided(waits, "They wait for each other in a circle.")
-        calls = self._calls(waits).values()
-        odd = outnumbered([one.rank for one in each] for each in calls)
-        told = "; ".join(
-            f"{waiting(one.rank for one in each)} in {_named(each[0])}{at_line(each)}"
-            for each in calls
-        )
+        odd = outnumbered([one.rank for one in each] for each in self._calls(waits).values())
         return Verdict(
             kind=FaultKind.DESYNC,
             guilty=self._guilty(odd),
             confidence=0.9 if odd else 0.6,
             since_s=self._since_s(waits, own=True),
-            evidence=f"Ranks wait for each other in a circle: {told}.",
+            evidence=f"Ranks wait for each other in a circle: {self._places(waits)}.",
         )
 
     def _undecided(self, ranks: frozenset[int], why: str) -> Verdict:
+        where = self._places(ranks)
         return Verdict(
             kind=FaultKind.UNDECIDED,
             confidence=0.5,
             since_s=self._since_s(ranks, own=True),
-            evidence=f"{waiting(ranks).capitalize()}. {why}",
+            evidence=f"{where[0].upper()}{where[1:]}. {why}",
             alternatives=(Alternative(FaultKind.LINK_DEAD), Alternative(FaultKind.DEVICE_STUCK)),
+        )
+
+    def _places(self, ranks: Iterable[int]) -> str:
+        """Return for people where ranks wait: the first eight calls."""
+        return "; ".join(
+            f"{waiting(one.rank for one in each)} in {_named(each[0])}{at_line(each)}"
+            for each in list(self._calls(ranks).values())[:8]
         )
 
     def _waiting_for(self, ranks: frozenset[int]) -> Iterator[Operation]:
         for rank, others in self.graph.waits_for.items():
             if others & ranks:
-                yield from (one for one in self.waited[rank] if ranks & set(one.members))
+                yield from (
+                    one
+                    for one in self.waited.get(rank, ())
+                    if any(each in one.members for each in ranks)
+                )
 
     def _since_s(self, ranks: frozenset[int], *, own: bool = False) -> float | None:
         rows = (
@@ -220,8 +219,7 @@ class _HangCase:
         times = [one.enter_s for one in rows if math.isfinite(one.enter_s)]
         return min(times, default=None)
 
-    def _not_called(self, ranks: frozenset[int]) -> str:
-        do = "reach" if ranks <= self._ahead.keys() else "call"
+    def _not_called(self, ranks: frozenset[int], do: str) -> str:
         for one in sorted(self._waiting_for(ranks), key=lambda each: each.enter_s):
             by = {each.rank for each in self._waiting_for(ranks) if each.comm == one.comm}
             return (
@@ -229,16 +227,22 @@ class _HangCase:
             )
         return f"{listed(ranks).capitalize()} did not come."
 
-    def _last(self, rank: int, work: Operation | None) -> str:
+    def _doing(self, rank: int) -> Doing:
+        if rank in self.doing:
+            return self.doing[rank]
         if num_ahead := self._ahead[rank]:
-            return f"has a device that is {counted(num_ahead, 'call')} behind its process"
+            behind = f"has a device that is {counted(num_ahead, 'call')} behind its process"
+            return Doing(FaultKind.DEVICE_STUCK, behind)
+        work = _own_work(self.rows[rank])
         if work is not None:
-            return f"has been in {work.op} since {work.enter_s:.3f} s"
+            kind = FaultKind.SLOW_DATA if work.op == "data" else FaultKind.ABSENT
+            return Doing(kind, f"has been in {work.op} since {work.enter_s:.3f} s")
         ended = [one for one in self.rows[rank] if one.exit_s is not None and one.op]
         if not ended:
-            return "has no recorded call"
+            return Doing(FaultKind.ABSENT, "has no recorded call")
         last = max(ended, key=lambda one: one.exit_s or 0.0)
-        return f"did nothing after {last.op} of step {last.step}, over since {last.exit_s:.3f} s"
+        over = f"did nothing after {last.op} of step {last.step}, over since {last.exit_s:.3f} s"
+        return Doing(FaultKind.ABSENT, over)
 
     def _guilty(self, ranks: Iterable[int], links: Iterable[tuple[int, int]] = ()) -> Guilty:
         ranks = set(ranks)

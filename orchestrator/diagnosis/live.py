@@ -11,14 +11,15 @@ mutable because it takes 10,000 reports a second. It reads no clock.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from statistics import median, median_low
 from typing import Final
 
-from orchestrator.diagnosis.graph import WaitGraph
+from orchestrator.diagnosis.hang import hangs
 from orchestrator.diagnosis.programs import outnumbered
+from orchestrator.diagnosis.reports import doing, graph_of, records_of
 from orchestrator.diagnosis.slow import (
     ALONE,
     LEAST_LOG,
@@ -37,8 +38,7 @@ from orchestrator.diagnosis.slow import (
 from orchestrator.diagnosis.verdicts import Alternative, Guilty, Suspicion, listed
 from orchestrator.fault_kinds import FaultKind
 from ucp_core.layout import ParallelLayout
-from ucp_core.numerics import counted
-from workers.protocol import GONE, NOT_FORMED, GroupState, StepCost, WorkerReport
+from workers.protocol import NOT_FORMED, GroupState, StepCost, WorkerReport
 
 #: Shortest time between two judgements of costs, plus a time per rank.
 _JUDGE_S: Final = 1.0
@@ -63,10 +63,6 @@ _HELD_TIMES: Final = 3.0
 #: The usual wait is the third longest of this many steps, their p99: one pause does not change it.
 _NUM_WAITS: Final = 256
 _USUAL_PLACE: Final = -3
-#: A process that has not beaten for this long is silent; it should beat ten times a second.
-_SILENT_S: Final = 1.0
-_STOPPED: Final = frozenset("Tt")
-_RUNS: Final = frozenset("RD")
 
 
 @dataclass(slots=True)
@@ -243,6 +239,8 @@ class Live:
         self._judged_at_s = float("-inf")
         self._since_s: dict[tuple[str, str], float] = {}
         self._at_odds: list[Suspicion] = []
+        #: The kinds of fault of the ranks that hold up others, and the suspicions of them.
+        self._absent: tuple[dict[int, FaultKind], list[Suspicion]] = {}, []
         self.suspicions: tuple[Suspicion, ...] = ()
 
     @property
@@ -264,11 +262,8 @@ class Live:
                     pending = self._pending[cost.step] = _Step(at_s, {})
                 pending.costs[rank] = cost
 
-    def look(self, at_s: float, graph: Callable[[], WaitGraph]) -> bool:
-        """Judge at ``at_s``; return whether ``suspicions`` have changed.
-
-        ``graph`` returns the wait graph of the members; it is called only if a wait is too long.
-        """
+    def look(self, at_s: float) -> bool:
+        """Judge at ``at_s``; return whether ``suspicions`` have changed."""
         self._close(at_s)
         if at_s - self._judged_at_s >= _JUDGE_S + _JUDGE_S_EACH * self._num_ranks:
             self._judged_at_s = at_s
@@ -277,7 +272,7 @@ class Live:
             self._data.judge(nodes)
             # Once hashes differ, they differ from then on.
             self._at_odds = self._at_odds or self._other_calls(at_s)
-        found = [*self._slow(at_s), *self._held_up(at_s, graph), *self._at_odds]
+        found = [*self._slow(at_s), *self._held_up(at_s), *self._at_odds]
         keys = [_key(one) for one in found]
         self._since_s = {
             key: min(one.since_s, self._since_s.get(key, one.since_s))
@@ -388,59 +383,46 @@ class Live:
                 ]
         return []
 
-    def _held_up(self, at_s: float, graph: Callable[[], WaitGraph]) -> list[Suspicion]:
-        overdue = [
-            (group.waiting_s, rank, group)
-            for rank, row in ((rank, self._rows[rank][0]) for rank in self._held)
-            for group in row.groups
-            if self._waits.is_overdue(group)
-        ]
-        if not overdue:
+    def _held_up(self, at_s: float) -> list[Suspicion]:
+        held = (self._rows[rank][0] for rank in self._held)
+        if not any(self._waits.is_overdue(group) for row in held for group in row.groups):
+            self._absent = {}, []
             return []
-        waits_for = graph()
-        found: list[Suspicion] = []
-        for rank in sorted(waits_for.sinks & self._rows.keys()):
-            row, node = self._rows[rank]
-            held = [each for each in overdue if rank in each[2].ranks]
-            waited_s, who, group = max(held or overdue, key=lambda each: each[0])
-            if row.phase in NOT_FORMED or row.num_dropped:
-                # It is still forming, or it may wait in a group without a record.
-                continue
-            kind, does = _doing(row)
-            found.append(
-                Suspicion(
-                    kind=kind,
-                    guilty=Guilty.of([rank], (), [node]),
-                    confidence=0.8,
-                    worker=row.worker,
-                    since_s=at_s - waited_s,
-                    evidence=f"{_who(rank, row, node)} holds up rank {who}, which waits in "
-                    f"{group.op} of {group.group}: {does}.",
-                )
+        rows = {rank: row for rank, (row, _) in self._rows.items()}
+        graph = graph_of(rows, range(self._num_ranks))
+        # The other sinks are still forming, or may wait in a group without a record.
+        known = {
+            rank: doing(row)
+            for rank in sorted(graph.sinks & rows.keys())
+            if (row := rows[rank]).phase not in NOT_FORMED and not row.num_dropped
+        }
+        kinds = {rank: one.kind for rank, one in known.items()}
+        if kinds != self._absent[0]:
+            unknown = dict.fromkeys(graph.sinks - known.keys(), "")
+            found = hangs(records_of(rows, graph, unknown=unknown, doing=known))
+            self._absent = (
+                kinds,
+                [
+                    Suspicion(
+                        kind=one.kind,
+                        guilty=Guilty.of([rank], (), [node]),
+                        confidence=0.8,
+                        worker=row.worker,
+                        since_s=at_s + (one.since_s or 0.0),
+                        evidence=f"{_who(rank, row, node)} holds up others. {one.evidence}",
+                    )
+                    for one in found
+                    for rank in one.guilty.ranks
+                    for row, node in (self._rows[rank],)
+                ],
             )
-        return found
+        return self._absent[1]
 
 
 def roles_of(layout: ParallelLayout) -> list[tuple[int, ...]]:
     """Return the role of each rank: what its work depends on, besides its samples."""
     places = map(layout.coordinates, range(layout.world_size))
     return [(place["pp"], place["cp"], place["tp"]) for place in places]
-
-
-def device_behind(row: WorkerReport) -> str:
-    """Return, for people, the calls that a rank's device has not reached; "" if there are none.
-
-    If the rank waits for no other, its device is stuck or computes for long: the process has done
-    its part. C4 (arXiv 2406.04594, section 3) compares arrivals in the kernels themselves.
-    """
-    # A process whose interpreter is held cannot query its device.
-    if row.beat_age_s >= _SILENT_S:
-        return ""
-    groups = (group for group in row.groups if group.num_ahead)
-    return next(
-        (f"its device is {counted(one.num_ahead, 'call')} behind in {one.group}" for one in groups),
-        "",
-    )
 
 
 def _key(one: Suspicion) -> tuple[str, str]:
@@ -450,25 +432,3 @@ def _key(one: Suspicion) -> tuple[str, str]:
 
 def _who(rank: int, row: WorkerReport, node: str) -> str:
     return f"Rank {rank} ({row.worker} on node {node[:8]})"
-
-
-def _doing(row: WorkerReport) -> tuple[FaultKind, str]:
-    """Return the kind of fault of an absent rank, and words for people."""
-    if row.os_state in GONE:
-        return FaultKind.DEAD, "its process is gone"
-    if row.os_state in _STOPPED:
-        by = "a signal" if row.os_state == "T" else "a debugger"
-        return FaultKind.FROZEN, f"{by} has stopped it"
-    if row.beat_age_s >= _SILENT_S and row.os_state not in _RUNS:
-        return (
-            FaultKind.INTERPRETER_HELD,
-            f"its interpreter has been held for {row.beat_age_s:.1f} s",
-        )
-    if behind := device_behind(row):
-        return FaultKind.DEVICE_STUCK, behind
-    span, span_s = (row.digest.span, row.digest.span_s) if row.digest else ("", 0.0)
-    if span == "data":
-        return FaultKind.SLOW_DATA, f"it has waited for data for {span_s:.1f} s"
-    if span:
-        return FaultKind.ABSENT, f"it has been in {span} for {span_s:.1f} s"
-    return FaultKind.ABSENT, f"it has been in phase {row.phase} for {row.phase_s:.1f} s"

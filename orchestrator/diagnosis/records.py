@@ -3,7 +3,10 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
+
+from orchestrator.diagnosis.graph import WaitGraph
+from orchestrator.fault_kinds import FaultKind
 
 #: A rank's own work; all other operations are calls in a communicator.
 SPANS: Final = frozenset({"data", "forward", "backward", "optimizer"})
@@ -48,6 +51,13 @@ class Operation:
         return (-1, self.rank) if self.place is None else self.place[1:]
 
 
+class Doing(NamedTuple):
+    """What a rank does that has not come."""
+
+    kind: FaultKind  #: The kind of fault, if the rank delays others.
+    text: str  #: For people: what follows "rank 3" in a sentence.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
     """The records of a run, or of a part of it."""
@@ -58,6 +68,9 @@ class Records:
     #: When they were taken, on their clock; a call that had not waited unusually long by then does
     #: not hang. None if they were taken because of a hang.
     now_s: float | None = None
+    graph: WaitGraph | None = None  #: Which rank waits for which; None if only the calls show it.
+    #: What ranks do, if it was seen; otherwise their calls show it.
+    doing: Mapping[int, Doing] = field(default_factory=dict)
 
 
 def overlap(rows: Sequence[Operation]) -> tuple[Operation, Operation] | None:

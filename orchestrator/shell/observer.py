@@ -252,7 +252,7 @@ class Observer:
     def _look_whom_to_suspect(self, at_s: float) -> None:
         before = self._dead_links
         self._dead_links = tuple(diagnosis.dead(self.flows, self._ranks, at_s))
-        is_news = self._live.look(at_s, self._graph)
+        is_news = self._live.look(at_s)
         if is_news or _about(before) != _about(self._dead_links):
             self._post_suspected(at_s)
 
@@ -265,11 +265,6 @@ class Observer:
                 usual_step_s=self._detector.step_s_p50,
             )
         )
-
-    def _graph(self) -> diagnosis.WaitGraph:
-        known = {rank: self._detector.worker(worker) for worker, rank in self._ranks.items()}
-        rows = {rank: None if one is None else one.report for rank, one in known.items()}
-        return detection.graph_of(rows, attempt=self._attempt)
 
     def _look_who_leaves(self, at_s: float) -> None:
         """Post which members of a fenced attempt are at work, when that changes."""

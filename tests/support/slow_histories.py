@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple, TypeAlias
 
-from orchestrator.diagnosis import Live, WaitGraph, is_agreed, roles_of
+from orchestrator.diagnosis import Live, is_agreed, roles_of
 from orchestrator.policies import GrowthRules, SlowRules
 from orchestrator.policies.slow import SlowFacts, decide
 from tests.support.histories import calm
@@ -78,7 +78,7 @@ def convicted(history: History, seed: int) -> tuple[int, str] | None:
         for rank, cost in enumerate(costs):
             row = replace(rows[rank], step=step, digest=Digest(costs=(cost,)))
             live.take(rank, row, f"node{rank // history.on_node}", at_s)
-        live.look(at_s, lambda: WaitGraph.of({}))
+        live.look(at_s)
         for one in live.suspicions:
             facts = SlowFacts(
                 now_s=at_s, node=one.guilty.nodes[0], since_s=one.since_s,

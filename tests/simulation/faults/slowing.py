@@ -10,7 +10,7 @@ from math import inf
 from random import Random
 
 from orchestrator.core import events as ev
-from orchestrator.diagnosis import Guilty, Live, Suspicion, WaitGraph, roles_of
+from orchestrator.diagnosis import Guilty, Live, Suspicion, roles_of
 from orchestrator.fault_kinds import FaultKind
 from tests.simulation.checkers import SLOW_SEEN_S
 from tests.simulation.faults import watching
@@ -121,7 +121,7 @@ def _tell(
     cluster: SimCluster, newest: SimAttempt, watch: _Watch, members: list[SimWorker | None]
 ) -> None:
     cards, watch.cards = watch.cards, _slow_cards(cluster, newest, members)
-    if watch.live.look(cluster.now_s, lambda: WaitGraph.of({})) or cards != watch.cards:
+    if watch.live.look(cluster.now_s) or cards != watch.cards:
         cluster.find(
             ev.Suspected,
             attempt=newest.number,
