@@ -97,6 +97,10 @@ def sign_of(row: WorkerReport, quiet: Quiet, limits: Limits) -> Sign:
 
 def describe(sign: Sign, row: WorkerReport, idle_s: float) -> str:
     """Return the evidence of ``sign`` for people: what follows the worker's name."""
+    if sign is Sign.GONE:
+        return "has no living process"
+    if sign is Sign.STOPPED:
+        return "is stopped by a signal (state T)"
     if sign is Sign.COMPUTING:
         return f"computes (state {row.os_state}, processor time until {idle_s:.1f} s ago)"
     who = "its training thread has" if row.trainer_s else "has"

@@ -1,23 +1,20 @@
 """Judge an attempt: name the faulty worker with the evidence, or none.
 
-The rules follow, strongest evidence first. Each applies only if no member has progressed for its
-bound, in watched time, and every member's node reports. The kernel's state of a process is evidence
-before a step is overdue, so shorter bounds suffice.
+``diagnosis`` finds which ranks delay the others, and why. This module knows the processes and how
+long to wait. The rules follow, strongest evidence first. Each applies only if no member has
+progressed for its bound, in watched time, and every member's node reports. The kernel's state of a
+process is evidence before a step is overdue, so shorter bounds suffice.
 
 1. *gone*, *stopped*, *silent*: the process's signs (``signs``) are proof while another member runs
    or beats. The beating thread only sleeps and stores. It runs as long as the process is scheduled
    and the interpreter lock is free, as it is while a rank waits in a collective. *held*: that lock
    is not free. This proves nothing, but waiting costs more than a new process.
-2. *missing*: others wait, directly or along a chain over groups, for a collective that this rank
-   has not called, and it waits nowhere itself (``waits``). This is C4's non-communication hang.
-   From outside, such a hang looks like work, so the rank gets the longest pause of a script, and
-   more while it computes. On a GPU, a call counts once the device has reached it. If the process
-   has called it and the device has not reached it, the device is stuck.
+2. *missing*: the others wait for this rank (``diagnosis.hang``, rule 1). This is C4's
+   non-communication hang. From outside it looks like work, so the rank gets the longest pause of a
+   script, and more while it computes.
 3. *stuck*: it waits nowhere, and others wait. Like 2, but no chain leads to it.
-4. *undecided*: all wait and none is missing (the network, or ranks that disagree about what to
-   call), or they wait in a circle, or all compute alike. No rank is named. A rule that blames the
-   rank that is furthest behind would name a waiting one (seen with 4 ranks: the one next to the
-   stopped one).
+4. *undecided*: all wait and none is missing, or all compute alike. No rank is named, because every
+   rank that the records could name waits itself.
 
 If all members are stopped, none delays another and there is no verdict. A process under a debugger
 is never named. A rank with groups that did not fit its ring may wait in one of them, so it is not
@@ -45,12 +42,11 @@ from orchestrator.diagnosis import (
     waits,
 )
 from orchestrator.fault_kinds import FaultKind
-from workers.protocol import WorkerPhase, WorkerReport
+from workers.protocol import NOT_FORMED, WorkerPhase, WorkerReport
 
 _IN_STEP = frozenset(
     {WorkerPhase.FORWARD, WorkerPhase.BACKWARD, WorkerPhase.REDUCING, WorkerPhase.UPDATING}
 )
-_SLOW_TO_FORM = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 _SLOW_TO_SAVE = frozenset({WorkerPhase.SAVING, WorkerPhase.LEAVING})
 _KINDS = {
     "gone": FaultKind.DEAD,
@@ -198,19 +194,19 @@ def judge(
         return None
     if _progresses(state, members, limits):
         return None
-    known = {rank: state.worker(worker) for rank, worker in enumerate(members)}
-    silent = _silent_node(state, members, known, limits)
+    found = ((rank, state.worker(worker)) for rank, worker in enumerate(members))
+    known = {rank: one for rank, one in found if one is not None}
+    silent = _silent_node(state, known.values(), limits)
     if silent is not None:
         return silent
-    watched = [one for one in known.values() if one is not None]
-    unseen_s = max((state.silent_s(one.node) for one in watched), default=0.0)
-    if not watched or unseen_s > limits.suspect_s:
+    unseen_s = max((state.silent_s(one.node) for one in known.values()), default=inf)
+    if unseen_s > limits.suspect_s:
         return None
-    still_s = min(state.still_s(one) for one in watched)
+    still_s = min(state.still_s(one) for one in known.values())
     if still_s < limits.stopped_s:
         return None
-    rows = {rank: one.report for rank, one in known.items() if one is not None}
-    quiet = {rank: state.quiet(one) for rank, one in known.items() if one is not None}
+    rows = {rank: one.report for rank, one in known.items()}
+    quiet = {rank: state.quiet(one) for rank, one in known.items()}
     case = _JudgedAttempt(
         members=members,
         rows=rows,
@@ -222,17 +218,14 @@ def judge(
         limits=limits,
         collectives_fail_s=collectives_fail_s,
     )
-    verdict = None if _all_stopped(case) else _judged(case)
+    verdict = None
+    if not _all_stopped(case):
+        verdict = _by_signs(case)
+        if verdict is None and still_s >= limits.hang_s:
+            verdict = _by_waits(case) or _undecided(case)
     if verdict is None and still_s >= limits.suspect_s:
         all_wait = len(case.graph.waits_for) == len(members) and not case.unrecorded
         return Stalled(waited_s=still_s) if all_wait else None
-    return verdict
-
-
-def _judged(case: _JudgedAttempt) -> Hang | None:
-    verdict = _by_kernel(case)
-    if verdict is None and case.still_s >= case.limits.hang_s:
-        verdict = _by_beat(case) or _by_waits(case) or _undecided(case)
     return verdict
 
 
@@ -250,71 +243,48 @@ def _progresses(state: Detector, members: Collection[str], limits: Limits) -> bo
     )
 
 
-def _silent_node(
-    state: Detector,
-    members: tuple[str, ...],
-    known: Mapping[int, Watched | None],
-    limits: Limits,
-) -> NodeSilent | None:
+def _silent_node(state: Detector, known: Collection[Watched], limits: Limits) -> NodeSilent | None:
     """Return the lost node, if there is one."""
-    nodes = {one.node for one in known.values() if one is not None}
-    for node in sorted(nodes):
+    for node in sorted({one.node for one in known}):
         silent_s = state.silent_s(node)
         if silent_s < limits.node_silent_s:
             continue
-        elsewhere = [one for one in known.values() if one is not None and one.node != node]
+        elsewhere = [one for one in known if one.node != node]
         # If other members completed a step, the node's workers took part in it: only its keeper is
         # slow. Without members elsewhere this proof is missing; the machine and the keeper have
         # their own bounds.
-        is_missed = all(state.still_s(one) >= limits.hang_s for one in elsewhere)
-        if elsewhere and is_missed:
-            workers = sorted(
-                members[rank] for rank, one in known.items() if one and one.node == node
-            )
+        if elsewhere and all(state.still_s(one) >= limits.hang_s for one in elsewhere):
             return NodeSilent(
                 node=node,
-                workers=tuple(workers),
+                workers=tuple(sorted(one.report.worker for one in known if one.node == node)),
                 evidence=f"no report from node {node} for {silent_s:.2f} s while others report",
             )
     return None
 
 
-def _by_kernel(case: _JudgedAttempt) -> Hang | None:
-    """Apply rule 1 to the kernel's state of the process."""
-    gone = [rank for rank, sign in case.signs.items() if sign is Sign.GONE]
-    if gone and case.still_s >= case.limits.suspect_s:
-        return case.verdict("gone", gone, f"{_names(case, gone)} has no living process")
+def _by_signs(case: _JudgedAttempt) -> Hang | None:
+    """Apply rule 1 to the signs of the processes, the strongest one first."""
+    limits = case.limits
     # A worker without a recent report may be stopped, too: perhaps the whole job is being stopped.
-    silent_s = max(case.limits.stopped_s, case.unseen_s)
-    held = [
-        rank
-        for rank, row in case.rows.items()
-        if case.signs[rank] is Sign.STOPPED and row.beat_age_s >= silent_s
-    ]
-    if held:
-        return case.verdict(
-            "stopped", held, f"{_names(case, held)} is stopped by a signal (state T)"
-        )
-    return None
-
-
-def _by_beat(case: _JudgedAttempt) -> Hang | None:
-    """Apply rule 1 to a worker whose heartbeat stopped while those of others continue."""
-    silent = [rank for rank, sign in case.signs.items() if sign is Sign.FROZEN]
-    rule = "silent"
-    if not silent and case.still_s >= case.limits.held_s:
-        rule = "held"
-        silent = [
-            rank
-            for rank, sign in case.signs.items()
-            if sign is Sign.HELD and case.rows[rank].beat_age_s >= case.limits.held_s
-        ]
-    beats = any(row.beat_age_s < case.limits.suspect_s for row in case.rows.values())
+    stopped_s = max(limits.stopped_s, case.unseen_s)
+    beats = any(row.beat_age_s < limits.suspect_s for row in case.rows.values())
     # A single member can only be compared with its keeper, which reports.
-    is_alone = len(case.members) == 1 and case.still_s >= case.limits.undecided_s
-    if silent and (beats or is_alone):
-        why = f"{_doing(case, silent[0]).text}, and does not beat"
-        return case.verdict(rule, silent, f"{_names(case, silent)} {why}")
+    is_alone = len(case.members) == 1 and case.still_s >= limits.undecided_s
+    for rule, sign, still_s, silent_s in (
+        ("gone", Sign.GONE, limits.suspect_s, 0.0),
+        ("stopped", Sign.STOPPED, 0.0, stopped_s),
+        ("silent", Sign.FROZEN, limits.hang_s, 0.0),
+        ("held", Sign.HELD, limits.held_s, limits.held_s),
+    ):
+        is_proof = sign in {Sign.GONE, Sign.STOPPED} or beats or is_alone
+        shown = [
+            rank
+            for rank, each in case.signs.items()
+            if each is sign and case.rows[rank].beat_age_s >= silent_s
+        ]
+        if shown and is_proof and case.still_s >= still_s:
+            evidence = f"{_names(case, shown)} {_doing(case, shown[0]).text}"
+            return case.verdict(rule, shown, evidence)
     return None
 
 
@@ -362,8 +332,8 @@ def _bound_s(case: _JudgedAttempt, rank: int) -> float:
     if case.signs[rank] is Sign.TRACED:
         return inf
     is_computing = case.signs[rank] is Sign.COMPUTING
-    if row.phase in _SLOW_TO_FORM | _SLOW_TO_SAVE:
-        bound_s = limits.forming_s if row.phase in _SLOW_TO_FORM else limits.saving_s
+    if row.phase in NOT_FORMED | _SLOW_TO_SAVE:
+        bound_s = limits.forming_s if row.phase in NOT_FORMED else limits.saving_s
         return max(bound_s, _until_failing_s(case)) if is_computing else bound_s
     if rank in case.graph.waits_for and row.beat_age_s < limits.hang_s:
         # Connections are made in the first step; only a network delays them.
@@ -384,7 +354,7 @@ def _pauses(case: _JudgedAttempt, rank: int) -> bool:
 
 def _is_in_own_code(case: _JudgedAttempt, rank: int) -> bool:
     row = case.present.get(rank)
-    return row is not None and row.phase not in _SLOW_TO_FORM | _SLOW_TO_SAVE
+    return row is not None and row.phase not in NOT_FORMED | _SLOW_TO_SAVE
 
 
 def _all_stopped(case: _JudgedAttempt) -> bool:

@@ -12,8 +12,13 @@ from workers.records import DTYPES, OP_CODES, history_before
 
 #: A process that has not beaten for this long is silent; it should beat ten times a second.
 _SILENT_S: Final = 1.0
-_STOPPED: Final = {"T": "a signal", "t": "a debugger"}
 _RUNS: Final = frozenset("RD")
+#: What the kernel's letters for the states of a process say about an absent rank.
+OS_STATES: Final = {
+    **dict.fromkeys(GONE, Doing(FaultKind.DEAD, "has no living process")),
+    "T": Doing(FaultKind.FROZEN, "is stopped by a signal"),
+    "t": Doing(FaultKind.FROZEN, "is stopped by a debugger"),
+}
 
 
 def graph_of(reports: Mapping[int, WorkerReport], ranks: Collection[int]) -> WaitGraph:
@@ -104,10 +109,8 @@ def device_behind(row: WorkerReport) -> str:
 
 def doing(row: WorkerReport) -> Doing:
     """Return what an absent rank does, from its last report."""
-    if row.os_state in GONE:
-        return Doing(FaultKind.DEAD, "has no living process")
-    if by := _STOPPED.get(row.os_state):
-        return Doing(FaultKind.FROZEN, f"is stopped by {by}")
+    if row.os_state in OS_STATES:
+        return OS_STATES[row.os_state]
     if row.beat_age_s >= _SILENT_S and row.os_state not in _RUNS:
         held = f"has held the interpreter's lock for {row.beat_age_s:.1f} s"
         return Doing(FaultKind.INTERPRETER_HELD, held)

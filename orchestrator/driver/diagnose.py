@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from orchestrator.core import Incident
 from orchestrator.diagnosis import (
+    OS_STATES,
+    Doing,
     Guilty,
     Operation,
     Records,
@@ -32,13 +34,6 @@ from workers.records import DTYPES, FINISHED, Record, Ring, is_ring, read_ring
 _INCIDENT: Final = "incident.json"
 #: A file beside the records; it holds the keepers' last reports on the members.
 _REPORTS: Final = "reports.json"
-#: The kernel's letters for the states of a process, with the verdict and the word for each.
-_STATES: Final = {
-    "T": (FaultKind.FROZEN, "stopped"),
-    "t": (FaultKind.FROZEN, "stopped by a debugger"),
-    "Z": (FaultKind.DEAD, "dead"),
-    "X": (FaultKind.DEAD, "gone"),
-}
 _PICKLE: Final = b"\x80"
 _RANK: Final = re.compile(r"(\d+)(?:\.\w+)?$")
 _TRANSFER: Final = re.compile(r"(?:\w+:)?(send|recv) (\d+)(->|<-)(\d+)$")
@@ -150,20 +145,18 @@ def _seen(incident: Path, told: Sequence[Verdict]) -> Iterator[Verdict]:
     if not path.exists():
         return
     known = {(one.kind, rank) for one in told for rank in one.guilty.ranks}
-    rows: dict[tuple[FaultKind, str], list[int]] = {}
+    found: dict[Doing, list[int]] = {}
     for row in json.loads(path.read_bytes())["workers"]:
-        found = _STATES.get(row["os_state"])
-        if found is not None and (found[0], row["rank"]) not in known:
-            rows.setdefault(found, []).append(row["rank"])
-    for (kind, word), ranks in rows.items():
+        state = OS_STATES.get(row["os_state"])
+        if state is not None and (state.kind, row["rank"]) not in known:
+            found.setdefault(state, []).append(row["rank"])
+    for state, ranks in found.items():
         named = ", ".join(f"rank {rank}" for rank in sorted(ranks))
         yield Verdict(
-            kind=kind,
+            kind=state.kind,
             guilty=Guilty.of(ranks),
             confidence=1.0,
-            evidence=(
-                f"The kernel reported the process of {named} as {word} (os_state in {path})."
-            ),
+            evidence=f"By the kernel's word, {named} {state.text} (os_state in {path}).",
         )
 
 

@@ -433,7 +433,7 @@ def test_the_incident_has_what_the_kernel_said_of_the_members(
     verdicts = diagnose_paths([str(tmp_path)])
 
     assert [(one.kind, one.guilty.ranks) for one in verdicts] == told
-    assert "rank 0, rank 3 as stopped" in verdicts[-1].evidence
+    assert "rank 0, rank 3 is stopped by a signal" in verdicts[-1].evidence
 
 
 def _spans(begin_s: float) -> list[dict[str, object]]:
