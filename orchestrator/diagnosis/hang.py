@@ -220,12 +220,12 @@ class _HangCase:
         return min(times, default=None)
 
     def _not_called(self, ranks: frozenset[int], do: str) -> str:
-        for one in sorted(self._waiting_for(ranks), key=lambda each: each.enter_s):
-            by = {each.rank for each in self._waiting_for(ranks) if each.comm == one.comm}
-            return (
-                f"{listed(ranks).capitalize()} did not {do} {_named(one)}, in which {waiting(by)}."
-            )
-        return f"{listed(ranks).capitalize()} did not come."
+        held = sorted(self._waiting_for(ranks), key=lambda each: each.enter_s)
+        if not held:
+            return f"{listed(ranks).capitalize()} did not come."
+        by = {each.rank for each in held if each.comm == held[0].comm}
+        call = f"{_named(held[0])}, in which {waiting(by)}"
+        return f"{listed(ranks).capitalize()} did not {do} {call}."
 
     def _doing(self, rank: int) -> Doing:
         if rank in self.doing:

@@ -72,7 +72,7 @@ def _calls(rank: int, row: WorkerReport, group: GroupState) -> Iterator[Operatio
         past = history_before(past, OP_CODES[group.op], group.dtype, group.size_bytes)
     for seq, history in {waits_in: 0, last - 1: past, last: group.history}.items():
         is_last = seq == last
-        if seq > 0:
+        if seq > 0 and (history or seq in {waits_in, last}):
             yield Operation(
                 rank=rank,
                 op=group.op if is_last else "",
