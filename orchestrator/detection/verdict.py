@@ -34,7 +34,7 @@ from orchestrator.diagnosis import (
     Doing,
     Records,
     WaitGraph,
-    device_behind,
+    doing,
     graph_of,
     hangs,
     records_of,
@@ -142,11 +142,7 @@ class _JudgedAttempt:
             self.present,
             self.graph,
             unknown={rank: self.unrecorded.get(rank, "it may be at work") for rank in early},
-            doing={
-                rank: one._replace(text=f"({self.members[rank]}) {one.text}")
-                for rank in late
-                for one in (_doing(self, rank),)
-            },
+            doing={rank: _doing(self, rank) for rank in late},
         )
 
     def verdict(
@@ -164,9 +160,11 @@ class _JudgedAttempt:
 
     def _may_be_well(self, rank: int) -> bool:
         row, sign = self.rows.get(rank), self.signs.get(rank)
-        # A process may use the processor while it waits for a device that is stuck.
-        if row is None or sign not in {Sign.COMPUTING, Sign.IDLE} or device_behind(row):
+        if row is None or sign not in {Sign.COMPUTING, Sign.IDLE}:
             return sign is Sign.HELD
+        # A process may use the processor while it waits for a device that is stuck.
+        if doing(row).kind is FaultKind.DEVICE_STUCK:
+            return False
         is_at_work = _is_in_own_code(self, rank) and self.idle_s[rank] < self.limits.pause_s
         return sign is Sign.COMPUTING or is_at_work
 
@@ -283,8 +281,7 @@ def _by_signs(case: _JudgedAttempt) -> Hang | None:
             if each is sign and case.rows[rank].beat_age_s >= silent_s
         ]
         if shown and is_proof and case.still_s >= still_s:
-            evidence = f"{_names(case, shown)} {_doing(case, shown[0]).text}"
-            return case.verdict(rule, shown, evidence)
+            return case.verdict(rule, shown, _told(case, shown))
     return None
 
 
@@ -303,9 +300,8 @@ def _by_waits(case: _JudgedAttempt) -> Hang | None:
         evidence = " ".join(one.evidence for one in found)
         return case.verdict("missing", missing, evidence, found[0].kind)
     if late and (graph.waits_for or len(case.members) == 1):
-        kind, does = min(_doing(case, rank) for rank in late)
-        evidence = f"{_names(case, late)} {does}, and {len(graph.waits_for)} others wait"
-        return case.verdict("stuck", late, evidence, kind)
+        evidence = f"{_told(case, late)}; {len(graph.waits_for)} others wait"
+        return case.verdict("stuck", late, evidence, min(_doing(case, rank).kind for rank in late))
     return None
 
 
@@ -364,20 +360,20 @@ def _all_stopped(case: _JudgedAttempt) -> bool:
 
 
 def _doing(case: _JudgedAttempt, rank: int) -> Doing:
-    """Return what a rank does that has not come, and what to do if it is healthy."""
-    if rank not in case.rows:
-        return Doing(FaultKind.ABSENT, "has not reported")
-    row, sign = case.rows[rank], case.signs[rank]
-    advice = ""
-    if _is_in_own_code(case, rank) and sign in {Sign.COMPUTING, Sign.IDLE}:
+    """Return what a rank does that delays the others, and what to do if it is healthy."""
+    row, worker = case.rows.get(rank), case.members[rank]
+    if row is None:
+        return Doing(FaultKind.ABSENT, f"({worker}) has not reported")
+    shown = [f"({worker}) {describe(case.signs[rank], row, case.idle_s[rank])}"]
+    found = doing(row)
+    is_behind = found.kind is FaultKind.DEVICE_STUCK
+    if is_behind:
+        shown.append(f", and {found.text}")
+    if _is_in_own_code(case, rank) and case.signs[rank] in {Sign.COMPUTING, Sign.IDLE}:
         is_pause = _pauses(case, rank) and case.limits.pause_s < _until_failing_s(case)
-        advice = _RAISE_PATIENCE if is_pause else _RAISE_TIMEOUT
-    behind = device_behind(row)
-    return Doing(
-        FaultKind.DEVICE_STUCK if behind else FaultKind.ABSENT,
-        describe(sign, row, case.idle_s[rank]) + (behind and f", and has {behind}") + advice,
-    )
+        shown.append(_RAISE_PATIENCE if is_pause else _RAISE_TIMEOUT)
+    return Doing(FaultKind.DEVICE_STUCK if is_behind else FaultKind.ABSENT, "".join(shown))
 
 
-def _names(case: _JudgedAttempt, ranks: list[int]) -> str:
-    return ", ".join(f"{case.members[rank]} (rank {rank})" for rank in sorted(ranks))
+def _told(case: _JudgedAttempt, ranks: Sequence[int]) -> str:
+    return "; ".join(f"rank {rank} {_doing(case, rank).text}" for rank in ranks[:8])

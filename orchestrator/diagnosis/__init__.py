@@ -16,12 +16,6 @@ from orchestrator.diagnosis.hang import hangs
 from orchestrator.diagnosis.links import dead
 from orchestrator.diagnosis.live import Live, roles_of
 from orchestrator.diagnosis.records import Doing, Operation, Records, matched
-from orchestrator.diagnosis.reports import (
-    OS_STATES,
-    device_behind,
-    graph_of,
-    records_of,
-    waits,
-)
+from orchestrator.diagnosis.reports import OS_STATES, doing, graph_of, records_of, waits
 from orchestrator.diagnosis.trace import trace
 from orchestrator.diagnosis.verdicts import Guilty, Suspicion, Verdict, is_agreed, listed

@@ -166,7 +166,7 @@ class _HangCase:
         """Return the operations that ranks wait in, by call."""
         calls: dict[tuple[str, int], list[Operation]] = defaultdict(list)
         for rank in sorted(ranks):
-            for one in self.waited[rank]:
+            for one in self.waited.get(rank, ()):
                 calls[one.comm, one.seq].append(one)
         return calls
 
@@ -185,7 +185,7 @@ class _HangCase:
         )
 
     def _undecided(self, ranks: frozenset[int], why: str) -> Verdict:
-        where = self._places(ranks)
+        where = self._places(ranks) or waiting(ranks)
         return Verdict(
             kind=FaultKind.UNDECIDED,
             confidence=0.5,

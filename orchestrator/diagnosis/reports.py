@@ -88,34 +88,24 @@ def _calls(rank: int, row: WorkerReport, group: GroupState) -> Iterator[Operatio
             )
 
 
-def device_behind(row: WorkerReport) -> str:
-    """Return, for people, the calls that a rank's device has not reached; "" if there are none.
-
-    If the rank waits for no other, its device is stuck or computes for long: the process has done
-    its part. C4 (arXiv 2406.04594, section 3) compares arrivals in the kernels themselves.
-    """
-    # A process whose interpreter is held cannot query its device.
-    if row.beat_age_s >= _SILENT_S:
-        return ""
-    groups = (group for group in row.groups if group.num_ahead)
-    return next(
-        (
-            f"a device that is {counted(one.num_ahead, 'call')} behind in {one.group}"
-            for one in groups
-        ),
-        "",
-    )
-
-
 def doing(row: WorkerReport) -> Doing:
-    """Return what an absent rank does, from its last report."""
+    """Return what an absent rank does, from its last report.
+
+    If its device is behind, its process has done its part: the device is stuck or computes for
+    long. C4 (arXiv 2406.04594, section 3) compares arrivals in the kernels themselves.
+    """
     if row.os_state in OS_STATES:
         return OS_STATES[row.os_state]
-    if row.beat_age_s >= _SILENT_S and row.os_state not in _RUNS:
+    is_silent = row.beat_age_s >= _SILENT_S
+    if is_silent and row.os_state not in _RUNS:
         held = f"has held the interpreter's lock for {row.beat_age_s:.1f} s"
         return Doing(FaultKind.INTERPRETER_HELD, held)
-    if behind := device_behind(row):
-        return Doing(FaultKind.DEVICE_STUCK, f"has {behind}")
+    for group in row.groups:
+        # A process whose interpreter is held cannot query its device.
+        if group.num_ahead and not is_silent:
+            calls = counted(group.num_ahead, "call")
+            behind = f"has a device that is {calls} behind in {group.group}"
+            return Doing(FaultKind.DEVICE_STUCK, behind)
     span, span_s = (row.digest.span, row.digest.span_s) if row.digest else ("", 0.0)
     if span == "data":
         return Doing(FaultKind.SLOW_DATA, f"has waited for data for {span_s:.1f} s")

@@ -294,26 +294,17 @@ def test_different_operations_of_one_number_are_reported_without_blame() -> None
     )
 
 
-def test_different_sizes_of_one_call_are_told_too() -> None:
-    """All wait and none is missing, and yet it is not the network."""
-    at = group("world", WORLD, 9, waiting_s=2.0)
-    other = replace(calm("w2", 2), groups=(replace(at, size_bytes=128),))
-
-    verdict = verdict_on(rows_with(w2=other), for_s=4.0)
-
-    assert verdict.is_program
-    assert "all_reduce of 64 bytes; rank 2 called all_reduce of 128 bytes" in verdict.evidence
-
-
-def test_another_type_is_reported_and_so_are_calls_that_differed_before() -> None:
+def test_another_type_or_size_is_reported_and_so_are_calls_that_differed_before() -> None:
     """The message blames the program, and sends no user to look for a broken network."""
     at = replace(group("world", WORLD, 9, waiting_s=2.0), dtype=1, history=77)
     rows = [replace(row, groups=(at,)) for row in rows_with()]
     typed = replace(rows[2], groups=(replace(at, dtype=3),))
     shifted = replace(rows[2], groups=(replace(at, history=78),))
 
-    other_type, other_past = (
-        verdict_on([*rows[:2], one, rows[3]], for_s=4.0) for one in (typed, shifted)
+    larger = replace(rows[2], groups=(replace(at, size_bytes=128),))
+
+    other_type, other_past, other_size = (
+        verdict_on([*rows[:2], one, rows[3]], for_s=4.0) for one in (typed, shifted, larger)
     )
 
     assert (other_type.kind, other_type.is_program) == (FaultKind.MISMATCH, True)
@@ -327,6 +318,7 @@ def test_another_type_is_reported_and_so_are_calls_that_differed_before() -> Non
     )
     assert told in other_past.evidence
     assert other_past.guilty == ()
+    assert "float32; rank 2 called all_reduce of 128 bytes float32" in other_size.evidence
 
 
 def test_the_two_ends_of_a_transfer_that_stands_still_are_no_mistake_of_the_program() -> None:
@@ -771,6 +763,16 @@ def test_a_member_that_never_came_is_named() -> None:
 
     assert judged(*watch(rows, for_s=20.0)) is None
     assert verdict_on(rows, for_s=LIMITS.forming_s + 0.25).guilty == ("w1",)
+
+
+def test_members_that_all_form_wait_for_the_network() -> None:
+    """No group exists yet, so there is no call to tell."""
+    rows = [replace(row, phase=WorkerPhase.FORMING, groups=()) for row in rows_with()]
+
+    verdict = verdict_on(rows, for_s=LIMITS.forming_s + 0.25)
+
+    assert (verdict.guilty, verdict.kind) == ((), FaultKind.UNDECIDED)
+    assert "Ranks 0, 1, 2, 3 wait. All members have called what they wait in" in verdict.evidence
 
 
 def test_one_progressing_member_means_no_hang() -> None:

@@ -373,7 +373,7 @@ def test_one_pause_does_not_make_pauses_usual() -> None:
     held = Held()
     for step in range(1, 10):
         assert held.wait(step, 20.0 if step == 5 else 0.2) == [] or step == 5
-    assert held.wait(10, 4.0)
+    assert held.wait(10, 4.0)[0].since_s == held.at_s - 4.0, "not since the pause"
 
 
 def test_no_rank_is_suspected_in_the_first_step_which_compiles() -> None:
