@@ -762,7 +762,9 @@ def test_a_member_that_never_came_is_named() -> None:
     rows[1] = replace(rows[1], attempt=ATTEMPT - 1, phase=WorkerPhase.BACKWARD)
 
     assert judged(*watch(rows, for_s=20.0)) is None
-    assert verdict_on(rows, for_s=LIMITS.forming_s + 0.25).guilty == ("w1",)
+    verdict = verdict_on(rows, for_s=LIMITS.forming_s + 0.25)
+    assert (verdict.guilty, verdict.kind) == (("w1",), FaultKind.ABSENT)
+    assert "Rank 1 did not come. Rank 1 (w1) beat 0.1 s ago" in verdict.evidence
 
 
 def test_members_that_all_form_wait_for_the_network() -> None:
