@@ -52,7 +52,7 @@ class Operation:
 
 
 class Doing(NamedTuple):
-    """What a rank does that has not come."""
+    """The state of a rank that has not come."""
 
     kind: FaultKind  #: The kind of fault, if the rank delays others.
     text: str  #: For people: what follows "rank 3" in a sentence.
@@ -69,7 +69,7 @@ class Records:
     #: not hang. None if they were taken because of a hang.
     now_s: float | None = None
     graph: WaitGraph | None = None  #: Which rank waits for which; None if only the calls show it.
-    #: What ranks do, if it was seen; otherwise their calls show it.
+    #: The states of ranks that were seen; those of others follow from their calls.
     doing: Mapping[int, Doing] = field(default_factory=dict)
 
 

@@ -13,7 +13,7 @@ from workers.records import DTYPES, OP_CODES, history_before
 #: A process that has not beaten for this long is silent; it should beat ten times a second.
 _SILENT_S: Final = 1.0
 _RUNS: Final = frozenset("RD")
-#: What the kernel's letters for the states of a process say about an absent rank.
+#: The states of an absent rank that the kernel's letters for its process show.
 OS_STATES: Final = {
     **dict.fromkeys(GONE, Doing(FaultKind.DEAD, "has no living process")),
     "T": Doing(FaultKind.FROZEN, "is stopped by a signal"),
