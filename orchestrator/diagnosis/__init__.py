@@ -11,7 +11,7 @@ from orchestrator.diagnosis import links
 from orchestrator.diagnosis.analyzer import diagnose, stopped
 from orchestrator.diagnosis.flight_recorder import flight_recorder_dumps
 from orchestrator.diagnosis.flows import Flows, Transfer
-from orchestrator.diagnosis.graph import WaitGraph, wait_graph
+from orchestrator.diagnosis.graph import WaitGraph
 from orchestrator.diagnosis.hang import hangs
 from orchestrator.diagnosis.links import dead
 from orchestrator.diagnosis.live import Live, roles_of
