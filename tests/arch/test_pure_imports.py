@@ -29,7 +29,6 @@ PURE_FILES = (
     "ucp_core/manifest/document.py",
     "ucp_core/language/patterns.py",
     "ucp_core/language/rules.py",
-    "ucp_core/language/targets.py",
 )
 
 

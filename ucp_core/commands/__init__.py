@@ -1,6 +1,6 @@
 """The commands of ``ucp``; ``ucp_core.cli`` runs them.
 
-``convert`` and ``plan`` are in ``convert``; ``inspect`` and ``verify`` in ``inspect``; ``diff``,
+``convert`` is in ``convert``; ``inspect`` and ``verify`` in ``inspect``; ``diff``,
 ``export`` and ``extract`` in ``tools``; what they share in ``console``.
 """
 

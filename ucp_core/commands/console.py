@@ -100,7 +100,6 @@ def open_all(
             replace(each, manifest=rename_manifest(each.manifest, renames.mapping(sorted(fqns))))
             for each, fqns in zip(opened, names, strict=True)
         ]
-        # ``plan`` asks the same rules about the new names.
         known |= set(renames.mapping(sorted(known)).values())
     if read is not None:
         read.refuse_idle(known)

@@ -1,4 +1,4 @@
-"""``ucp convert`` makes a universal checkpoint; ``ucp plan`` shows in advance what that costs."""
+"""``ucp convert`` makes a universal checkpoint."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from ucp_core.commands.console import (
     app,
     memory_size,
     open_any,
-    print_facts,
     print_json,
     progress,
-    read_rules,
 )
 from ucp_core.numerics import format_bytes
 from ucp_core.storage import open_store
 
 if TYPE_CHECKING:
     from ucp_core.conversion import ConvertResult
-    from ucp_core.layout import ParallelLayout
 
 
 @app.command(
@@ -96,73 +93,3 @@ def conversion_facts(result: ConvertResult, destination: str) -> dict[str, Any]:
         "processes": result.processes,
         "threads": result.threads,
     }
-
-
-@app.command(
-    "plan", epilog="Example: ucp plan global_step1000 --layout dp_shard=4,tp=2 --rules model.yaml"
-)
-def plan_command(
-    source: Source,
-    *,
-    layout: Annotated[
-        str | None,
-        typer.Option(help="Layout of a run that would load it, such as dp_shard=4,tp=2."),
-    ] = None,
-    rules: RulesFile = None,
-    rename: RenameFile = None,
-    tag: Tag = None,
-    as_json: Json = False,
-) -> None:
-    """Show what a conversion or a load would read, move through memory and write."""
-    from ucp_core.conversion import forecast
-
-    target = None if layout is None else _layout(layout)
-    opened = open_any(source, rules=rules, rename=rename, tag=tag)
-    found = forecast(opened, layout=target, rules=read_rules(rules))
-    if as_json:
-        print_json(found._asdict())
-        return
-    typer.echo(
-        f"{source}: {found.tensors} tensors, {format_bytes(found.size_bytes)} in "
-        f"{found.fragments} fragments of {found.files} files"
-    )
-    facts = {
-        "reads": format_bytes(found.read_bytes),
-        "moves": f"{format_bytes(found.gathered_bytes)} through memory; the rest is only copied",
-        "writes": f"{format_bytes(found.written_bytes)} in {found.target_files} files",
-    }
-    if found.layout:
-        facts["loading"] = (
-            f"{found.layout}: {format_bytes(found.load_bytes_max)} by the rank that reads "
-            f"most, {format_bytes(found.load_bytes)} in total"
-        )
-    print_facts(facts)
-
-
-def _layout(text: str) -> ParallelLayout:
-    """Parse a layout such as ``dp_shard=4,tp=2``."""
-    from ucp_core.layout import ParallelLayout
-
-    axes = tuple(ParallelLayout().to_json())
-    degrees: dict[str, int] = {}
-    problems: list[str] = []
-    for part in text.split(","):
-        axis, _, degree = (piece.strip() for piece in part.partition("="))
-        if axis not in axes:
-            problems.append(f"{axis!r} is not an axis")
-        elif axis in degrees:
-            problems.append(f"{axis} is given twice")
-        elif not (degree.isascii() and degree.isdecimal() and int(degree)):
-            problems.append(f"{axis}={degree!r} is not a degree of 1 or more")
-        else:
-            degrees[axis] = int(degree)
-    if not problems:
-        try:
-            return ParallelLayout(**degrees)
-        except AssertionError as error:
-            problems.append(str(error))
-    raise typer.BadParameter(
-        f"{text!r} is not a layout: {'; '.join(problems)}. Give axis=degree, separated by "
-        f"commas, for any of {', '.join(axes)}",
-        param_hint="--layout",
-    )

@@ -1,8 +1,7 @@
 """How the shards of several ranks form tensors: the language that ``RULES.md`` describes. Pure.
 
 ``patterns`` defines the values of the language, ``affine`` strided pieces, ``syntax`` its text.
-``rules`` maps tensors to patterns, ``operators`` turns patterns into fragments, and ``targets``
-says which boxes a rank needs.
+``rules`` maps tensors to patterns, and ``operators`` turns patterns into fragments.
 """
 
 from ucp_core.language.affine import Affine, parse_affine_map
@@ -23,9 +22,7 @@ from ucp_core.language.patterns import (
 from ucp_core.language.rule_texts import (
     builtin_names,
     builtin_rules,
-    family_of,
     load_renames,
     load_rules,
 )
 from ucp_core.language.rules import Rules
-from ucp_core.language.targets import shapes_of, target_map

@@ -2,8 +2,8 @@
 
 The paper's operators (ATC'25, table 2) move tensors. These move descriptions; bytes move once, at
 the end. ``extract`` returns the boxes in one rank's file, ``union`` proves that they cover the
-tensor, ``strip_padding`` crops it, and ``targets.target_map`` (the paper's UcpInfo) returns what a
-rank of another layout needs. The paper's Load and Save are ``ucp_core.load`` and ``convert``.
+tensor, and ``strip_padding`` crops it. The paper's Load and Save are ``ucp_core.load`` and
+``convert``; the boxes that a worker holds (``workers.state``) are its UcpInfo.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from ucp_core.language.patterns import Placement
 from ucp_core.manifest import Manifest
 
 
-def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
+def extract(
     key: TensorKey,
     dtype: str,
     placement: Placement,
@@ -38,10 +38,6 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
     file: str,
     offset_bytes: int,
     flat: tuple[int, int] | None = None,
-    replica: bool = False,
-    copy: int | None = None,
-    crc32: int | None = None,
-    blocks: tuple[int, ...] = (),
 ) -> list[Fragment]:
     """Return the fragments of one tensor in one rank's file, without padding.
 
@@ -52,10 +48,6 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
         offset_bytes: Offset of the first element in the file.
         flat: The file holds elements ``[start, stop)`` of the flattened shard, as ZeRO cuts it;
             anything beyond the shard is padding. None: the whole shard.
-        replica: Another file holds the same elements and is the primary one.
-        copy: Number of the copy in an average; default: ``rank``.
-        crc32: Checksum of the bytes, if there is one; kept if one fragment covers all of them.
-        blocks: Checksums of the blocks, kept on the same condition.
     """
     if not 0 <= rank < len(placement.shards):
         raise PatternError(f"{key}: rank {rank} of {len(placement.shards)} in {file}", rank=rank)
@@ -65,24 +57,22 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
     if not 0 <= start <= stop:
         raise PatternError(f"{key}: flat range [{start}, {stop}) in {file}", rank=rank)
     held = flat_range(shard, start, min(stop, total)) if start < total else ()
-    if copy is None:
-        copy = rank if placement.relation == "average" else 0
+    copy = rank if placement.relation == "average" else 0
     itemsize = DTYPE_BYTES[dtype]
     origin = offset_bytes - start * itemsize
     strides = packed_strides(shard, itemsize)
     found: list[Fragment] = []
     for local, begin, is_copy in placement.pieces[rank]:
         for inner, first, last in _inside(held, local, shard, start):
-            whole = last - first == stop - start
             found.append(
                 Fragment(
                     _moved(inner, local, begin),
                     file,
                     origin + first * itemsize,
                     (last - first) * itemsize,
-                    crc32 if whole else None,
-                    blocks if whole else (),
-                    replica or is_copy,
+                    None,
+                    (),
+                    is_copy,
                     None if last - first == inner.num_elements else strides,
                     copy,
                 )

@@ -3,7 +3,6 @@
 ``syntax`` is imported only when a text is read: YAML takes 50 ms to import.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -48,22 +47,6 @@ def builtin_rules(name: str) -> Rules:
     rules = load_rules(text, f"{name}.yaml")
     # A model need not have all the tensors of its family.
     return replace(rules, rules=tuple(replace(rule, optional=True) for rule in rules.rules))
-
-
-def family_of(fqns: Iterable[str]) -> str | None:
-    """Return the family whose rules match the most names, or None if no rule matches.
-
-    On a tie the family with fewer rules wins, because families extend each other. Families that
-    match every name do not count.
-    """
-    names = list(fqns)
-    matched = {
-        family: sum(builtin_rules(family).match(fqn) is not None for fqn in names)
-        for family in builtin_names()
-        if builtin_rules(family).match("") is None
-    }
-    best = max(matched, key=lambda family: (matched[family], -builtin_rules(family).num_rules))
-    return best if matched[best] else None
 
 
 def _families() -> Traversable:

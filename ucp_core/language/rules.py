@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from ucp_core.errors import PatternError, RulesError
+from ucp_core.errors import RulesError
 from ucp_core.language.patterns import Pattern
 
 
@@ -24,22 +24,12 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
-    """The pipeline stages of the tensors. Layers are spread evenly; the first stages get more."""
-
-    layer: str  #: A regular expression with one group, the layer's number.
-    first: tuple[str, ...] = ()  #: Regular expressions for the names on the first stage.
-    last: tuple[str, ...] = ()  #: The same for the last stage; a tied embedding may be on both.
-
-
-@dataclass(frozen=True, slots=True)
 class Rules:
     """Rules in order."""
 
     #: If several rules match a name, they must agree on its pattern.
     rules: tuple[Rule, ...] = ()
     first_wins: bool = False  #: The first rule that matches wins instead.
-    stages: Stages | None = None  #: The pipeline stages of the tensors.
     ties: Mapping[str, str] = field(default_factory=dict)  #: Tensors by alias.
     fallback: Rules | None = None  #: Rules for names that none of these match.
 
@@ -79,36 +69,9 @@ class Rules:
         return Rules(
             rules=self.rules,
             first_wins=self.first_wins,
-            stages=self.stages or fallback.stages,
             ties={**fallback.ties, **self.ties},
             fallback=fallback,
         )
-
-    def stages_of(self, fqns: Iterable[str], num_stages: int) -> dict[str, frozenset[int]]:
-        """Return the pipeline stages of each tensor."""
-        stages = self.stages
-        if stages is None:
-            raise PatternError("the rules do not say which pipeline stage has which tensors")
-        names = list(fqns)
-        layers = {
-            fqn: int(hit[1]) for fqn in names if (hit := _compiled(stages.layer).fullmatch(fqn))
-        }
-        small, extra = divmod(max(layers.values(), default=-1) + 1, num_stages)
-        owner = [s for s in range(num_stages) for _ in range(small + (s < extra))]
-        found: dict[str, frozenset[int]] = {}
-        for fqn in names:
-            if fqn in layers:
-                found[fqn] = frozenset({owner[layers[fqn]]})
-                continue
-            ends = {0} if any(_matches(regex, fqn) for regex in stages.first) else set()
-            if any(_matches(regex, fqn) for regex in stages.last):
-                ends.add(num_stages - 1)
-            if not ends:
-                raise PatternError(
-                    f"{fqn}: no rule says which of {num_stages} pipeline stages has it", fqn=fqn
-                )
-            found[fqn] = frozenset(ends)
-        return found
 
 
 @dataclass(frozen=True, slots=True)

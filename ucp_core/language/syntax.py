@@ -21,7 +21,7 @@ from ucp_core.language.patterns import (
     Unique,
     pattern_problems,
 )
-from ucp_core.language.rules import Rename, Renames, Rule, Rules, Stages
+from ucp_core.language.rules import Rename, Renames, Rule, Rules
 from ucp_core.yaml_places import KeyPath, YamlText, did_you_mean
 
 VERSION = 1
@@ -29,8 +29,6 @@ VERSION = 1
 #: People write less than this, and YAML takes 20 us per byte.
 _CHARACTERS_MAX = 1 << 20
 _PROBLEMS_SHOWN_MAX = 20
-#: Keys whose value needs no list around it if there is only one.
-_LISTS = ("match", "first", "last")
 
 _T = TypeVar("_T")
 
@@ -40,13 +38,6 @@ def _regex(text: str) -> str:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"is not a regular expression: {error}") from error
-    return text
-
-
-def _layer(text: str) -> str:
-    groups = re.compile(_regex(text)).groups
-    if groups != 1:
-        raise ValueError(f"must have 1 group, has {groups}")
     return text
 
 
@@ -103,17 +94,10 @@ class _Rule(_Words):
     optional: bool = False
 
 
-class _Stages(_Words):
-    layer: Annotated[str, AfterValidator(_layer)]
-    first: _Regexes = ()
-    last: _Regexes = ()
-
-
 class _Rules(_Words):
     version: Annotated[int, Field(ge=1), AfterValidator(_version)] = VERSION
     first_wins: bool = False
     rules: Annotated[tuple[_Rule, ...], AfterValidator(_some)] = ()
-    stages: _Stages | None = None
     ties: dict[str, str] = {}
     extends: Annotated[tuple[str, ...], AfterValidator(_some)] = ()
 
@@ -133,7 +117,6 @@ _BELOW: dict[str, type[Any]] = {
     "cut": Cut,
     "cuts": Cut,
     "grid": Grid,
-    "stages": _Stages,
     "0": _Rename,
 }
 
@@ -148,7 +131,8 @@ def _full(value: Any, key: str = "") -> Any:
         return {value: {}}
     if key == "cut":
         return {"dim": value}
-    return [value] if key in _LISTS else value
+    # One expression needs no list around it.
+    return [value] if key == "match" else value
 
 
 class _Text(YamlText):
@@ -239,8 +223,7 @@ def read_rules(text: str, where: str, families: Collection[str]) -> tuple[Rules,
                 message = f"{name!r} is matched by the rule at line {line} already"
                 source.wrong(("rules", index, "match"), message)
     source.finish()
-    stages = None if read.stages is None else Stages(**dict(read.stages))
-    return Rules(tuple(rules.values()), read.first_wins, stages, read.ties), read.extends
+    return Rules(tuple(rules.values()), read.first_wins, read.ties), read.extends
 
 
 def read_renames(text: str, where: str) -> Renames:

@@ -13,7 +13,7 @@ from tests.support.checkpoints import save, small_state
 from tests.support.commands import ucp
 from ucp_core.storage import LocalStore
 
-COMMANDS = ("inspect", "convert", "plan", "verify")
+COMMANDS = ("inspect", "convert", "verify")
 
 
 @pytest.fixture
@@ -81,33 +81,6 @@ def test_convert_in_too_little_memory_says_how_much_it_needs(
     assert done.returncode == 1
     assert "give at least" in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_plan_tells_what_would_be_moved_and_leaves_nothing(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    """Before a night's conversion; for the run that would load it too."""
-    command = ("plan", str(checkpoint), "--layout", "dp_shard=2")
-    before = sorted(tmp_path.rglob("*"))
-    found = json.loads(ucp(*command, "--json").stdout)
-    shown = ucp(*command).stdout
-
-    size = sum(len(whole.data) for whole in small_state().values())
-    assert (found["size_bytes"], found["read_bytes"], found["tensors"]) == (size, size, 8)
-    assert size < found["written_bytes"] < 2 * size + 2000
-    # Two scalars and whole blocks: each rank reads at least half.
-    assert size / 2 <= found["load_bytes_max"] <= size
-    assert "by the rank that reads most" in shown
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("layout", ["dp_shard", "dp=2", "tp=0", "tp=x"])
-def test_a_layout_that_is_none_is_named(checkpoint: Path, layout: str) -> None:
-    """With the axes that there are."""
-    done = ucp("plan", str(checkpoint), "--layout", layout)
-
-    assert done.returncode == 2
-    assert "dp_shard" in done.stderr
 
 
 def test_inspect_and_verify_take_a_foreign_checkpoint(tmp_path: Path) -> None:

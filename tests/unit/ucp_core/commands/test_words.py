@@ -42,7 +42,7 @@ def test_an_option_of_another_format_is_wrong_usage_and_named_as_it_was_typed(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "plan"])
+@pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_path_that_is_not_there_is_said_not_to_be_there(command: str, tmp_path: Path) -> None:
     """The format of nothing is no question."""
     done = ucp(command, str(tmp_path / "none"))
@@ -100,28 +100,6 @@ def test_verify_reads_what_has_no_checksum_and_says_what_that_leaves_open(tmp_pa
     assert "24 B read, 0 problem(s)" in shown.stdout
     assert "24 B have no checksum in this format" in shown.stdout
     assert "damage in them" in shown.stdout
-
-
-@pytest.mark.parametrize(
-    ("layout", "problems"),
-    [
-        ("dp=4", ["'dp' is not an axis"]),
-        ("dp=4,tp=2,tp=2,cp=x,pp", ["'dp' is not an axis", "tp is given twice", "cp='x'", "pp=''"]),
-        ("tp=0", ["tp='0'"]),
-        ("ep=3", ["ep=3 must divide"]),
-    ],
-)
-def test_a_wrong_layout_is_refused_with_every_problem_and_the_axes(
-    source: Path, layout: str, problems: list[str]
-) -> None:
-    """In words of the command, not of a constructor."""
-    done = ucp("plan", str(source), "--layout", layout)
-
-    said = " ".join(done.stderr.split())
-    assert done.returncode == 2
-    assert all(problem in said for problem in problems), said
-    assert "pp, dp_replicate, dp_shard, cp, tp, ep" in said
-    assert "__init__" not in said
 
 
 @pytest.mark.parametrize("command", ["convert", "export"])

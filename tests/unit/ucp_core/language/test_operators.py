@@ -9,20 +9,14 @@ from ucp_core.errors import PatternError
 from ucp_core.geometry import Box, StateMap, TensorEntry, TensorKey
 from ucp_core.language import (
     Cut,
-    Pattern,
     Replicated,
-    Rules,
-    builtin_rules,
     extract,
     place,
     rename,
     strip_padding,
-    target_map,
     tie,
     union,
 )
-from ucp_core.language.rules import Rule, Stages
-from ucp_core.layout import ParallelLayout
 from ucp_core.manifest import Item, Kind, Manifest
 
 KEY = TensorKey("w", "weight")
@@ -32,22 +26,21 @@ def test_a_column_shard_is_read_as_it_lies() -> None:
     """Its box is C-contiguous in its own file, and a part of each row in the tensor."""
     placement = place(Cut(1), [(4, 3), (4, 3)])
 
-    [fragment] = extract(KEY, "BF16", placement, 1, file="f", offset_bytes=10, crc32=7, blocks=(7,))
+    [fragment] = extract(KEY, "BF16", placement, 1, file="f", offset_bytes=10)
 
     assert fragment.box == Box((0, 3), (4, 6))
     assert (fragment.offset_bytes, fragment.num_bytes) == (10, 24)
-    assert (fragment.strides, fragment.crc32, fragment.blocks) == (None, 7, (7,))
+    assert fragment.strides is None
 
 
 def test_parts_along_the_last_dim_are_strided() -> None:
     """The two parts of GPT-2's c_attn take turns in every row of a shard."""
     placement = place(Cut(1, ratio=(1, 1)), [(4, 6), (4, 6)])
 
-    one, two = extract(KEY, "F32", placement, 0, file="f", offset_bytes=0, crc32=7, blocks=(7,))
+    one, two = extract(KEY, "F32", placement, 0, file="f", offset_bytes=0)
 
     assert (one.box, one.strides, one.num_bytes) == (Box((0, 0), (4, 3)), (24, 4), 3 * 24 + 12)
     assert (two.box, two.offset_bytes) == (Box((0, 6), (4, 9)), 12)
-    assert (one.crc32, one.blocks) == (None, ())
 
 
 def test_a_zero_range_with_padding_is_cut_at_the_end_of_the_shard() -> None:
@@ -201,75 +194,3 @@ def test_ties_that_cannot_be_are_refused() -> None:
     ):
         with pytest.raises(PatternError, match=re.escape(problem)):
             tie(manifest, ties)
-
-
-SHAPES = {
-    TensorKey(fqn, "weight"): ("F32", shape)
-    for fqn, shape in {
-        "model.embed_tokens.weight": (10, 4),
-        "model.layers.0.mlp.up_proj.weight": (6, 4),
-        "model.layers.1.mlp.down_proj.weight": (4, 6),
-        "model.norm.weight": (4,),
-        "lm_head.weight": (10, 4),
-    }.items()
-}
-
-
-def test_a_target_rank_needs_its_stage_its_columns_and_its_rows() -> None:
-    """Rank 6 of pp=2 x dp_shard=2 x tp=2: second stage, second half of rows, first of columns."""
-    layout = ParallelLayout(pp=2, dp_shard=2, tp=2)
-
-    parts = target_map(SHAPES, builtin_rules("llama"), layout, 6)
-
-    assert {part.key.fqn: part.box for part in parts} == {
-        "model.layers.1.mlp.down_proj.weight": Box((2, 0), (4, 3)),
-        "model.norm.weight": Box((2,), (4,)),
-        "lm_head.weight": Box((3, 0), (5, 4)),
-    }
-
-
-@pytest.mark.parametrize(
-    ("rules", "layout", "problem"),
-    [
-        (Rules(), ParallelLayout(tp=2), "no rule says how 2 tensor-parallel ranks hold it"),
-        (Rules(), ParallelLayout(pp=2), "do not say which pipeline stage"),
-        (Rules(), ParallelLayout(dp_shard=2, ep=2), "a target with ep=2 is not described by rules"),
-        (
-            Rules((Rule(".*", Cut(0, parts=(7, 3))),)),
-            ParallelLayout(tp=2),
-            "model.embed_tokens.weight (weight): a part of 7 cannot be divided evenly over 2",
-        ),
-        (
-            Rules(stages=Stages(r"model\.layers\.(\d+)\..*", first=(".*embed.*",))),
-            ParallelLayout(pp=2),
-            "no rule says which of 2 pipeline stages has it",
-        ),
-    ],
-)
-def test_targets_that_cannot_be_are_refused(
-    rules: Rules, layout: ParallelLayout, problem: str
-) -> None:
-    """A tensor that is put somewhere by a guess trains wrongly."""
-    with pytest.raises(PatternError, match=re.escape(problem)):
-        target_map(SHAPES, rules, layout, 0)
-
-
-def test_scalars_are_on_every_rank() -> None:
-    """Adam's step is a 0-d tensor; nothing can cut it and no rule names it."""
-    key = TensorKey("w", "step")
-    layout = ParallelLayout(dp_shard=2, tp=2)
-
-    for rank in range(4):
-        [part] = target_map({key: ("F32", ())}, Rules(), layout, rank)
-        assert part.box == Box((), ())
-
-
-def test_a_slot_of_another_shape_has_a_rule_of_its_own() -> None:
-    """Adafactor keeps a sum over rows: what is dim 1 of the weight is its only dim."""
-    col = TensorKey("model.layers.1.mlp.down_proj.weight", "exp_avg_sq_col")
-    patterns: list[tuple[str | None, Pattern]] = [(None, Cut(1)), (col.slot, Cut(0))]
-    rules = Rules(tuple(Rule(".*", pattern, slot) for slot, pattern in patterns))
-
-    [part] = target_map({col: ("F32", (6,))}, rules, ParallelLayout(tp=2), 1)
-
-    assert part.box == Box((3,), (6,))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ucp_core.commands.console import read_rules
-from ucp_core.errors import PatternError, RulesError
+from ucp_core.errors import RulesError
 from ucp_core.language import (
     Affine,
     Average,
@@ -18,7 +18,6 @@ from ucp_core.language import (
     Unique,
     builtin_names,
     builtin_rules,
-    family_of,
     load_renames,
     load_rules,
 )
@@ -85,8 +84,6 @@ def test_an_affine_map_can_be_written() -> None:
         ("first_wins: 1", "r:1:1: first_wins: must be a valid boolean, not 1"),
         ("extends: [lama]", "r:1:11: extends.0: unknown family 'lama': did you mean llama?"),
         ("extends: llama", "r:1:1: extends: must be a valid array, not 'llama'"),
-        ("stages: {first: a}", "r:1:1: stages.layer: is missing"),
-        ("stages: {layer: a}", "r:1:10: stages.layer: must have 1 group, has 0"),
         ("ties: {a: 1}", "r:1:8: ties.a: must be a valid string, not 1; put it in quotes"),
         ("ties: {a: b, a: c}", "r:1:14: ties.a: is written twice; keep one of them"),
         (f"ties: {{a: {'b' * (1 << 20)}}}", "r:1:1: has 1048587 characters"),
@@ -199,25 +196,6 @@ def test_own_rules_go_before_those_that_ship() -> None:
     assert rules.match("lm_head.weight") == Replicated()
     assert rules.match("model.layers.3.self_attn.o_proj.weight") == Cut(1)
     assert rules.match("model.layers.3.unheard.of") is None
-    assert rules.stages == builtin_rules("llama").stages
-
-
-def test_stages_share_out_layers_evenly() -> None:
-    """Five layers on two stages; a tied embedding is on both ends."""
-    rules = load_rules(
-        "stages: {layer: 'h\\.(\\d+)\\..*', first: e, last: [e, n]}\nties: {head: e}", "r"
-    )
-
-    stages = rules.stages_of(["e", "n", *(f"h.{i}.w" for i in range(5))], 2)
-
-    assert stages["e"] == {0, 1}
-    assert stages["n"] == {1}
-    assert [stages[f"h.{i}.w"] for i in range(5)] == [{0}, {0}, {0}, {1}, {1}]
-    assert rules.ties == {"head": "e"}
-    with pytest.raises(PatternError, match="x: no rule says which of 2 pipeline stages has it"):
-        rules.stages_of(["x"], 2)
-    with pytest.raises(PatternError, match="do not say which pipeline stage"):
-        Rules().stages_of(["x"], 2)
 
 
 NAMES: dict[str, dict[str, Pattern | None]] = {
@@ -311,22 +289,6 @@ def test_families_know_the_names_of_their_models(family: str) -> None:
     found = {fqn: rules.match(fqn) for fqn in NAMES[family]}
 
     assert found == NAMES[family]
-
-
-def test_a_family_is_known_by_its_names() -> None:
-    """The families that match every name whatsoever would always be the best."""
-    for family in (
-        "llama",
-        "mixtral",
-        "deepseek",
-        "gpt2",
-        "gpt-neox",
-        "bloom",
-        "megatron",
-        "torchtitan",
-    ):
-        assert family_of(NAMES[family]) == family
-    assert family_of(["w", "b"]) is None
 
 
 def test_the_page_lists_every_family() -> None:
