@@ -1,12 +1,10 @@
 """A conversion as work items, all known before a byte moves; one process commits."""
 
-from __future__ import annotations
-
 import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ucp_core.conversion.streams import unclaimed_name
 from ucp_core.conversion.work_items import ItemWorker, Job, Result, WorkItem
@@ -25,9 +23,6 @@ from ucp_core.native import MANIFEST_NAME, UNFINISHED_NAME, Checkpoint
 from ucp_core.numerics import BLOCK_BYTES, combine, combine_blocks, crc32, shortened
 from ucp_core.reading import Collector, plan_extents
 from ucp_core.storage import Store, is_link, is_local, join
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 #: Large enough to make the cost of dispatch negligible, small enough that workers finish together.
 _ITEM_BYTES_MAX = 16 * BLOCK_BYTES

@@ -1,24 +1,19 @@
 """Where a conversion writes to a file system with locks: in place, in any order."""
 
-from __future__ import annotations
-
 import os
 import stat
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ucp_core.conversion import resume_journal
 from ucp_core.conversion.work_items import ItemWorker, Result, WorkItem
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.formats import TargetFile
 from ucp_core.numerics import BLOCK_BYTES, crc32
-from ucp_core.storage import may_reserve, retried
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
+from ucp_core.storage import LocalStore, Store, may_reserve, retried
 
 #: Items in a batch for another machine: at most 128 MiB, a fraction of a second.
 REMOTE_BATCH_ITEMS = 8
@@ -127,13 +122,14 @@ class LocalFiles:
 
     def _take_back(self, number: int) -> None:
         """Undo the rename of a file by an earlier run that was then killed."""
-        path, final = self.paths[number], self._directory / self.targets[number].name
+        target = self.targets[number]
+        path, final = self.paths[number], self._directory / target.name
         results = [each for each in self._journal.results if each.item.target == number]
         if (
             not results
             or os.path.lexists(path)
-            or not _has_size(final, self.targets[number].num_bytes)
-            or not all(self._is_written(result, final) for result in results)
+            or not _has_size(final, target.num_bytes)
+            or not all(is_written(LocalStore(), str(final), target, each) for each in results)
         ):
             raise _not_ours(str(final))
         final.rename(path)
@@ -141,22 +137,12 @@ class LocalFiles:
     def resumed(self) -> Iterator[Result]:
         """Yield the journal's results whose bytes are in the files; they are hashed again."""
         for result in self._journal.results:
-            if result.item.target < 0 or (
-                result.item.target in self._sound
-                and self._is_written(result, Path(self.paths[result.item.target]))
+            number = result.item.target
+            if number < 0 or (
+                number in self._sound
+                and is_written(LocalStore(), self.paths[number], self.targets[number], result)
             ):
                 yield result
-
-    def _is_written(self, result: Result, path: Path) -> bool:
-        item = result.item
-        blocks: list[int] = []
-        buffer = memoryview(bytearray(BLOCK_BYTES))
-        with path.open("rb", buffering=0) as file:
-            for low, high in blocks_of(self.targets[item.target], item):
-                file.seek(low)
-                done = file.readinto(buffer[: high - low])
-                blocks.append(crc32(buffer[:done]))
-        return tuple(blocks) == result.blocks
 
     def batches(self, left: Sequence[WorkItem], num_items: int) -> list[Placed]:
         """Return the remaining items in batches of ``num_items``.
@@ -198,19 +184,26 @@ class LocalFiles:
             os.close(fd)
 
     def remove(self) -> None:
-        """Delete everything temporary."""
+        """Delete everything temporary, which is all that was written until ``finish``."""
         self._journal.remove()
 
-    def discard(self) -> None:
-        """Delete what was written."""
-        self._journal.remove()
+    discard = remove
 
     def close(self) -> None:
         """Release the journal; a child calls this too, so that the lock ends with its parent."""
         self._journal.close()
 
 
-def blocks_of(target: TargetFile, item: WorkItem) -> Iterator[tuple[int, int]]:
+def is_written(store: Store, path: str, target: TargetFile, result: Result) -> bool:
+    """Return whether the bytes of an item are in the file at ``path``."""
+    spans = list(_blocks_of(target, result.item))
+    buffers = [memoryview(bytearray(high - low)) for low, high in spans]
+    ranges = [(low, (buffer,)) for (low, _), buffer in zip(spans, buffers, strict=True)]
+    store.read_ranges(path, ranges)
+    return tuple(map(crc32, buffers)) == result.blocks
+
+
+def _blocks_of(target: TargetFile, item: WorkItem) -> Iterator[tuple[int, int]]:
     """Yield the ranges of the file whose checksums an item has."""
     for entry, offset_bytes in target.tensors:
         low = max(item.start, offset_bytes)

@@ -4,14 +4,12 @@ Every line has a checksum; a line cut short by a kill ends the journal. A resume
 again what was written according to the journal.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ucp_core.conversion.work_items import Result, WorkItem
 from ucp_core.errors import StorageError, UcpError
@@ -19,9 +17,6 @@ from ucp_core.native import CLAIM_NAME, UNFINISHED_NAME, in_use
 from ucp_core.numerics import crc32
 from ucp_core.reading import Check, Note
 from ucp_core.storage import flock, retried
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _NAME = "journal"
 _CRC_DIGITS = 8

@@ -5,15 +5,14 @@ are read once, verified, hashed and written, block by block. A journal records f
 killed conversion can continue.
 """
 
-from __future__ import annotations
-
 import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ucp_core.conversion.job import GENERAL_BYTES_MAX, Conversion
 from ucp_core.conversion.outputs import REMOTE_BATCH_ITEMS, LocalFiles
@@ -27,15 +26,12 @@ from ucp_core.numerics import BLOCK_BYTES
 from ucp_core.reading import is_plain
 from ucp_core.storage import LocalStore, Store, is_local, tidied
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
 #: From this size a second process pays off: starting one costs 5 ms.
 _PROCESS_BYTES_MIN = 32 << 20
 #: Memory of a worker beside its buffers: interpreter state that it writes to, and stacks.
 _WORKER_BYTES = 8 << 20
 #: Does batches anywhere and passes every result to its last argument.
-Runner: TypeAlias = "Callable[[Job, Sequence[Batch], Callable[[Result], None]], None]"
+Runner: TypeAlias = Callable[[Job, Sequence[Batch], Callable[[Result], None]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

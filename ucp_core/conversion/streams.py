@@ -3,25 +3,20 @@
 There, a claim does not show whether its owner is alive, so the last conversion to begin may commit.
 """
 
-from __future__ import annotations
-
 import os
 import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ucp_core.conversion import resume_journal
-from ucp_core.conversion.outputs import blocks_of
+from ucp_core.conversion.outputs import is_written
 from ucp_core.conversion.work_items import ItemWorker, Result, WorkItem
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.formats import TargetFile
 from ucp_core.native import CLAIM_NAME, MANIFEST_NAME, UNFINISHED_NAME, in_use, is_of_export
-from ucp_core.numerics import crc32
 from ucp_core.storage import Store, join
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _SUFFIX = ".safetensors"
 _MARKER_SUFFIX = f"{_SUFFIX}.json"
@@ -165,21 +160,11 @@ class StreamedFiles:
             if (
                 self._store.exists(goal)
                 and self._store.size(goal) == target.num_bytes
-                and all(self._is_written(result, target) for result in results)
+                and all(is_written(self._store, goal, target, result) for result in results)
             ):
                 self._complete.add(number)
                 self.targets[number] = target
                 yield from results
-
-    def _is_written(self, result: Result, target: TargetFile) -> bool:
-        """Return whether the bytes of an item are in the file."""
-        spans = list(blocks_of(target, result.item))
-        buffers = [memoryview(bytearray(high - low)) for low, high in spans]
-        self._store.read_ranges(
-            join(self._directory, target.name),
-            [(low, (buffer,)) for (low, _), buffer in zip(spans, buffers, strict=True)],
-        )
-        return tuple(map(crc32, buffers)) == result.blocks
 
     def batches(self, left: Sequence[WorkItem], num_items: int) -> list[Streamed]:  # noqa: ARG002
         """Return one batch for each remaining file, and one for each item that is only read."""

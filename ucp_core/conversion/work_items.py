@@ -13,10 +13,12 @@ from __future__ import annotations
 import mmap
 import os
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, StorageError
+from ucp_core.formats import TargetFile
 from ucp_core.geometry import (
     DTYPE_BYTES,
     Box,
@@ -38,11 +40,6 @@ from ucp_core.reading import (
     scattered,
 )
 from ucp_core.storage import Store, is_local, join, open_file
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from ucp_core.formats import TargetFile
 
 #: A process may have 1024 files open, and its other parts need some of them.
 _OPEN_FILES_MAX = 200

@@ -4,22 +4,17 @@ Each way gives batches to ``ItemWorker`` objects and passes every result to ``ta
 thread. ``orchestrator.driver.convert`` does the same on a Ray cluster.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from ucp_core.conversion.work_items import ItemWorker, Job, Result
 from ucp_core.errors import UcpError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from concurrent.futures import Executor, Future
 
 #: Batches per worker: the current one, and one so that it never waits for the next.
 _BATCHES_EACH = 2

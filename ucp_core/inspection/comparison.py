@@ -6,12 +6,13 @@ Both are read as boxes of whole tensors. Tensors whose checksums prove them equa
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from math import prod
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from ucp_core.geometry import DTYPE_BYTES, Box, Extent, TensorEntry, TensorKey, 
 from ucp_core.inspection.elements import Difference, Tolerance, common_dtype, compare
 from ucp_core.native import (
     MEMORY_BYTES_MIN,
+    Checkpoint,
     Slab,
     SlabReader,
     TensorBox,
@@ -28,11 +30,6 @@ from ucp_core.native import (
     reading,
 )
 from ucp_core.numerics import combine, grouped
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-    from ucp_core.native import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

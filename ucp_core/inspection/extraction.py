@@ -1,24 +1,18 @@
 """Extract a tensor or a box of it to a file that other tools open."""
 
-from __future__ import annotations
-
 import io
+from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ucp_core.errors import UcpError
 from ucp_core.geometry import DTYPE_BYTES, Box, TensorEntry, TensorKey
-from ucp_core.native import check_memory, stream_box
+from ucp_core.native import Checkpoint, check_memory, stream_box
 from ucp_core.numerics import FLOATS, crc32, decode, numpy_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ucp_core.native import Checkpoint
-    from ucp_core.storage import Buffer, Store
+from ucp_core.storage import Buffer, Store
 
 _FIRST = 8
 

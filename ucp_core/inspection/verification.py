@@ -1,22 +1,16 @@
 """Read every byte of a checkpoint and report what has changed since it was written."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeAlias
 
 from ucp_core.conversion import differing_replicas
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, Problem, StorageError
-from ucp_core.geometry import prove_entry
+from ucp_core.geometry import Fragment, StateMap, TensorKey, prove_entry
 from ucp_core.manifest import Kind, from_bytes
 from ucp_core.native import MANIFEST_NAME, Checkpoint, rank_name, reading
 from ucp_core.reading import crc32_of
 from ucp_core.storage import join
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from ucp_core.geometry import Fragment, StateMap, TensorKey
 
 #: A tensor and one of its fragments.
 _Held: TypeAlias = "tuple[TensorKey, Fragment]"
