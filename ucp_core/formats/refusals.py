@@ -1,4 +1,4 @@
-"""The errors about DeepSpeed's folders: each names the file, and what is wrong with it."""
+"""The errors about foreign files and folders: each names the place, and what is wrong with it."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from ucp_core.numerics import shortened
 
 
 def corrupt(where: str, what: str, **facts: Any) -> CheckpointCorruptError:
-    """Return the error for a file or folder that DeepSpeed would not have written like this."""
+    """Return the error for a file or folder that its framework would not have written like this."""
     return CheckpointCorruptError(f"{where}: {what}", path=where, **facts)
 
 

@@ -6,9 +6,10 @@ its header says where each tensor is. No other form repeats an offset. Source:
 ``torch.distributed.checkpoint.metadata`` and ``.filesystem`` of torch 2.0 to 2.13.
 """
 
+import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -239,6 +240,45 @@ def find_safetensors(container: Container) -> None:
         refs = _refs(container.store, container.directory, file, start, wanted)
         for key, item, place in members:
             _put(container, item, item.chunks[place].box, refs[key], place)
+
+
+def sharded_container(store: Store, directory: str, names: Iterable[str]) -> Container | None:
+    """Return what ``HuggingFaceStorageWriter(save_distributed=True)`` wrote, or None.
+
+    It writes no metadata: each rank's file says where its boxes begin in the whole tensors.
+    """
+    shards = {name: int(m[1]) for name in names for m in [_SHARD.fullmatch(name)] if m}
+    if not shards:
+        return None
+    lacks = set(range(1, max(shards.values()))) - set(shards.values())
+    if lacks:
+        raise missing(directory, [f"the files of shard {min(lacks)}"])
+    container = Container(store, directory, sizes=store.sizes(directory))
+    container.metadata_names = tuple(sorted(shards))
+    for file in sorted(shards):
+        path = join(directory, file)
+        header, start = read_header(store, path, container.sizes[file])
+        with refusing_nonsense(path, "torch DCP"):
+            offsets = json.loads(header.metadata["DCP_SHARDING_INFO"])
+            for tensor in header.tensors:
+                low = extents_of(offsets[tensor.name]["saved_offsets"])
+                _add_shard(container, file, start, tensor, low)
+    return container
+
+
+def _add_shard(
+    container: Container, file: str, start: int, tensor: TensorRange, low: tuple[int, ...]
+) -> None:
+    stop = tuple(a + b for a, b in zip(low, tensor.shape, strict=True))
+    item = container.tensors.setdefault(tensor.name, StoredTensor(tensor.dtype, stop, []))
+    if item.dtype != tensor.dtype or len(item.shape) != len(stop):
+        msg = f"{tensor.name} is {tensor.dtype}{list(tensor.shape)}, {item.dtype} elsewhere"
+        raise ValueError(msg)
+    item.shape = tuple(map(max, item.shape, stop))
+    box = Box(low, stop)
+    if not box.is_empty:
+        ref = _ref(tensor, box, file, start)
+        _put(container, item, box, ref, len(item.chunks))
 
 
 def _put(container: Container, item: StoredTensor, box: Box, ref: TensorRef, place: int) -> None:

@@ -32,6 +32,8 @@ class KeyNames:
     #: hyper-parameter.
     groups: dict[str, tuple[str, int | str, str]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
+    #: The fqn by number, if the optimizer has only numbers.
+    numbers: dict[int, str] = field(default_factory=dict)
 
 
 def classify(

@@ -9,16 +9,23 @@ that ended between two files.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from typing import Any
 
-from ucp_core.errors import CheckpointNotFoundError, ForeignClassError, UnsupportedVersionError
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ForeignClassError,
+    UcpError,
+    UnsupportedVersionError,
+)
 from ucp_core.formats.dcp.container import Container
-from ucp_core.formats.dcp.directory import read_container
+from ucp_core.formats.dcp.directory import read_container, sharded_container
 from ucp_core.formats.dcp.key_names import KeyNames, classify
 from ucp_core.formats.dcp.recognition import NAME, metadata_names, parts_of
-from ucp_core.formats.shared import NUMBER_DTYPES, Assembly
+from ucp_core.formats.refusals import corrupt
+from ucp_core.formats.shared import NUMBER_DTYPES, Assembly, assign
 from ucp_core.geometry import TensorEntry, TensorKey, packed_strides
 from ucp_core.language import Rules
 from ucp_core.manifest import Item
@@ -48,13 +55,7 @@ def state_of(container: Container) -> Assembly:
     shapes = {key: item.shape for key, item in container.tensors.items()}
     _refuse_flat(container)
     names = classify(shapes, container.blobs, container.paths)
-    numbered = [fqn for fqn, _ in names.states.values() if fqn.isdecimal()]
-    if numbered and not {*numbered} <= set(names.weights.values()):
-        raise UnsupportedVersionError(
-            f"{container.where}: the optimizer's state is saved by number and not by name: save "
-            "it with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
-            path=container.where,
-        )
+    _name_numbers(container, names)
     found = Assembly(container.store, container.directory)
     keys = {key: TensorKey(fqn, "weight") for key, fqn in names.weights.items()}
     keys |= {
@@ -108,6 +109,76 @@ def _ref(entry: TensorEntry) -> TensorRef:
     return TensorRef(entry.dtype, entry.shape, strides, fragment.file, fragment.offset_bytes, None)
 
 
+def _name_numbers(container: Container, names: KeyNames) -> None:
+    """Name the parameters that the optimizer's state knows only by number."""
+    fqns = {fqn for fqn, _ in names.states.values()}
+    if not fqns or not all(fqn.isdecimal() for fqn in fqns):
+        return
+    if fqns <= set(names.weights.values()):
+        return
+    shapes: dict[int, tuple[int, ...]] = {}
+    for key, (fqn, _) in names.states.items():
+        shape = container.tensors[key].shape if key in container.tensors else ()
+        if prod(shape) > prod(shapes.get(int(fqn), ())) or (shape and int(fqn) not in shapes):
+            shapes[int(fqn)] = shape
+    groups = _numbers_by_group(container, names) or [sorted(map(int, fqns))]
+    wanted = [[shapes.get(number) for number in group] for group in groups]
+    try:
+        found = assign(wanted, list(_in_model_order(container, names).items()), container.where)
+    except UcpError as error:
+        raise _numbered(container, error.facts.get("why", str(error))) from error
+    pairs = (zip(group, fqns, strict=True) for group, fqns in zip(groups, found, strict=True))
+    named = {number: fqn for pair in pairs for number, fqn in pair}
+    names.states = {key: (named[int(fqn)], slot) for key, (fqn, slot) in names.states.items()}
+    names.numbers = named
+
+
+def _numbered(container: Container, why: str) -> CheckpointCorruptError:
+    return corrupt(
+        container.where,
+        f"the optimizer's state is saved by number and not by name, and {why}: save it with "
+        "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+    )
+
+
+def _numbers_by_group(container: Container, names: KeyNames) -> list[list[int]]:
+    """Return the numbers of each group's parameters; empty if the groups lack them."""
+    keys = {
+        key: group
+        for key, (_, group, name) in names.groups.items()
+        if name == "params" and isinstance(group, int) and key in container.blobs
+    }
+    values = sorted((keys[key], value) for key, value in container.values(keys))
+    known = {int(fqn) for fqn, _ in names.states.values()}
+    numbers = [number for _, value in values if isinstance(value, list) for number in value]
+    if any(type(number) is not int for number in numbers) or not known <= set(numbers):
+        return []
+    return [value for _, value in values]
+
+
+def _in_model_order(container: Container, names: KeyNames) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of trainable tensors by fqn, in the model's order.
+
+    Ranks share the work of writing, so the files do not have the model's order. The nested state
+    does.
+    """
+    told = [key for key in container.paths if key in names.weights]
+    rest = [key for key in names.weights if key not in container.paths]
+    if rest and len({c.blob.file for key in rest for c in container.tensors[key].chunks}) > 1:
+        raise _numbered(
+            container, f"nothing shows in which order the model has {rest[0]} and others"
+        )
+    shapes = {names.weights[key]: container.tensors[key].shape for key in (*told, *rest)}
+    return {fqn: shape for fqn, shape in shapes.items() if not _is_statistic(fqn, shapes)}
+
+
+def _is_statistic(fqn: str, known: Collection[str]) -> bool:
+    """Return whether this is one of the three buffers of torch's batch normalisation."""
+    layer, _, name = fqn.rpartition(".")
+    prefix = f"{layer}." if layer else ""
+    return name in _STATISTICS and all(f"{prefix}{other}" in known for other in _STATISTICS)
+
+
 def _add_values(found: Assembly, container: Container, names: KeyNames) -> None:
     """Add the optimizer's values that are not tensors."""
     others: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -131,7 +202,8 @@ def _add_groups(found: Assembly, container: Container, names: KeyNames) -> None:
     merged: dict[str, dict[str, Any]] = {}
     for (root, group), fields in groups.items():
         if isinstance(group, int):
-            found.groups.append({**fields, "params": [str(p) for p in fields.get("params", ())]})
+            params = [names.numbers.get(p, p) for p in fields.get("params", ())]
+            found.groups.append({**fields, "params": [str(p) for p in params]})
             continue
         # Flattened: each parameter of a group repeats the same values.
         identity = json.dumps([root, fields], sort_keys=True)
@@ -300,13 +372,15 @@ def read(
     where = directory if tag is None else join(directory, tag)
     names = store.list(where)
     parts = [""] if metadata_names(names) else parts_of(store, where, names)
-    if not parts:
+    container = (
+        read_container(store, where, parts) if parts else sharded_container(store, where, names)
+    )
+    if container is None:
         raise CheckpointNotFoundError(
             f"{where} has no .metadata: it is not a checkpoint of torch DCP, or its save was "
             "not finished",
             path=where,
         )
-    container = read_container(store, where, parts)
     if not container.tensors:
         raise UnsupportedVersionError(
             f"{container.where} names no tensor: none was saved, or whole states were saved as one "

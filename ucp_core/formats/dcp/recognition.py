@@ -16,7 +16,9 @@ _PARTS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
 def recognise(store: Store, directory: str) -> bool:
     """Return whether ``directory`` is a checkpoint of torch DCP, in one of its forms."""
     names = store.list(directory)
-    return bool(metadata_names(names) or parts_of(store, directory, names))
+    if metadata_names(names) or parts_of(store, directory, names):
+        return True
+    return any(name.startswith("shard-") and name.endswith(".safetensors") for name in names)
 
 
 def metadata_names(names: Iterable[str]) -> tuple[str, ...]:
