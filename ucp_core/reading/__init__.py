@@ -19,7 +19,14 @@ from ucp_core.reading.planning import Copy, Mean, Part, ReadPlan, plan, read_byt
 
 if TYPE_CHECKING:
     from ucp_core.reading.mapped import Mapped
-    from ucp_core.reading.transfer import Source, execute, gap_bytes_max, run_gap_bytes_min, view_of
+    from ucp_core.reading.transfer import (
+        Source,
+        execute,
+        fresh_memory,
+        gap_bytes_max,
+        run_gap_bytes_min,
+        view_of,
+    )
 
 
 __getattr__ = lazy_door(__name__)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ucp_core.geometry import Box
 from ucp_core.native import LocalTensor
+from ucp_core.reading import fresh_memory
 from workers.errors import StateError
 from workers.parallel import LocalShard
 from workers.state.replica_shares import ReplicaShare, cut
@@ -391,8 +392,10 @@ class HostBuffer:
             places.append((end, end + size_bytes))
             end += math.ceil(size_bytes / _ALIGN_BYTES) * _ALIGN_BYTES
         if len(self._block) < end:
-            pinned = any(entry.tensor.is_cuda for entry in entries)
-            self._block = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+            if any(entry.tensor.is_cuda for entry in entries):
+                self._block = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._block = torch.frombuffer(fresh_memory(end), dtype=torch.uint8)
         return [
             self._block[start:stop].view(entry.tensor.dtype).view(entry.tensor.shape)
             for entry, (start, stop) in zip(entries, places, strict=True)
