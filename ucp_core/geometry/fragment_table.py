@@ -67,6 +67,11 @@ class TableTensors:
         return {tensor.key: number for number, tensor in enumerate(self.every)}
 
     @cached_property
+    def by_key(self) -> Mapping[TensorKey, TableTensor]:
+        """Return the tensors by key."""
+        return {tensor.key: tensor for tensor in self.every}
+
+    @cached_property
     def is_sorted(self) -> bool:
         """Return whether the tensors are sorted by key."""
         return all(one.key < other.key for one, other in pairwise(self.every))

@@ -18,6 +18,8 @@ from ucp_core.numerics import shortened
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ucp_core.geometry.fragment_table import TableTensor
+
 #: Bytes of one element by safetensors' name of the dtype.
 DTYPE_BYTES = {
     "BOOL": 1,
@@ -116,6 +118,12 @@ class StateMap:
     def num_bytes(self) -> int:
         """Return the size of all tensors, counting replicas once."""
         return sum(entry.num_bytes for entry in self.entries.values())
+
+    @property
+    def tensors(self) -> Mapping[TensorKey, TensorEntry | TableTensor]:
+        """Return key, dtype and shape of every tensor; unlike ``entries`` it makes no fragments."""
+        table = getattr(self.entries, "table", None)
+        return self.entries if table is None else table.tensors.by_key
 
     def prove_coverage(self) -> None:
         """Check that fragments without replicas hold every element of every tensor exactly once.

@@ -328,7 +328,7 @@ def load(
 
 def _as_held(checkpoint: Checkpoint, tensor: LocalTensor) -> LocalTensor:
     """Return the tensor in the checkpoint's dtype, at the end of its memory, if that is smaller."""
-    entry = checkpoint.state_map.entries.get(TensorKey(tensor.fqn, tensor.slot))
+    entry = checkpoint.state_map.tensors.get(TensorKey(tensor.fqn, tensor.slot))
     if entry is None or tensor.box.is_empty or tensor.dtype not in WIDER.get(entry.dtype, ()):
         return tensor
     num_bytes = tensor.box.num_elements * DTYPE_BYTES[entry.dtype]

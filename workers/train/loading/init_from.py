@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ucp_core
 from ucp_core.errors import UcpError
-from ucp_core.geometry import Box, TensorEntry, TensorKey
+from ucp_core.geometry import Box, TableTensor, TensorEntry, TensorKey
 from ucp_core.language import rename
 from ucp_core.native import Checkpoint
 from ucp_core.numerics import WIDER, shortened
@@ -31,6 +31,8 @@ from workers.train.loading.restore import WEIGHT, without_optimizer_state
 INITIAL: Final = "initial checkpoint"
 #: Fill tensors from a checkpoint, also with narrower dtypes; return the number of bytes.
 Load = Callable[[Checkpoint, Sequence[StateEntry]], int]
+#: Dtype and shape of a tensor.
+_Described = TensorEntry | TableTensor
 #: Number of tensors of a kind that an error names; it counts the others.
 _TOLD: Final = 5
 #: Numbers of dims of tensors whose first dim counts rows; with three dims it counts experts.
@@ -106,7 +108,7 @@ def load_initial(
     """
     aliases = aliases_of(model)
     checkpoint = _opened(run, needed, model, aliases)
-    held = checkpoint.state_map.entries
+    held = checkpoint.state_map.tensors
     missing = frozenset(name for name in needed if TensorKey(name, WEIGHT) not in held)
     rows = _other_rows(run, held, needed, tell=tell)
     _refuse_misfits(run, checkpoint, needed, missing, rows)
@@ -168,7 +170,7 @@ def _opened(
 
 def _other_rows(
     run: Start,
-    held: Mapping[TensorKey, TensorEntry],
+    held: Mapping[TensorKey, _Described],
     needed: Mapping[str, Needed],
     *,
     tell: bool,
@@ -229,7 +231,7 @@ def _are_equal(
         if (entry.fqn, entry.slot) == (owner, WEIGHT)
     ]
     if any(
-        checkpoint.state_map.entries[TensorKey(other.fqn, WEIGHT)].shape != entry.shape
+        checkpoint.state_map.tensors[TensorKey(other.fqn, WEIGHT)].shape != entry.shape
         for entry, other in pairs
     ):
         return False
@@ -310,7 +312,7 @@ def _refuse_misfits(
 
     Parameters in ``rows`` may have more or fewer rows.
     """
-    held = checkpoint.state_map.entries
+    held = checkpoint.state_map.tensors
     unexpected = sorted({key.fqn for key in held if key.slot == WEIGHT} - needed.keys())
     refused = sorted(
         name
@@ -348,7 +350,7 @@ def _refuse_misfits(
 
 
 def _told_misfits(
-    misfits: Mapping[str, TensorEntry], needed: Mapping[str, Needed], rows: str
+    misfits: Mapping[str, _Described], needed: Mapping[str, Needed], rows: str
 ) -> Iterator[str]:
     """Yield the tensors that do not fit, for people; ``rows`` is the option for other rows."""
     wrong = [
@@ -368,16 +370,20 @@ def _told_misfits(
         )
 
 
-def _fits(entry: TensorEntry, needed: Needed) -> bool:
+def _fits(entry: _Described, needed: Needed) -> bool:
     fitting = (entry.dtype, *WIDER.get(entry.dtype, ()))
     return entry.shape == needed.shape and DTYPES[needed.dtype] in fitting
 
 
-def _differs_in_rows(entry: TensorEntry, needed: Needed) -> bool:
+def _differs_in_rows(entry: _Described, needed: Needed) -> bool:
     """Return whether a parameter would fit with another number of rows, as of a vocabulary."""
     shape = needed.shape[:1] + entry.shape[1:]
     is_matrix = len(shape) in _WITH_ROWS and not needed.is_optional
-    return is_matrix and entry.shape != shape and _fits(replace(entry, shape=shape), needed)
+    return (
+        is_matrix
+        and entry.shape != shape
+        and _fits(TableTensor(entry.key, entry.dtype, shape), needed)
+    )
 
 
 def refuse_uncounted(
@@ -411,9 +417,9 @@ def refuse_uncounted(
 def _scalars(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, Any]:
     """Return the optimizer's scalars: slots without a shape, or the small values of our own."""
     entries = [
-        entry
-        for key, entry in checkpoint.state_map.entries.items()
-        if key.slot != WEIGHT and not entry.shape and key.fqn in names
+        checkpoint.state_map.entries[key]
+        for key, tensor in checkpoint.state_map.tensors.items()
+        if key.slot != WEIGHT and not tensor.shape and key.fqn in names
     ]
     found: dict[str, Any] = {}
     for entry, value in zip(entries, read_whole(checkpoint, entries), strict=True):

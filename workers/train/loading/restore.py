@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ucp_core.errors import CheckpointCorruptError, UcpError
-from ucp_core.geometry import TensorEntry, TensorKey
+from ucp_core.geometry import TableTensor, TensorEntry, TensorKey
 from ucp_core.native import (
     AVERAGE,
     RELATIONS,
@@ -249,7 +249,7 @@ def without_optimizer_state(
 
 def misfits(
     need: Iterable[LocalTensor],
-    held: Mapping[TensorKey, TensorEntry],
+    held: Mapping[TensorKey, TensorEntry | TableTensor],
     names: Collection[str] | None,
 ) -> tuple[str, ...]:
     """Return how a version differs from the state to fill, one line per tensor.
@@ -320,7 +320,7 @@ class Target:
 
     def misfits(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """Return how the checkpoint differs from the state."""
-        held, names = checkpoint.state_map.entries, self._names
+        held, names = checkpoint.state_map.tensors, self._names
         if names is not None:
             # A model may drop parameters that never trained, such as a teacher.
             names = {*names, *checkpoint.extra.get(RELATIONS, {}).get("frozen", ())}
