@@ -238,10 +238,11 @@ def load(
         CheckpointError: It cannot be opened, does not fit, or is damaged. The model may then be
             partly filled.
     """
+    from ucp_core.torch_files import collector_paused
     from workers.train import Start
 
     wait()
-    with _said(f"cannot load {os.fspath(path)}"):
+    with _said(f"cannot load {os.fspath(path)}"), collector_paused():
         checkpoint, folder = _opened(os.fspath(path))
         start = Start(
             init_from=checkpoint.given or checkpoint.directory,

@@ -1,5 +1,6 @@
 """Checkpoints of a plain script in one process; those of several are in ``tests/integration``."""
 
+import gc
 import shutil
 import subprocess
 import sys
@@ -322,3 +323,36 @@ def test_processes_without_a_group_are_refused(
     checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, alone=True)
 
     assert checkpoint.newest(tmp_path)
+
+
+def test_a_load_collects_no_garbage(tmp_path: Path) -> None:
+    """Visiting all objects of torch took six times as long as loading a small model."""
+
+    class Observer:
+        def state_dict(self) -> dict[str, bool]:
+            return {}
+
+        def load_state_dict(self, _state: dict[str, bool]) -> None:
+            found.append(gc.isenabled())
+
+    found: list[bool] = []
+    model, optimizer = trained()
+    mine = {"observer": Observer()}
+    checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, extra=mine)
+
+    checkpoint.load(tmp_path, model=model, optimizer=optimizer, extra=mine)
+
+    assert [*found, gc.isenabled()] == [False, True]
+
+
+def test_tensors_of_a_large_manifest_are_described_without_fragments(tmp_path: Path) -> None:
+    """With 128 ranks, an eighth of the time of a load made fragments that it did not need."""
+    model = nn.ModuleList(nn.Linear(2, 3) for _ in range(300))
+    checkpoint.save(tmp_path, 1, model=model)
+
+    state_map = ucp_core.open(str(tmp_path / "step-00000001")).state_map
+
+    assert not any(hasattr(one, "fragments") for one in state_map.tensors.values())
+    assert {key: (one.dtype, one.shape) for key, one in state_map.tensors.items()} == {
+        key: (one.dtype, one.shape) for key, one in state_map.entries.items()
+    }
