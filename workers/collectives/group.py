@@ -170,20 +170,15 @@ class RecordedGroup(dist.ProcessGroup):
         """Reduce ``value`` over the members and leave this rank's part in ``output``."""
         return self._reduce_scatter([output], [value], opts, single=True)
 
-    def _reduce_scatter_base(self, output: Any, value: Any, opts: Any = None) -> dist.Work:
-        return self._reduce_scatter([output], [value], opts, single=True)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[Any], values: list[Any], opts: Any = None
-    ) -> dist.Work:
-        """Reduce each pair as ``reduce_scatter_single`` does."""
-        return self._reduce_scatter(outputs, values, opts, single=False)
-
     def reduce_scatter_single_coalesced(
         self, outputs: list[Any], values: list[Any], opts: Any = None
     ) -> dist.Work:
         """Reduce each pair as ``reduce_scatter_single`` does."""
         return self._reduce_scatter(outputs, values, opts, single=False)
+
+    # Their names before torch 2.12.
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def reduce_scatter(  # type: ignore[override]  # the overload that torch calls
         self, outputs: list[Any], values: list[list[Any]], opts: Any = None
@@ -246,8 +241,6 @@ class RecordedGroup(dist.ProcessGroup):
             raise attempt.error(f"; {op} was not started", op)
         if on_device and nccl.is_recording_graph():
             return None
-        if on_device:
-            attempt.let_catch_up(op)
         index = pair if pair is not None else self._index
         if index is None:
             index = self._index = attempt.ring.group(self._named(), self._ranks)
@@ -255,7 +248,7 @@ class RecordedGroup(dist.ProcessGroup):
         if on_device:
             attempt.note_call()
         # This comes before the call, because a synchronous call makes the stream wait for its end.
-        start = attempt.start() if on_device else None
+        start = nccl.Start() if on_device else None
         return Call(attempt, index, self._label, op, number, seq, start)
 
     def _reduce_scatter(
@@ -266,10 +259,9 @@ class RecordedGroup(dist.ProcessGroup):
         call = self._enter("reduce_scatter", _payload(values), on_device=on_device)
         if on_device:
             waits = _return_work(opts)
-            if single:
-                reduce, tensors = getattr(self._inner, REDUCE_SCATTER), (outputs[0], values[0])
-            else:
-                reduce, tensors = getattr(self._inner, REDUCE_SCATTER_COALESCED), (outputs, values)
+            name = REDUCE_SCATTER if single else REDUCE_SCATTER_COALESCED
+            reduce = getattr(self._inner, name)
+            tensors = (outputs[0], values[0]) if single else (outputs, values)
             return self._begun(
                 call, lambda: reduce(*tensors, opts), on_device=True, waits_at_once=waits
             )

@@ -139,7 +139,8 @@ def is_recording_graph() -> bool:
 class Start:
     """The position in a stream at which the device reaches a collective.
 
-    NCCL's kernel waits for this position. The host calls long before the device reaches it.
+    NCCL's kernel waits for this position. The host calls long before the device reaches it. If it
+    is ``timed``, the device records when it does.
     """
 
     __slots__ = ("_event",)
@@ -152,15 +153,6 @@ class Start:
         """Return whether the device has reached the position."""
         return bool(self._event.query())
 
-
-class Timed(Start):
-    """A position in the stream whose time the device records."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(timed=True)
-
     def since(self, other: Any) -> float:
-        """Return the seconds from another position to this one; the device has reached both."""
+        """Return the seconds between two ``timed`` positions that the device has reached."""
         return float(other._event.elapsed_time(self._event)) / 1000  # noqa: SLF001 - its own class
