@@ -21,7 +21,13 @@ that reconfigure formed does no work until their timeout. The 8 to 27 ms that it
 compared with a lost timeout. The figures are from ``tests/benchmarks/RESULTS.md``.
 """
 
-from workers.collectives.errors import AbortedError, CollectiveError, GroupError, unreached
+from workers.collectives.errors import (
+    AbortedError,
+    CollectiveError,
+    GroupError,
+    causes,
+    unreached,
+)
 from workers.collectives.forming import (
     abort,
     check,
@@ -35,5 +41,5 @@ from workers.collectives.forming import (
 )
 from workers.collectives.group import connect_pairs
 from workers.collectives.nccl import is_recording_graph, share_device
-from workers.collectives.places import described, script_frame, script_line
+from workers.collectives.places import described, is_of_script, script_frame, script_line
 from workers.collectives.results import on_host, reading, settled

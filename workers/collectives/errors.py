@@ -6,6 +6,7 @@ GroupError
 """
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
 from ucp_core.errors import FactsError
@@ -40,13 +41,18 @@ def unreached(error: BaseException) -> str:
 
     A peer that closed its connection was reachable, so it is not returned.
     """
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        said = str(cause)
+    for said in map(str, causes(error)):
         named = _REMOTE.search(said)
         if named is not None and _UNREACHED.search(said) and "closed by peer" not in said:
             return named[1] or named[2]
+    return ""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        yield cause
         seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
-    return ""

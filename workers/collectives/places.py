@@ -95,20 +95,6 @@ class Places:
             # The controller that held the store was restarted.
             return {}
 
-    def say(self, name: str, text: str) -> None:
-        """Publish a text to all ranks. They may read it late."""
-        if self._world_size > 1:
-            self._put(f"said/{name}", text)
-
-    def heard(self, name: str) -> str:
-        """Return the last text of a rank; "" if there is none, or the store is gone."""
-        try:
-            key = f"said/{name}"
-            is_there = self._world_size > 1 and self._store.check([key])
-            return self._store.get(key).decode() if is_there else ""
-        except (RuntimeError, dist.DistError):
-            return ""
-
     def _meet(self, what: str) -> dict[int, str] | None:
         number, line = self._num_met + 1, script_line(sys._getframe(2))  # noqa: SLF001
         counter = f"met/{number}/{what}"
@@ -174,22 +160,22 @@ class Places:
             "op": waited.op,
             "line": line,
         }
-        self._put(f"place/{self._rank}", json.dumps(place))
-
-    def _put(self, key: str, text: str) -> None:
         # Without a store, ranks cannot meet.
         with contextlib.suppress(RuntimeError, dist.DistError):
-            self._store.set(key, text)
+            self._store.set(f"place/{self._rank}", json.dumps(place))
 
 
 def script_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the script that called a frame; None if there is none."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file == _BUILT_IN or not file.startswith((_OURS, *_LIBRARIES)):
-            break
+    while frame is not None and not is_of_script(frame):
         frame = frame.f_back
     return frame
+
+
+def is_of_script(frame: FrameType) -> bool:
+    """Return whether a frame runs code of the script, and not of this package or a library."""
+    file = frame.f_code.co_filename
+    return file == _BUILT_IN or not file.startswith((_OURS, *_LIBRARIES))
 
 
 def script_line(frame: FrameType | None) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from workers.errors import TaskError
-from workers.parallel.fsdp import LocalShard, is_whole, take_frozen
+from workers.parallel.fsdp import LocalShard, fsdp_modules, is_whole, take_frozen
 from workers.parallel.torch_names import Group, NoGroup, in_backward, param_group
 
 
@@ -80,6 +80,7 @@ class Units:
     """
 
     def __init__(self, model: nn.Module, used: Used) -> None:
+        self.modules = [*fsdp_modules(model)]  #: The modules that FSDP2 gathers.
         self.used = used
         self.uses: dict[_Inside, _Use] = {}
         #: Units that were reduced before the backward pass had reported all their gradients.

@@ -564,11 +564,9 @@ class Session:
         self._steps = Steps(
             loader.step,
             loader.extra,
-            settings=self.settings,
+            context=self._context,
             sharded=sharded,
             boundary=self._boundary,
-            progress=self._context.progress,
-            node=self._context.node,
         )
         return restored
 

@@ -15,11 +15,10 @@ from workers.data import DataLoader, DataOrder, Dataset, as_data, micro_batches_
 from workers.errors import TaskError
 from workers.models import adapter_documents
 from workers.protocol import WorkerPhase
-from workers.records import ProgressRecord
-from workers.settings import Settings
 from workers.state import Stateful
 from workers.train.agreement import agree_on_data, agree_on_registered
 from workers.train.boundary import Boundary
+from workers.train.context import WorkerContext
 from workers.train.executor import GradientSums, Recheck, ShardedModel, Step, room_of
 from workers.train.same_samples import SameSamples, contents, inputs
 from workers.train.script_locals import ScriptLocals
@@ -42,11 +41,9 @@ class Steps:
         step: int,
         restored: Mapping[str, Any],
         *,
-        settings: Settings,
+        context: WorkerContext,
         sharded: ShardedModel,
         boundary: Boundary,
-        progress: ProgressRecord,
-        node: str,
     ) -> None:
         loss = restored.get("loss")
         #: ``step``: Last completed step.
@@ -56,10 +53,10 @@ class Steps:
         self.has_begun = False  #: Whether the script has requested the first step.
         self.sharded = sharded
         self._restored = restored
-        self._settings, self._node = settings, node
-        self._boundary, self._progress = boundary, progress
+        self._settings, self._node = context.settings, context.node
+        self._boundary, self._progress = boundary, context.progress
         self._first_step = step + 1
-        self._timeout_s = settings.parallel.collective_timeout_s
+        self._timeout_s = context.settings.parallel.collective_timeout_s
         self._cursor: Mapping[str, Any] = {}
         self._stream: DataLoader | None = None
         self._batches: Generator[Any] | None = None
@@ -309,7 +306,7 @@ class Steps:
         if self._boundary.ending.is_due(agreed=step.agreed.stops):
             self._boundary.end(step.number, self.sharded, self._restored)
             return True
-        if step.leaves:
+        if step.agreed.leaves:
             self._boundary.leave(step.number)
         return False
 

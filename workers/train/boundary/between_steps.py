@@ -39,7 +39,14 @@ from workers.train.boundary.protection_wait import ProtectionWait
 from workers.train.boundary.replicas import refuse_diverged
 from workers.train.boundary.store import StorageWriter
 from workers.train.context import WorkerContext
-from workers.train.executor import Finiteness, ShardedModel, Signals, Step, all_agree
+from workers.train.executor import (
+    Finiteness,
+    ShardedModel,
+    Signals,
+    Step,
+    all_agree,
+    exchanged,
+)
 from workers.train.loading import LIVE_STATE
 from workers.train.whole_weights import digest_of_weights
 
@@ -99,9 +106,8 @@ class Boundary:
                     storage.wait_appended(_METRICS_S_MAX) if assignment.rank == 0 else None
                 ),
             )
-        train = settings.train
         #: Decides about updates that are not finite.
-        self.finiteness = Finiteness(train.not_finite, train.num_micro_batches, tell=self.tell)
+        self.finiteness = Finiteness(settings.train.not_finite, tell=self.tell)
         #: Ends the run before its last step, if the script requests that.
         self.ending = Ending(assignment, context, storage.write)
         #: Decides which versions to keep because a value was best.
@@ -258,7 +264,7 @@ class Boundary:
         unwritten: list[tuple[str, str]] = []
         if self._storage.holds_lines:
             extra = {**extra, UNWRITTEN: unwritten}
-        self._live = LiveState.after(step, step_s, sharded, extra)
+        self._live = LiveState(step, step_s, sharded, extra)
         self._context.progress.completed(step.number, step_s, step.loss, self._facts(step))
         self._state, agreed = None, step.agreed
         self._fallback.agree(is_behind=agreed.behind, is_without_memory=agreed.no_memory)
@@ -339,7 +345,7 @@ class Boundary:
         if is_loaded and step == assignment.resume_step:
             # It was loaded from storage.
             return
-        self.ending.end(step)
+        self.ending.end(step, exchanged(self.ending.wish, self._device))
         is_mine = due.storage or (self._is_taken and due.pin)
         if not all_agree(is_mine, self._device):
             self._store_again(step, sharded, live.extra if live is not None else extra)

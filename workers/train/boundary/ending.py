@@ -20,9 +20,6 @@ from workers.train.context import WorkerContext
 
 log = logging.getLogger(__name__)
 
-#: The key under which workers send a reason.
-_STOP = "stop"
-
 
 class Ending:
     """One worker's view of the end of a run, in one attempt."""
@@ -34,15 +31,14 @@ class Ending:
         write: Callable[[str, Iterable[bytes]], None],
     ) -> None:
         self._assignment, self._context, self._write = assignment, context, write
-        self._wish = ""
+        self.wish = ""  #: Why this worker's script has ended the run; "" if it has not.
         self.is_asked = False  #: Whether this worker's script has requested the end.
         self.reason = ""  #: Why the run has ended before its last step; "" if it has not.
 
     def ask(self, reason: str) -> None:
         """Record the script's request to end the run."""
         if not self.is_asked:
-            self.is_asked, self._wish = True, reason or "no reason was given"
-            collectives.places().say(_STOP, self._wish)
+            self.is_asked, self.wish = True, reason or "no reason was given"
 
     def is_due(self, *, agreed: bool) -> bool:
         """Return whether the run ends after the step whose body has ended; equal on all workers.
@@ -61,13 +57,14 @@ class Ending:
                 f"{self._assignment.rank}, and {collectives.described(apart)}: leave it on all "
                 "workers in the same step, or call session.stop(reason) on any of them"
             )
-        self._wish = f"the script left its loop after step {step}"
+        self.wish = f"the script left its loop after step {step}"
 
-    def end(self, step: int) -> None:
-        """Record that the run ends with the version of ``step`` and of this attempt."""
-        self.reason = (
-            self._wish or collectives.places().heard(_STOP) or "another worker requested it"
-        )
+    def end(self, step: int, wishes: Iterable[str]) -> None:
+        """Record that the run ends with the version of ``step`` and of this attempt.
+
+        ``wishes`` are those of all ranks.
+        """
+        self.reason = next(filter(None, wishes))
         if self._assignment.rank == 0:
             log.warning("the run ends with step %s: %s", step, self.reason)
             told = {"step": step, "attempt": self._assignment.attempt, "reason": self.reason}
@@ -87,7 +84,7 @@ class Ending:
         version = (told["step"], told["attempt"])
         if version != (assignment.resume_step, assignment.resume_attempt):
             return False
-        self.reason = self._wish = told["reason"]
+        self.reason = self.wish = told["reason"]
         if assignment.rank == 0:
             log.warning("the run has ended with step %s: %s", assignment.resume_step, self.reason)
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -20,7 +20,7 @@ from workers.train.executor import ShardedModel, Step
 _NUM_VALUES: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LiveState:
     """The state after a step; valid until the next update begins."""
 
@@ -28,14 +28,10 @@ class LiveState:
     step_s: float
     sharded: ShardedModel  #: The model and optimizer.
     extra: Mapping[str, Any]  #: The small named values to save.
-    versions: list[int]  #: For every shard, how often it was written to.
+    versions: list[int] = field(init=False)  #: For every shard, how often it was written to.
 
-    @classmethod
-    def after(
-        cls, step: Step, step_s: float, sharded: ShardedModel, extra: Mapping[str, Any]
-    ) -> LiveState:
-        """Return the state as ``step`` left it."""
-        return cls(step, step_s, sharded, extra, _versions(sharded.shards))
+    def __post_init__(self) -> None:
+        self.versions = _versions(self.sharded.shards)
 
     def check(self) -> None:
         """Raise ``TaskError`` if a weight has changed since the update.

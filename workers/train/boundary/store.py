@@ -17,8 +17,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, cast
 
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -57,9 +59,6 @@ _UNWRITTEN_LINES_MAX: Final = 4 * _HELD_LINES
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 class StorageWriter:
     """Writes for one rank of one attempt. The training thread calls it and closes it.
@@ -79,8 +78,9 @@ class StorageWriter:
         moved: Callable[[int], None],
     ) -> None:
         self._owner = Owner(store, directory, assignment.claim)
-        self._store = _FencedStore(store, fenced, assignment.attempt, moved)
-        self._line_store = _FencedStore(store, self._is_closed_to_lines, assignment.attempt, moved)
+        guarded = partial(_FencedStore, store, attempt=assignment.attempt, moved=moved)
+        self._store = cast("Store", guarded(fenced))
+        self._line_store = cast("Store", guarded(self._is_closed_to_lines))
         self._late_until_s = float("-inf")
         #: Pairs of a path and a line without its end; a rank that writes none keeps only the last
         #: ones.
@@ -381,54 +381,36 @@ class _WriteRefused(Exception):  # noqa: N818  not an error: the fence has worke
     """The attempt was fenced before a write."""
 
 
+#: Methods of a store that change it.
+_WRITES: Final = frozenset({"write_atomic", "append", "delete", "delete_files", "makedirs"})
+
+
+@dataclass(frozen=True, slots=True)
 class _FencedStore:
     """A store that refuses to write once the attempt is fenced, but still reads."""
 
-    def __init__(
-        self,
-        store: Store,
-        fenced: Callable[[], bool],
-        attempt: int,
-        moved: Callable[[int], None],
-    ) -> None:
-        self._store = store
-        self._fenced = fenced
-        self._attempt = attempt
-        self._moved = moved
-        self.request_bytes = store.request_bytes
-        self.appends = store.appends
-        self.read = store.read
-        self.read_range = store.read_range
-        self.read_ranges = store.read_ranges
-        self.list = store.list
-        self.sizes = store.sizes
-        self.exists = store.exists
-        self.size, self.stamp = store.size, store.stamp
-        self.lock = store.lock
-        self.write_atomic = self._unless_fenced(store.write_atomic)
-        self.append = self._unless_fenced(store.append)
-        self.delete = self._unless_fenced(store.delete)
-        self.delete_files = self._unless_fenced(store.delete_files)
-        self.makedirs = self._unless_fenced(store.makedirs)
+    store: Store
+    fenced: Callable[[], bool]
+    attempt: int
+    moved: Callable[[int], None]
+
+    def __getattr__(self, name: str) -> Any:
+        """Forward; before a write look for the fence."""
+        if name in _WRITES:
+            self._check()
+        return getattr(self.store, name)
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
         """Forward; stop between two chunks after the fence."""
-        return self._store.write_file(path, self._while_allowed(chunks), fsync=fsync)
-
-    def _unless_fenced(self, write: Callable[P, T]) -> Callable[P, T]:
-        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            self._check()
-            return write(*args, **kwargs)
-
-        return checked
+        return self.store.write_file(path, self._while_allowed(chunks), fsync=fsync)
 
     def _while_allowed(self, chunks: Iterable[Buffer]) -> Iterator[Buffer]:
         for chunk in chunks:
             self._check()
             yield chunk
-            self._moved(len(chunk))
+            self.moved(len(chunk))
         self._check()
 
     def _check(self) -> None:
-        if self._fenced():
-            raise _WriteRefused(f"attempt {self._attempt} was fenced")
+        if self.fenced():
+            raise _WriteRefused(f"attempt {self.attempt} was fenced")

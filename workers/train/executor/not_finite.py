@@ -12,7 +12,7 @@ from ucp_core.native import NOT_FINITE
 from workers.errors import NotFiniteError
 from workers.settings import IGNORE, STOP, NotFiniteSettings
 from workers.train.executor.exchange import all_agree
-from workers.train.executor.origin import Origin, Reduced, StepParts, find_origin
+from workers.train.executor.origin import Origin, Reduced, find_origin
 from workers.train.executor.sharded_model import ShardedModel
 
 #: Number of series of such updates that an attempt reports one by one; later it reports those whose
@@ -32,12 +32,10 @@ class Finiteness:
     def __init__(
         self,
         settings: NotFiniteSettings,
-        num_micro_batches: int,
         *,
         tell: Callable[[int, str, tuple[int, ...]], None],
     ) -> None:
         self._settings = settings
-        self._num_micro_batches = num_micro_batches
         self._tell_all, self._num_rows = tell, 0
         self.in_a_row = 0  #: Number of updates in a row, up to the last one, that are not finite.
         #: The newest step with finite weights, if they are not finite now.
@@ -56,7 +54,7 @@ class Finiteness:
         told = {key: value for key, value in kept.items() if value is not None}
         return {NOT_FINITE: told} if told else {}
 
-    def leaves_out(self, step: Reduced, parts: StepParts, sharded: ShardedModel) -> bool:
+    def leaves_out(self, step: Reduced, sharded: ShardedModel) -> bool:
         """Return whether to skip the update, or raise if the run ends before it.
 
         Every rank calls it with its own part.
@@ -72,11 +70,11 @@ class Finiteness:
             # The scaler tries a smaller scale.
             return True
         self.in_a_row += 1
-        self._judge(step, parts, sharded)
+        self._judge(step, sharded)
         # A scaler never lets an optimizer take such a gradient.
         return self._settings.action != IGNORE or (scaler is not None and not has_norm)
 
-    def _judge(self, step: Reduced, parts: StepParts, sharded: ShardedModel) -> None:
+    def _judge(self, step: Reduced, sharded: ShardedModel) -> None:
         """Report an update that is not finite, or raise if the run ends before it."""
         action, most = self._settings.action, self._settings.most
         self._num_rows += self.in_a_row == 1
@@ -84,7 +82,7 @@ class Finiteness:
         if action == IGNORE:
             self._is_watched = self._sound_step is None
             if self.in_a_row == 1:
-                where = find_origin(step, parts, sharded, self._num_micro_batches)
+                where = find_origin(step, sharded)
                 self._tell(
                     step.number,
                     where,
@@ -92,7 +90,7 @@ class Finiteness:
                     "because of train.not_finite.action=ignore",
                 )
             return
-        where = find_origin(step, parts, sharded, self._num_micro_batches)
+        where = find_origin(step, sharded)
         self._look(sharded, last - 1)
         broken = self._sound_step is not None
         if action == STOP or self.in_a_row >= most:

@@ -6,7 +6,7 @@ The ranks do this together, and only in a step whose sums are not finite.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,13 @@ from workers.train.executor.sharded_model import ShardedModel
 _TOLD: Final = 8
 
 
-class StepParts(NamedTuple):
-    """This rank's passes of a step, and the sum of losses and the tokens of each micro-batch."""
-
-    passes: Sequence[Pass]
-    sums: Mapping[int, tuple[Tensor, int]]
-
-
 class Reduced(Protocol):
-    """The facts about a step when its sums are reduced."""
+    """The facts about a step when its sums are reduced; see ``Step``."""
 
     number: int
+    passes: Sequence[Pass]
+    sums: Mapping[int, tuple[Tensor, int]]
+    num_micro_batches: int
     loss: float
     grad_norm: float
     tokens: int
@@ -48,22 +44,15 @@ class Origin:
     ranks: tuple[int, ...]
 
 
-def find_origin(
-    step: Reduced, parts: StepParts, sharded: ShardedModel, num_micro_batches: int
-) -> Origin:
+def find_origin(step: Reduced, sharded: ShardedModel) -> Origin:
     """Return the origin. Every rank calls it and gets the same."""
     names = sorted(sharded.shapes)
-    sizes = (
-        num_micro_batches,
-        num_micro_batches,
-        len(names),
-        *[sharded.mesh.layout.world_size] * 3,
-    )
+    sizes = *[step.num_micro_batches] * 2, len(names), *[sharded.mesh.layout.world_size] * 3
     flags = torch.zeros(sum(sizes), device=sharded.device)
     # A view of each part.
     losses, passed, parameters, *by_rank = flags.split(sizes)
     rank, probe = sharded.mesh.rank, sharded.reduction.probe
-    for micro_batch, (loss, _) in parts.sums.items():
+    for micro_batch, (loss, _) in step.sums.items():
         if not math.isfinite(float(loss)):
             losses[micro_batch] = by_rank[0][rank] = 1.0
     by_rank[1][rank] = float(bool(probe.outputs()))
@@ -76,12 +65,12 @@ def find_origin(
     found = probe.gradients()
     if found or (is_alone and parameters.any()):
         by_rank[2][rank] = 1.0
-    for micro_batch in _since_reductions(parts.passes, found):
+    for micro_batch in _since_reductions(step.passes, found):
         passed[micro_batch] = 1.0
     dist.all_reduce(flags)
     held = iter(on_host(flags))
     told = [[at for at in range(size) if next(held)] for size in sizes]
-    return _described(step, sharded.mesh.layout, names, told, num_micro_batches)
+    return _described(step, sharded.mesh.layout, names, told)
 
 
 def _since_reductions(passes: Sequence[Pass], numbers: Iterable[int]) -> set[int]:
@@ -97,12 +86,9 @@ def _since_reductions(passes: Sequence[Pass], numbers: Iterable[int]) -> set[int
 
 
 def _described(
-    step: Reduced,
-    layout: ParallelLayout,
-    names: Sequence[str],
-    told: Sequence[list[int]],
-    num: int,
+    step: Reduced, layout: ParallelLayout, names: Sequence[str], told: Sequence[list[int]]
 ) -> Origin:
+    num = step.num_micro_batches
     losses, passed, parameters, with_loss, with_outputs, with_gradient = told
     if losses:
         what = f"the loss of {described_numbers(losses, num)}"
@@ -117,8 +103,8 @@ def _described(
         ranks = _ranks(layout, with_gradient, (), first_stage=False)
     if layout.dp > 1 and {layout.data_rank(rank) for rank in ranks} == set(range(layout.dp)):
         return Origin(text=f"{what} on all workers", ranks=())
-    where = f" on {_listed(ranks)}" if ranks else ""
-    return Origin(text=f"{what}{where}{_positions(step, losses or passed, num)}", ranks=ranks)
+    where = f" on {'ranks' if ranks[1:] else 'rank'} {shortened(ranks, _TOLD)}" if ranks else ""
+    return Origin(text=f"{what}{where}{_positions(step, losses or passed)}", ranks=ranks)
 
 
 def _ranks(
@@ -142,18 +128,14 @@ def _ranks(
     return tuple(sorted(kept))
 
 
-def _positions(step: Reduced, found: Sequence[int], num: int) -> str:
+def _positions(step: Reduced, found: Sequence[int]) -> str:
     if len(found) != 1:
         return ""
     start, stop = step.order_range
-    size = (stop - start) // num
+    size = (stop - start) // step.num_micro_batches
     first = start + found[0] * size
     what = f"position {first}" if size == 1 else f"positions {first} to {first + size - 1}"
     return f" ({what} of the data order)"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"{'ranks' if ranks[1:] else 'rank'} {shortened(ranks, _TOLD)}"
 
 
 def described_numbers(found: Sequence[int], num: int) -> str:

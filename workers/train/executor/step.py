@@ -22,7 +22,7 @@ from torch.amp import GradScaler
 from workers import collectives
 from workers.data import keeping_host_numbers, num_tokens, random_seed, seed_all
 from workers.errors import LayoutRefusedError, TaskError
-from workers.parallel import PassHooks, Pipeline, drop_gathered, fsdp_modules
+from workers.parallel import PassHooks, Pipeline, drop_gathered
 from workers.protocol import WorkerPhase
 from workers.records import ProgressRecord
 from workers.settings import TrainSettings
@@ -35,7 +35,6 @@ from workers.train.executor.norm import (
     sum_of_squares,
 )
 from workers.train.executor.not_finite import Finiteness
-from workers.train.executor.origin import StepParts
 from workers.train.executor.own_changes import Changes, refuse_clipped
 from workers.train.executor.quotas import Pass
 from workers.train.executor.recheck import Recheck
@@ -80,6 +79,9 @@ class Step:
             ``GradScaler``; set by ``apply``.
         agreed: The signals of all workers, equal on all; set by ``apply``.
         recheck: Compares what workers compute; None if nothing is compared.
+        passes: The passes of this rank.
+        sums: The sum of losses and the tokens of each micro-batch that this rank has computed.
+        num_micro_batches: Micro-batches of the step on all ranks.
     """
 
     def __init__(
@@ -107,24 +109,20 @@ class Step:
         self.agreed = Signals()
         self._samples = samples
         self._has_begun = False
-        self._gradient_sums, self._quota = gradient_sums, gradient_sums.quota
+        self._gradient_sums = gradient_sums
+        self.passes, self._nodes = gradient_sums.quota.passes, gradient_sums.quota.nodes
+        self.num_micro_batches = train.num_micro_batches
         self._train = train
         self._sharded = sharded
         self._progress = progress
         self._boundary = boundary
-        self._finiteness = boundary.finiteness
         self._on_applied = on_applied
         self.recheck: Recheck | None = None
         self._pass: Pass | None = None
         self._number_of_pass = 0
         self._tokens_read = 0
-        self._sums: dict[int, tuple[Tensor, int]] = {}
+        self.sums: dict[int, tuple[Tensor, int]] = {}
         self._changes = Changes(())
-
-    @property
-    def leaves(self) -> bool:
-        """Return whether any worker must leave; equal on all workers after ``apply``."""
-        return self.agreed.leaves
 
     @property
     def own_tokens(self) -> float:
@@ -133,12 +131,12 @@ class Step:
         They are the tokens of its batches. If the batches show none, they are the numbers that the
         script returned with its losses, unless these count samples.
         """
-        mesh, num_samples = self._sharded.mesh, len(self._sums) * self._train.micro_batch
+        mesh, num_samples = self._sharded.mesh, len(self.sums) * self._train.micro_batch
         if not (mesh.counts and num_samples):
             return 0.0
         if self._tokens_read:
             return self._tokens_read / mesh.layout.cp
-        given = sum(count for _, count in self._sums.values())
+        given = sum(count for _, count in self.sums.values())
         return math.nan if given == num_samples else float(given)
 
     def micro_batches(self) -> Iterator[Any]:
@@ -154,10 +152,6 @@ class Step:
         Raises:
             TaskError: A micro-batch was left without ``backward``, or this was called before.
         """
-        if self._has_begun:
-            raise TaskError(
-                f"step {self.number} was already computed: step.micro_batches was called twice"
-            )
         if self._sharded.pipeline is not None:
             raise LayoutRefusedError(
                 "with parallel.pp above 1 a script cannot compute single micro-batches: call "
@@ -168,9 +162,12 @@ class Step:
         with keeping_host_numbers():
             if self.recheck is not None:
                 yield from self._rechecked(self.recheck)
-            yield from self._micro_batches()
+            for number, one in enumerate(self.passes):
+                yield from self._opened(one, number, self._read(number))
 
     def _begin(self) -> None:
+        if self._has_begun:
+            raise TaskError(f"step {self.number} was already computed; compute it once")
         self._has_begun = True
         self._sharded.buffers.begin_step(self.number)
         self._sharded.rank_calls.begin()
@@ -178,42 +175,32 @@ class Step:
             units.begin_step()
         self._sharded.trained.begin_step(self.number)
 
-    def _micro_batches(self) -> Iterator[Any]:
-        for number, one in enumerate(self._quota.passes):
-            self._begin_backward(self._sharded.model, number)
-            self._pass, self._number_of_pass = one, number
-            mine = self._read(number)
-            self._sharded.buffers.begin_pass()
-            self._begin_forward(0, number)
-            yield mine
-            self._refuse_open()
-            counts = one.counts and self._sharded.mesh.counts
-            self._sharded.buffers.end_pass(one.micro_batch if counts else None, self.number)
-            self._progress.micro_batch(number + 1)
-
-    def _rechecked(self, recheck: Recheck) -> Iterator[Any]:
-        """Yield the micro-batch that all workers compute in this step, if one is due."""
+    def _opened(self, one: Pass, number: int, samples: Any) -> Iterator[Any]:
+        """Yield the samples of a pass of a whole model, which ``backward`` computes."""
         sharded = self._sharded
-        for number, samples in recheck.passes(self.number, sharded.shards):
-            for module in fsdp_modules(sharded.model):
-                module.set_requires_gradient_sync(True, recurse=False)
-                if sharded.keeps_gathered:
-                    module.set_reshard_after_backward(False, recurse=False)
-            self._pass = Pass(micro_batch=number, counts=False, syncs=True)
-            self._number_of_pass, sharded.reduction.see = 0, recheck.see
-            sharded.buffers.begin_pass()
-            self._begin_forward(0, 0, number)
-            yield samples
-            self._refuse_open()
-            sharded.reduction.see = None
-            sharded.buffers.end_pass(None, self.number)
-
-    def _refuse_open(self) -> None:
+        self._pass, self._number_of_pass = one, number
+        sharded.buffers.begin_pass()
+        self._begin_forward(0, number, one.micro_batch)
+        yield samples
         if self._pass is not None:
             raise TaskError(
                 f"a micro-batch of step {self.number} was left without step.backward(loss, "
                 "tokens); call it once for each"
             )
+        counts = one.counts and sharded.mesh.counts
+        sharded.buffers.end_pass(one.micro_batch if counts else None, self.number)
+
+    def _rechecked(self, recheck: Recheck) -> Iterator[Any]:
+        """Yield the micro-batch that all workers compute in this step, if one is due."""
+        sharded = self._sharded
+        for number, samples in recheck.passes(self.number, sharded.shards):
+            for module in sharded.units[0].modules:
+                module.set_requires_gradient_sync(True, recurse=False)
+                if sharded.keeps_gathered:
+                    module.set_reshard_after_backward(False, recurse=False)
+            sharded.reduction.see = recheck.see
+            yield from self._opened(Pass(micro_batch=number, counts=False, syncs=True), 0, samples)
+            sharded.reduction.see = None
 
     def _read(self, number: int) -> Any:
         """Return the samples of a pass.
@@ -226,7 +213,7 @@ class Step:
         self.data_s += time.perf_counter() - begun_s
         tokens = num_tokens(samples)
         self._span("", tokens=tokens)
-        if self._quota.passes[number].counts:
+        if self.passes[number].counts:
             self._tokens_read += tokens
         return samples
 
@@ -234,28 +221,32 @@ class Step:
         """Record that ``op`` of a pass begins, or with "" that the last one ends."""
         collectives.span(op, step=self.number, micro_batch=number, tokens=tokens)
 
-    def _begin_forward(self, stage: int, number: int, micro_batch: int | None = None) -> None:
+    def _begin_forward(self, stage: int, number: int, micro_batch: int) -> None:
         # A fence must end a step here, because not every pass has a collective.
         collectives.check()
-        if micro_batch is None:
-            micro_batch = self._quota.passes[number].micro_batch
-        key = (self._train.seed, self.number, micro_batch)
         # The same on all stages and parts, which call the loss function on the same samples.
-        seed_all(random_seed(*key))
+        seed_all(random_seed(self._train.seed, self.number, micro_batch))
         self._progress.enter(WorkerPhase.FORWARD)
         self._span("forward", number)
         self._sharded.units[stage].begin_forward(number)
 
-    def _begin_backward(self, model: nn.Module, number: int) -> None:
+    def _begin_backward(self, stage: int, number: int) -> None:
+        if self._sharded.reduction.see is None:
+            self._set_reduction(stage, number)
+        self._sharded.units[stage].begin_backward(number)
+        self._progress.enter(WorkerPhase.BACKWARD)
+        self._span("backward", number)
+
+    def _set_reduction(self, stage: int, number: int) -> None:
         """Set whether FSDP2 reduces gradients in a pass and keeps gathered parameters."""
-        sharded, passes = self._sharded, self._quota.passes
-        modules = list(fsdp_modules(model))
+        sharded, passes, nodes = self._sharded, self.passes, self._nodes
+        modules = sharded.units[stage].modules
         syncs = passes[number].syncs
         if number == 0 or syncs is not passes[number - 1].syncs:
             for module in modules:
                 module.set_requires_gradient_sync(syncs, recurse=False)
         is_last = number == len(passes) - 1
-        if syncs and sharded.mesh.replicas is not None and not self._quota.nodes:
+        if syncs and sharded.mesh.replicas is not None and not nodes:
             # Gradients in one copy of the model are added up: copies are summed once.
             for module in modules:
                 module.set_requires_all_reduce(is_last, recurse=False)
@@ -264,10 +255,20 @@ class Step:
                 module.set_reshard_after_backward(is_last, recurse=False)
         if syncs:
             sharded.reduction.probe.begin(number)
-        if syncs and self._quota.nodes:
+        if syncs and nodes:
             place = sum(one.syncs for one in passes[:number])
-            nodes = self._quota.nodes
             sharded.reduction.begin(nodes[place], is_last=place == len(nodes) - 1)
+
+    def _end_backward(self, stage: int, number: int, one: Pass) -> None:
+        sharded = self._sharded
+        sharded.units[stage].end_backward()
+        self._span("")
+        if sharded.reduction.see is not None:
+            sharded.reduction.see(sharded.whole.drop_pass())
+        sharded.whole.end_pass(one.micro_batch if one.counts else None)
+        # A backward pass ends with the first of a rank's stages.
+        if stage == sharded.mesh.stage and sharded.reduction.see is None:
+            self._progress.micro_batch(number + 1)
 
     def train(
         self,
@@ -279,37 +280,23 @@ class Step:
             self._train_stages(self._sharded.pipeline, loss_of)
         else:
             for batch in self.micro_batches():
-                loss, tokens = self._loss_and_tokens(loss_of(batch))
-                self.backward(loss, tokens)
+                self.backward(*self._loss_and_tokens(loss_of(batch)))
         self.apply(optimizers)
 
     def _train_stages(self, pipeline: Pipeline, loss_of: Callable[[Any], Any]) -> None:
-        if self._has_begun:
-            raise TaskError(f"step {self.number} was already computed")
         self._begin()
-        passes = self._quota.passes
-
-        def weigh(number: int, returned: Any) -> Tensor:
-            self._pass = passes[number]
-            return self._weigh(*self._loss_and_tokens(returned))
-
-        def begin_backward(stage: int, number: int) -> None:
-            self._begin_backward(pipeline.model.stage(stage), number)
-            self._enter_backward(stage, number)
-
-        def end(stage: int, number: int) -> None:
-            self._leave_backward(stage, passes[number])
-            # A backward pass ends with the first of a rank's stages.
-            if stage == self._sharded.mesh.stage:
-                self._progress.micro_batch(number + 1)
-
+        passes = self.passes
         hooks = PassHooks(
-            begin=self._begin_forward,
-            weigh=weigh,
+            begin=lambda stage, number: self._begin_forward(
+                stage, number, passes[number].micro_batch
+            ),
+            weigh=lambda number, returned: self._weigh(
+                *self._loss_and_tokens(returned), passes[number]
+            ),
             end_forward=lambda: self._span(""),
             computed=self._sharded.reduction.probe.see_output,
-            begin_backward=begin_backward,
-            end=end,
+            begin_backward=self._begin_backward,
+            end=lambda stage, number: self._end_backward(stage, number, passes[number]),
         )
         with keeping_host_numbers():
             batches = [self._read(number) for number in range(len(passes))]
@@ -332,39 +319,25 @@ class Step:
             raise TaskError(
                 "step.backward was called outside step.micro_batches, or twice in one micro-batch"
             )
-        one = self._pass
-        self._enter_backward(0, self._number_of_pass)
+        one, self._pass = self._pass, None
+        self._begin_backward(0, self._number_of_pass)
         try:
-            self._weigh(loss, tokens).backward()
+            self._weigh(loss, tokens, one).backward()
         except RuntimeError as error:
             if "out of bounds for storage of size 0" in str(error):
                 error.add_note(f"everstep: in step {self.number}: {CHANGED_IN_PLACE}")
             raise
-        self._leave_backward(0, one)
-        if one is self._quota.passes[-1]:
+        self._end_backward(0, self._number_of_pass, one)
+        if one is self.passes[-1]:
             self._sharded.whole.end_passes()
             self._changes = Changes(self._sharded.shards)
 
-    def _enter_backward(self, stage: int, number: int) -> None:
-        self._sharded.units[stage].begin_backward(number)
-        self._progress.enter(WorkerPhase.BACKWARD)
-        self._span("backward", number)
-
-    def _leave_backward(self, stage: int, one: Pass) -> None:
-        self._sharded.units[stage].end_backward()
-        self._span("")
-        if self._sharded.reduction.see is not None:
-            self._sharded.reduction.see(self._sharded.whole.drop_pass())
-        self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
-
-    def _weigh(self, loss: Tensor, tokens: int) -> Tensor:
-        """Record the loss of the open pass; return the scalar to differentiate."""
-        one, self._pass = self._pass, None
-        assert one is not None, "no pass is open"
+    def _weigh(self, loss: Tensor, tokens: int, one: Pass) -> Tensor:
+        """Record the loss of a pass; return the scalar to differentiate."""
         if one.counts:
             # The mean over no tokens is nan, and not part of the sum.
             summed = loss.detach().double() * tokens if tokens else torch.zeros(())
-            self._sums[one.micro_batch] = (summed, tokens)
+            self.sums[one.micro_batch] = (summed, tokens)
         # Even with a weight of zero, the rank takes part in every collective of the pass.
         see = self._sharded.reduction.see
         if see is not None:
@@ -407,10 +380,10 @@ class Step:
         """
         if self.is_applied:
             raise TaskError(f"step.apply was called twice in step {self.number}")
-        num_mine = sum(one.counts for one in self._quota.passes)
-        if self._sharded.pipeline is None and len(self._sums) != num_mine:
+        num_mine = sum(one.counts for one in self.passes)
+        if self._sharded.pipeline is None and len(self.sums) != num_mine:
             raise TaskError(
-                f"step.apply was called after {len(self._sums)} of {num_mine} micro-batches; "
+                f"step.apply was called after {len(self.sums)} of {num_mine} micro-batches; "
                 "iterate step.micro_batches() to its end first"
             )
         self._sharded.rank_calls.refuse()
@@ -423,15 +396,13 @@ class Step:
         )
         self._choose(optimizers)
         self._reduce()
-        self.is_skipped = self._finiteness.leaves_out(
-            self, StepParts(self._quota.passes, self._sums), self._sharded
-        )
+        self.is_skipped = self._boundary.finiteness.leaves_out(self, self._sharded)
         self._sharded.reduction.probe.clear()
         self._progress.enter(WorkerPhase.UPDATING)
         self._boundary.before_update()
         if self.recheck is not None:
             self.recheck.before_update(self._sharded.shards)
-        if self.agreed.buffers and self._finiteness.in_a_row and self.is_skipped:
+        if self.agreed.buffers and self._boundary.finiteness.in_a_row and self.is_skipped:
             self._sharded.buffers.restore()
         elif self.agreed.buffers:
             self._sharded.buffers.end_step(
@@ -442,7 +413,7 @@ class Step:
         self._span("")
         if self.recheck is not None:
             self.recheck.after_update(self._sharded.shards)
-        self._finiteness.updated(self.number, self._sharded)
+        self._boundary.finiteness.updated(self.number, self._sharded)
         self.is_applied = True
         self._on_applied(self)
 
@@ -528,7 +499,7 @@ class Step:
         num_places = self._train.num_micro_batches if deterministic else 1
         losses = torch.zeros(num_places, dtype=torch.float64, device=self._sharded.device)
         tokens = 0
-        for micro_batch, (loss, count) in sorted(self._sums.items()):
+        for micro_batch, (loss, count) in sorted(self.sums.items()):
             if self._sharded.mesh.counts:
                 losses[micro_batch if deterministic else 0] += loss
                 tokens += count
