@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         shard_model,
     )
     from workers.parallel.mesh import Mesh, build_mesh
-    from workers.parallel.pipeline import PassHooks, Pipeline, StageModel, Stages
+    from workers.parallel.pipeline import CalledSignal, PassHooks, Pipeline, StageModel, Stages
     from workers.parallel.placements import boxes_of, cuts_of
     from workers.parallel.tensor import ModelPlan, apply_tensor_plan
     from workers.parallel.units import Units, Used

@@ -278,10 +278,15 @@ def _refuse_heads(named: Mapping[str, nn.Module], plan: Mapping[str, str], degre
         features = getattr(module, "out_features", None)
         generic = _NUMBER.sub("*", name)
         if isinstance(size, int) and isinstance(features, int) and plan.get(generic) == "colwise":
-            heads[generic] = features // size
-    uneven = [f"the {number} heads of {name}" for name, number in heads.items() if number % degree]
+            heads[f"the {features // size} heads of {generic}"] = features // size
+    refuse_uneven(heads, degree)
+
+
+def refuse_uneven(sizes: Mapping[str, int], degree: int) -> None:
+    """Raise ``LayoutRefusedError`` unless ``degree`` divides each of ``sizes``, by what has it."""
+    uneven = [what for what, size in sizes.items() if size % degree]
     if uneven:
-        fits = max(d for d in range(1, degree) if all(not one % d for one in heads.values()))
+        fits = max(d for d in range(1, degree) if all(not size % d for size in sizes.values()))
         raise LayoutRefusedError(
             f"parallel.tp={degree} does not divide {', '.join(uneven)}; write parallel.tp: {fits}",
             axis="tp",

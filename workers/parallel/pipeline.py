@@ -7,9 +7,10 @@ passes as stages; interleaved 1F1B if a rank has several stages: Narayanan et al
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
@@ -26,7 +27,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from workers.collectives import script_frame
+from workers.collectives import is_of_script
 from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel import hub
 from workers.parallel.fsdp import own_names
@@ -130,7 +131,7 @@ class Stages:
         module, line = type(self._whole).__name__, ""
         for frame, _ in walk_tb(error.__traceback__):
             module = names.get(id(frame.f_locals.get("self"))) or module
-            if script_frame(frame) is frame:
+            if is_of_script(frame):
                 line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         raise LayoutRefusedError(
             f"parallel.pp={self._num_ranks}: {line} in {module} reads values of a tensor, and "
@@ -144,7 +145,7 @@ class Stages:
     def _become(self, number: int) -> Iterator[None]:
         """Turn the whole model into a stage, and undo the changes to its modules afterwards."""
         held = [
-            (module, {name: _copied(value) for name, value in vars(module).items()})
+            (module, {name: copy.copy(value) for name, value in vars(module).items()})
             for module in self._whole.modules()
         ]
         try:
@@ -154,10 +155,6 @@ class Stages:
             for module, attributes in held:
                 vars(module).clear()
                 vars(module).update(attributes)
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, dict) else value
 
 
 class StageModel(nn.Module):
@@ -185,7 +182,7 @@ class StageModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the whole model, on the last stage."""
         if self._is_asked:
-            raise _CalledSignal(args, kwargs)
+            raise CalledSignal(args, kwargs)
         received, self._received = self._received, None
         if received is None:
             raise LayoutRefusedError(
@@ -223,7 +220,7 @@ class StageModel(nn.Module):
         self._is_asked = True
         try:
             loss_of()
-        except _CalledSignal as called:
+        except CalledSignal as called:
             return called.args, called.kwargs
         finally:
             self._is_asked = False
@@ -238,22 +235,19 @@ class StageModel(nn.Module):
         if number == self.num_stages - 1:
             self._received = received
             returned = loss_of()
-            if self._is_waiting():
+            if self._received is not None:
                 raise TaskError("session.train_step: the function did not call the model")
             return returned
         args, kwargs = self.called_with(loss_of)
         with self._around(number):
             return self.stage(number)(*(received if number else args), **kwargs)
 
-    def _is_waiting(self) -> bool:
-        return self._received is not None
 
-
-class _CalledSignal(BaseException):
-    """The script called the model. It is no Exception, so the script's handlers do not catch it."""
+class CalledSignal(BaseException):
+    """The script called a module. It is no Exception, so the script's handlers do not catch it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__("the model was called")
+        super().__init__("a module was called")
         self.args, self.kwargs = args, kwargs
 
 
@@ -291,7 +285,14 @@ class Pipeline:
     ) -> None:
         self.model, self._stages, self._dtype = model, stages, dtype
         self._mesh, self._device = mesh, device
-        self._training: tuple[_Schedule, list[_Passes]] | None = None
+        self._training: _Schedule | None = None
+        self.batches: Sequence[Any] = ()
+        self.loss_of: Callable[[Any], Any] = lambda _batch: None
+        self.hooks: PassHooks
+        #: The number of the schedule's first micro-batch.
+        self.first = 0
+        #: The error of a pass.
+        self.error: BaseException | None = None
 
     def train(
         self, batches: Sequence[Any], loss_of: Callable[[Any], Any], hooks: PassHooks
@@ -310,9 +311,8 @@ class Pipeline:
             )
         if self._training is None:
             self._training = self._schedule(Schedule1F1B, ScheduleInterleaved1F1B, batches, loss_of)
-        schedule, passes = self._training
-        with _running(passes, batches, loss_of, hooks):
-            schedule.step(target=torch.arange(len(batches)), return_outputs=False)
+        with self._running(batches, loss_of, hooks):
+            self._training.step(target=torch.arange(len(batches)), return_outputs=False)
 
     def evaluate(
         self, batches: Sequence[Any], loss_of: Callable[[Any], Any], hooks: PassHooks
@@ -322,15 +322,34 @@ class Pipeline:
         They run in rounds, because a schedule keeps what its micro-batches send until it ends.
         """
         in_round = _ROUND * self._mesh.layout.pp
-        schedules: dict[int, tuple[_Schedule, list[_Passes]]] = {}
+        schedules: dict[int, _Schedule] = {}
         for first in range(0, len(batches), in_round):
             part = batches[first : first + in_round]
             if len(part) not in schedules:
                 kinds = ScheduleGPipe, ScheduleLoopedBFS
                 schedules[len(part)] = self._schedule(*kinds, part, loss_of)
-            schedule, passes = schedules[len(part)]
-            with torch.no_grad(), _running(passes, batches, loss_of, hooks, first):
-                schedule.eval(target=torch.arange(len(part)), return_outputs=False)
+            with torch.no_grad(), self._running(batches, loss_of, hooks, first):
+                schedules[len(part)].eval(target=torch.arange(len(part)), return_outputs=False)
+
+    @contextmanager
+    def _running(
+        self,
+        batches: Sequence[Any],
+        loss_of: Callable[[Any], Any],
+        hooks: PassHooks,
+        first: int = 0,
+    ) -> Iterator[None]:
+        """Compute micro-batches from ``first`` on, and raise an error of a pass unchanged."""
+        self.batches, self.loss_of, self.hooks, self.first = batches, loss_of, hooks, first
+        try:
+            yield
+        except RuntimeError:
+            # torch raises its own error, with the inputs of the pass.
+            if self.error is not None:
+                raise self.error from None
+            raise
+        finally:
+            self.batches, self.error = (), None
 
     def _schedule(
         self,
@@ -338,7 +357,7 @@ class Pipeline:
         of_several: type[ScheduleInterleaved1F1B | ScheduleLoopedBFS],
         batches: Sequence[Any],
         loss_of: Callable[[Any], Any],
-    ) -> tuple[_Schedule, list[_Passes]]:
+    ) -> _Schedule:
         """Return a schedule for micro-batches of this number and shape.
 
         Its class is ``of_one`` if a rank has one stage, else ``of_several``.
@@ -348,10 +367,9 @@ class Pipeline:
         described = self._stages.described(model.numbers[-1], args, kwargs, self._dtype)
         stages = [self._stage(number, *described[number : number + 2]) for number in model.numbers]
         given: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
-        passes = [stage.submod for stage in stages]
         if len(stages) == 1:
-            return of_one(stages[0], len(batches), **given), passes
-        return of_several(list(stages), len(batches), **given), passes
+            return of_one(stages[0], len(batches), **given)
+        return of_several(list(stages), len(batches), **given)
 
     def _stage(
         self, number: int, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
@@ -360,7 +378,7 @@ class Pipeline:
         loss = (torch.empty((), device="meta"),)
         # If the shapes are given, torch runs no pass to find them.
         return _Stage(
-            _Passes(self.model, number, outputs),
+            _Passes(self, number, outputs),
             number,
             num_stages,
             self._device,
@@ -430,12 +448,12 @@ class _Stage(PipelineStage):
         last_backward: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         if self.has_backward:
-            self.submod.hooks.begin_backward(self.stage_index, bwd_chunk_id)
+            self.submod.pipeline.hooks.begin_backward(self.stage_index, bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if self.has_backward:
             for infos in (self.args_recv_info, self.grad_recv_info):
                 self._put_buffers(infos.get(bwd_chunk_id, ()), "meta")
-            self.submod.hooks.end(self.stage_index, bwd_chunk_id)
+            self.submod.pipeline.hooks.end(self.stage_index, bwd_chunk_id)
 
 
 class _Passes(nn.Module):
@@ -446,51 +464,31 @@ class _Passes(nn.Module):
     """
 
     number: int
-    first: int
-    hooks: PassHooks
 
-    def __init__(self, model: StageModel, stage: int, outputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, pipeline: Pipeline, stage: int, outputs: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self._compute, self._stage = model.compute, stage
-        self._is_last = stage == model.num_stages - 1
+        self.pipeline, self._stage = pipeline, stage
+        self._is_last = stage == pipeline.model.num_stages - 1
         self._shapes = [tuple(output.shape) for output in outputs]
-        self._batches: Sequence[Any] = ()
-        self._loss_of: Callable[[Any], Any] = lambda _batch: None
-        self._error: BaseException | None = None
-
-    @contextmanager
-    def running(
-        self, batches: Sequence[Any], loss_of: Callable[[Any], Any], hooks: PassHooks, first: int
-    ) -> Iterator[None]:
-        """Compute micro-batches from ``first`` on, and raise an error of a pass unchanged."""
-        self._batches, self._loss_of, self.hooks, self.first = batches, loss_of, hooks, first
-        try:
-            yield
-        except RuntimeError:
-            # torch raises its own error, with the inputs of the pass.
-            if self._error is not None:
-                raise self._error from None
-            raise
-        finally:
-            self._batches, self._error = (), None
 
     def forward(self, *received: Tensor) -> Any:
         """Return the outputs for the next stage; on the last stage, the weighted loss."""
         try:
             return self._forward(received)
         except BaseException as error:
-            self._error = error
+            self.pipeline.error = error
             raise
 
     def _forward(self, received: tuple[Tensor, ...]) -> Any:
-        number = self.first + self.number
-        self.hooks.begin(self._stage, number)
-        returned = self._compute(
-            self._stage, lambda: self._loss_of(self._batches[number]), received
+        run = self.pipeline
+        number, hooks = run.first + self.number, run.hooks
+        hooks.begin(self._stage, number)
+        returned = run.model.compute(
+            self._stage, lambda: run.loss_of(run.batches[number]), received
         )
         if self._is_last:
-            returned = self.hooks.weigh(number, returned)
-        self.hooks.end_forward()
+            returned = hooks.weigh(number, returned)
+        hooks.end_forward()
         if self._is_last:
             # torch 2.11 refuses a loss whose dtype differs from the declared one. Its gradient is 1
             # in every dtype.
@@ -503,22 +501,8 @@ class _Passes(nn.Module):
                 f"{shapes}, and {self._shapes} for the first; pad them to one length",
                 axis="pp",
             )
-        self.hooks.computed(number, outputs)
+        hooks.computed(number, outputs)
         return returned
-
-
-@contextmanager
-def _running(
-    passes: Sequence[_Passes],
-    batches: Sequence[Any],
-    loss_of: Callable[[Any], Any],
-    hooks: PassHooks,
-    first: int = 0,
-) -> Iterator[None]:
-    with ExitStack() as stack:
-        for one in passes:
-            stack.enter_context(one.running(batches, loss_of, hooks, first))
-        yield
 
 
 def _differentiable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

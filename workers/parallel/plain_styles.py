@@ -84,7 +84,8 @@ def _is_usual(module: nn.Embedding) -> bool:
 
 
 def _column(module: Any, group: ProcessGroup, given: Tensor) -> Tensor:
-    return functional.linear(_shared(given, group), _local(module.weight), _local(module.bias))
+    shared = _SplitShare.apply(given, group)
+    return functional.linear(shared, _local(module.weight), _local(module.bias))
 
 
 def _whole_column(module: Any, group: ProcessGroup, given: Tensor) -> Tensor:
@@ -110,12 +111,6 @@ def _local(parameter: Any) -> Any:
     return None if parameter is None else parameter.to_local()
 
 
-def _shared(whole: Tensor, group: ProcessGroup) -> Tensor:
-    """Return what every rank has; its gradient is summed over the ranks."""
-    shared: Tensor = _SplitShare.apply(whole, group)
-    return shared
-
-
 def _summed(part: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over the ranks; every rank already has its whole gradient."""
     summed: Tensor = _Sum.apply(part, group)
@@ -129,6 +124,8 @@ def _sum_of(part: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _SplitShare(torch.autograd.Function):
+    """Returns what every rank has; its gradient is summed over the ranks."""
+
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group

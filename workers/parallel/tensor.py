@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel.dropout import draw_by_part, is_cut
 from workers.parallel.fsdp import keeping_shared, own_names
-from workers.parallel.hub import cut_experts, cut_tensors
+from workers.parallel.hub import cut_experts, cut_tensors, refuse_uneven
 from workers.parallel.mesh import Mesh
 from workers.parallel.plain_styles import are_plain, cut_plainly
 
@@ -122,14 +122,7 @@ def _refuse_uneven(model: nn.Module, mesh: Mesh) -> None:
             if cut.axis == "tp":
                 what = f"dim {cut.dim} of {name} {list(parameter.shape)}"
                 sizes[what] = parameter.shape[cut.dim] // cut.num_pieces
-    degree = mesh.layout.tp
-    uneven = [what for what, size in sizes.items() if size % degree]
-    if uneven:
-        fits = max(d for d in range(1, degree) if all(not size % d for size in sizes.values()))
-        raise LayoutRefusedError(
-            f"parallel.tp={degree} does not divide {', '.join(uneven)}; write parallel.tp: {fits}",
-            axis="tp",
-        )
+    refuse_uneven(sizes, mesh.layout.tp)
 
 
 def _is_named(name: str, pattern: str) -> bool:

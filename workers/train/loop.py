@@ -9,8 +9,6 @@ import errno
 import functools
 import logging
 import traceback
-from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -57,10 +55,6 @@ __all__ = ["WorkerContext", "run_attempt", "task_of"]
 
 log = logging.getLogger(__name__)
 
-#: Tracebacks omit frames of these files above the user's first frame.
-_OURS: Final = str(Path(__file__).parents[1])
-#: The built-in training counts as the user's code.
-_BUILT_IN: Final = str(Path(__file__).with_name("lm.py"))
 #: How long an attempt waits for memory of the previous one, if that ran out of it.
 _LEFTOVERS_S: Final = 5.0
 
@@ -132,7 +126,6 @@ class _RunningAttempt:
         self._assignment = assignment
         self._context = context
         self._session: Session | None = None
-        self._step = assignment.resume_step
 
     def run(self, task: Task | None) -> Outcome:
         attempt = self._assignment.attempt
@@ -191,13 +184,13 @@ class _RunningAttempt:
 
     def _outcome_of(self, error: BaseException) -> Outcome:
         attempt = self._assignment.attempt
-        step = self._session.step if self._session is not None else self._step
+        step = self._session.step if self._session is not None else self._assignment.resume_step
         described = f"{type(error).__name__}: {error}"
         if self._context.fenced(attempt):
             log.info("left_fenced", extra={"attempt": attempt, "step": step, "error": described})
             return Fenced(attempt=attempt, step=step)
         kinds = collectives.GroupError | dist.DistError
-        if any(isinstance(cause, kinds) for cause in _causes(error)):
+        if any(isinstance(cause, kinds) for cause in collectives.causes(error)):
             unreached = collectives.unreached(error)
             return PeerLost(attempt=attempt, step=step, detail=described, unreached=unreached)
         if isinstance(error, SupersededError):
@@ -291,21 +284,12 @@ def _refuses(error: BaseException) -> str:
 
     "" if the layout is not the cause.
     """
-    for cause in _causes(error):
+    for cause in collectives.causes(error):
         if isinstance(cause, LayoutRefusedError):
             return str(cause.facts["axis"])
         if isinstance(cause, torch.OutOfMemoryError):
             return DEVICE_MEMORY
     return ""
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        yield cause
-        seen.add(id(cause))
-        cause = cause.__cause__ or cause.__context__
 
 
 def _user_traceback(error: BaseException) -> str:
@@ -322,10 +306,7 @@ def _user_traceback(error: BaseException) -> str:
 
 
 def _user_frame(error: BaseException) -> TracebackType | None:
-    frame: TracebackType | None = error.__traceback__
-    while frame is not None:
-        file = frame.tb_frame.f_code.co_filename
-        if file == _BUILT_IN or not file.startswith(_OURS):
-            break
+    frame = error.__traceback__
+    while frame is not None and not collectives.is_of_script(frame.tb_frame):
         frame = frame.tb_next
     return frame

@@ -26,7 +26,7 @@ from workers.data import (
     seeded,
 )
 from workers.errors import DataDiffersError
-from workers.parallel import Mesh
+from workers.parallel import CalledSignal, Mesh
 from workers.train.executor import all_agree, exchanged
 
 log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ def inputs(
 
 def _first_inputs(loss_of: Callable[[Any], Any], model: nn.Module, indices: Any) -> Content:
     def see(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        raise _CalledSignal([args, kwargs])
+        raise CalledSignal(args, kwargs)
 
     hooks = [
         module.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
@@ -207,20 +207,12 @@ def _first_inputs(loss_of: Callable[[Any], Any], model: nn.Module, indices: Any)
     try:
         with torch.compiler.set_stance("force_eager"):
             loss_of(indices)
-    except _CalledSignal as called:
-        return content_of(called.inputs)
+    except CalledSignal as called:
+        return content_of([called.args, called.kwargs])
     finally:
         for hook in hooks:
             hook.remove()
     return content_of(None)
-
-
-class _CalledSignal(BaseException):
-    """The script called a module; passes through its handlers of exceptions."""
-
-    def __init__(self, inputs: Any) -> None:
-        super().__init__("a module was called")
-        self.inputs = inputs
 
 
 def _cut(indices: Sequence[int], size: int) -> list[Group]:
