@@ -2,8 +2,9 @@
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["default_store"]
+__all__ = ["default_store", "tree_flatten", "tree_unflatten"]
 
 
 def default_store() -> dist.Store:

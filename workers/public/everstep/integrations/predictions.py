@@ -1,12 +1,13 @@
 """The outputs of a model in an evaluation, gathered for ``compute_metrics`` as in Trainer."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import EvalLoopContainer, nested_detach
+
+from everstep.torch_names import tree_flatten, tree_unflatten
 
 #: Fills up shorter rows.
 _PADDING = -100
@@ -19,7 +20,7 @@ class Predictions:
         self._trainer = trainer
         config = getattr(trainer.model, "config", None)
         self._ignored = {"loss", *getattr(config, "keys_to_ignore_at_inference", ["cache"])}
-        self._like: Any = None
+        self._form: Any = None
         self.last: list[Tensor] = []  #: The values of the batch that was last added, flat.
         #: The values of all batches of all workers, by number.
         self.gathered: dict[int, list[Tensor]] = {}
@@ -37,34 +38,16 @@ class Predictions:
         preprocess = self._trainer.preprocess_logits_for_metrics
         if preprocess is not None:
             logits = preprocess(logits, labels)
-        self._like = logits, labels
-        self.last = [
-            one.full_tensor() if isinstance(one, DTensor) else one for one in _leaves(self._like)
-        ]
+        leaves, self._form = tree_flatten((logits, labels))
+        self.last = [one.full_tensor() if isinstance(one, DTensor) else one for one in leaves]
 
     def whole(self) -> EvalPrediction:
         """Return the outputs and labels of all samples, in their order."""
         joins = self._trainer.args.eval_do_concat_batches
         every = [EvalLoopContainer(joins, padding_index=_PADDING) for _ in range(2)]
         for number in sorted(self.gathered):
-            for one, part in zip(
-                every, _rebuilt(self._like, iter(self.gathered[number])), strict=True
-            ):
+            parts = tree_unflatten(self.gathered[number], self._form)
+            for one, part in zip(every, parts, strict=True):
                 one.add(part)
         predictions, labels = (one.get_arrays() for one in every)
         return EvalPrediction(predictions=predictions, label_ids=labels)
-
-
-def _leaves(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    parts = tree.values() if isinstance(tree, dict) else tree
-    return [leaf for part in parts for leaf in _leaves(part)]
-
-
-def _rebuilt(tree: Any, leaves: Iterator[Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return next(leaves)
-    if isinstance(tree, dict):
-        return {name: _rebuilt(part, leaves) for name, part in tree.items()}
-    return tuple(_rebuilt(part, leaves) for part in tree)
