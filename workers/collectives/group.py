@@ -177,8 +177,8 @@ class RecordedGroup(dist.ProcessGroup):
         return self._reduce_scatter(outputs, values, opts, single=False)
 
     # Their names before torch 2.12.
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def reduce_scatter(  # type: ignore[override]  # the overload that torch calls
         self, outputs: list[Any], values: list[list[Any]], opts: Any = None

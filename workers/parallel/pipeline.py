@@ -235,12 +235,15 @@ class StageModel(nn.Module):
         if number == self.num_stages - 1:
             self._received = received
             returned = loss_of()
-            if self._received is not None:
+            if self._is_waiting():
                 raise TaskError("session.train_step: the function did not call the model")
             return returned
         args, kwargs = self.called_with(loss_of)
         with self._around(number):
             return self.stage(number)(*(received if number else args), **kwargs)
+
+    def _is_waiting(self) -> bool:
+        return self._received is not None
 
 
 class CalledSignal(BaseException):

@@ -4,7 +4,7 @@ The ranks do this together, and only in a step whose sums are not finite.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -26,8 +26,8 @@ class Reduced(Protocol):
     """The facts about a step when its sums are reduced; see ``Step``."""
 
     number: int
-    passes: Sequence[Pass]
-    sums: Mapping[int, tuple[Tensor, int]]
+    passes: tuple[Pass, ...]
+    sums: dict[int, tuple[Tensor, int]]
     num_micro_batches: int
     loss: float
     grad_norm: float

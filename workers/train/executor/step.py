@@ -182,13 +182,16 @@ class Step:
         sharded.buffers.begin_pass()
         self._begin_forward(0, number, one.micro_batch)
         yield samples
+        self._refuse_open()
+        counts = one.counts and sharded.mesh.counts
+        sharded.buffers.end_pass(one.micro_batch if counts else None, self.number)
+
+    def _refuse_open(self) -> None:
         if self._pass is not None:
             raise TaskError(
                 f"a micro-batch of step {self.number} was left without step.backward(loss, "
                 "tokens); call it once for each"
             )
-        counts = one.counts and sharded.mesh.counts
-        sharded.buffers.end_pass(one.micro_batch if counts else None, self.number)
 
     def _rechecked(self, recheck: Recheck) -> Iterator[Any]:
         """Yield the micro-batch that all workers compute in this step, if one is due."""
