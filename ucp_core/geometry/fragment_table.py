@@ -19,6 +19,7 @@ from ucp_core.geometry.boxes import Box
 from ucp_core.geometry.statemap import (
     DTYPE_BYTES,
     Fragment,
+    TableTensor,
     TensorEntry,
     TensorKey,
     copies_differ,
@@ -41,14 +42,6 @@ FILE, OFFSET, NUM_BYTES, CRC, FIRST_BLOCK, NUM_BLOCKS = range(6)
 START, STOP = range(2)
 #: Limit of positions with all tensors laid end to end; the sum of two still fits int64.
 _POSITION_MAX = 1 << 61
-
-
-class TableTensor(NamedTuple):
-    """A logical tensor of a table."""
-
-    key: TensorKey
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class TableTensors:

@@ -18,8 +18,6 @@ from ucp_core.numerics import shortened
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.geometry.fragment_table import TableTensor
-
 #: Bytes of one element by safetensors' name of the dtype.
 DTYPE_BYTES = {
     "BOOL": 1,
@@ -77,6 +75,14 @@ class Fragment(NamedTuple):
         if self.strides is not None:
             return self.strides
         return packed_strides(self.box.shape, itemsize)
+
+
+class TableTensor(NamedTuple):
+    """A logical tensor of a table."""
+
+    key: TensorKey
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Extent(NamedTuple):
