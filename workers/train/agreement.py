@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
@@ -36,7 +36,7 @@ def agree_on_data(
     train: TrainSettings,
     node: str,
 ) -> dict[str, Any]:
-    """Return what a checkpoint records about the data; in deterministic mode compare kernels too.
+    """Return what a checkpoint records about the data; also compare how the workers compute.
 
     ``digest`` identifies the samples; "" for the loader's. ``restored`` has the small named values
     of the version of ``step``, from which the attempt resumes.
@@ -69,7 +69,7 @@ def agree_on_data(
             expected=before,
         )
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
-    kernels = checksums(sharded.device, dtype) if train.deterministic else {}
+    kernels = checksums(sharded.device, dtype)
     texts = [repr(value) for value in (*cursor.values(), *kernels.values())]
     same = are_everywhere(texts, sharded.device)
     differing = [
@@ -84,14 +84,19 @@ def agree_on_data(
         )
     odd = [name for name, is_same in zip(kernels, same[len(cursor) :], strict=True) if not is_same]
     if odd:
-        _refuse_kernels(odd, kernels, sharded, node=node)
+        _tell_kernels(odd, kernels, sharded, deterministic=train.deterministic, node=node)
     return cursor
 
 
-def _refuse_kernels(
-    odd: Sequence[str], kernels: Mapping[str, int], sharded: ShardedModel, *, node: str
-) -> NoReturn:
-    """Name the machines that compute differently; every worker calls it. ``odd`` kernels differ."""
+def _tell_kernels(
+    odd: Sequence[str],
+    kernels: Mapping[str, int],
+    sharded: ShardedModel,
+    *,
+    deterministic: bool,
+    node: str,
+) -> None:
+    """Report which machines compute differently; every worker calls it. ``odd`` kernels differ."""
     mine = [node[:_NODE_CHARS], described(sharded.device), sorted(kernels.items())]
     nodes: dict[str, dict[str, str]] = {}
     for name, what, kind in exchanged(mine, sharded.device):
@@ -101,13 +106,16 @@ def _refuse_kernels(
         f"({'; '.join(dict.fromkeys(each.values()))})"
         for each in nodes.values()
     ]
-    raise KernelsDifferError(
-        f"the workers do not compute alike: {', '.join(odd)} give different bits on "
-        f"{' and on '.join(kinds)}. With train.deterministic the run would depend on where a "
-        "worker is: use machines of one kind with the same libraries, or write "
-        "train.deterministic: false",
-        kernels=tuple(odd),
-    )
+    told = f"{', '.join(odd)} give different bits on {' and on '.join(kinds)}"
+    if deterministic:
+        raise KernelsDifferError(
+            f"the workers do not compute alike: {told}. With train.deterministic the run would "
+            "depend on where a worker is: use machines of one kind with the same libraries, or "
+            "write train.deterministic: false",
+            kernels=tuple(odd),
+        )
+    if sharded.mesh.rank == 0:
+        log.warning("the workers do not compute alike, which is no fault: %s", told)
 
 
 def agree_on_registered(sharded: ShardedModel, saved: Mapping[str, Any], *, step: int) -> None:
