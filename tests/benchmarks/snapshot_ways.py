@@ -1,6 +1,7 @@
 """The ways in which a state may leave a device, switched in a training, and what each costs.
 
-``pieces`` and ``passes`` are those of ``workers.snapshot.device.Leaving``.
+``pieces`` and ``passes`` are those of ``workers.snapshot.device.Leaving``; with ``ahead`` the host
+calls at most so many collectives before the device has come to the first.
 """
 
 import itertools
@@ -14,25 +15,29 @@ import torch
 
 from tests.benchmarks.common import percentile
 from tests.benchmarks.steps import Job
+from workers.collectives import forming
 from workers.snapshot.device import Leaving
 from workers.train import Session
 
-SWITCHES: Final = ("pieces", "passes")
+SWITCHES: Final = ("pieces", "passes", "ahead")
 #: Every combination; "snapshots" is how a run does it.
 WAYS: Final = (
     "none",
     "snapshots",
-    *("+".join(some) for num in (1, 2) for some in itertools.combinations(SWITCHES, num)),
+    *("+".join(some) for num in (1, 2, 3) for some in itertools.combinations(SWITCHES, num)),
 )
+AHEAD_MAX: Final = 16
 SMALL_BYTES: Final = 64 << 10
 
 
 def switch(session: Session, way: str) -> None:
     """Have later snapshots leave in ``way``."""
     words = way.split("+")
-    writer = session._boundary._writer
+    writer, attempt = session._boundary._writer, forming._process.current
     assert writer is not None, "snapshots are asked for"
+    assert attempt is not None, "a session trains in an attempt"
     writer.device_copy.leaving = Leaving(pieces="pieces" in words, passes="passes" in words)
+    attempt.ahead_max = AHEAD_MAX if "ahead" in words else 0
 
 
 def counts(session: Session) -> dict[str, float]:

@@ -23,6 +23,8 @@ from workers.records import RecordRing
 
 #: Period of polling the works on a device; their recorded times are only this precise.
 _SETTLE_S: Final = 0.05
+#: Period of checking whether the device has caught up: far shorter than the work enqueued for it.
+_AHEAD_LOOK_S: Final = 0.0002
 
 _T = TypeVar("_T")
 
@@ -57,6 +59,10 @@ class Attempt:
         aborted: Set once, by ``abort`` or ``fail``.
         places: The places of the ranks; None until this rank is connected to the store.
         device_spans: Times the rank's own work on its device; None if it computes on the host.
+        ahead_max: Maximum number of collectives called that the device has not reached; 0 for no
+            maximum. If the device's queue is full, the next call blocks in the driver and holds the
+            interpreter; each queued collective also keeps its outputs. No measurement on a GPU has
+            shown yet what a bound costs.
     """
 
     def __init__(
@@ -70,6 +76,8 @@ class Attempt:
         self.ring = RecordRing(ring_path, attempt=number, num_ranks=world_size)
         self.places: Places | None = None
         self.device_spans = DeviceSpans(self.ring) if backend == "nccl" else None
+        self.ahead_max = 0
+        self._ahead: deque[nccl.Start] = deque()
         #: The address from which this machine reaches the store.
         self.address = ""
         self._lock = threading.Lock()
@@ -167,6 +175,21 @@ class Attempt:
         """Count a call of a collective on a device, or a wait for one."""
         if self.device_spans is not None:
             self.device_spans.num_calls += 1
+
+    def let_catch_up(self, op: str) -> None:
+        """Wait until the device is at most ``ahead_max`` collectives behind."""
+        while self.ahead_max and len(self._ahead) >= self.ahead_max:
+            if self._ahead[0].is_reached():
+                self._ahead.popleft()
+            elif self.aborted.wait(_AHEAD_LOOK_S):
+                raise self.error(f"; {op} was not started", op)
+
+    def start(self) -> nccl.Start:
+        """Return the position at which the device reaches the next collective."""
+        start = nccl.Start()
+        if self.ahead_max:
+            self._ahead.append(start)
+        return start
 
     def note_launched(self, group: int, work: _OnDevice) -> None:
         """Note a group's work whose start and end on the device are not recorded yet."""

@@ -10,8 +10,7 @@ include the rank's waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Final
+from typing import Final, Protocol
 
 from workers.collectives import nccl
 from workers.records import RecordRing
@@ -19,22 +18,29 @@ from workers.records import RecordRing
 _TIMED: Final = frozenset({"forward", "backward"})
 
 
+class Mark(Protocol):
+    """A position in the stream of the thread that created it."""
+
+    def is_reached(self) -> bool:
+        """Return whether the device has reached the position."""
+
+    def since(self, other: Mark) -> float:
+        """Return the seconds between two positions that the device has reached."""
+
+
 class DeviceSpans:
     """Records the spans of a rank that computes on a device. Only the training thread calls it.
-
-    ``mark`` returns the current position of its stream, with the methods of ``nccl.Start``.
 
     Attributes:
         num_calls: Number of calls of collectives and of waits for them. Any thread may change it.
     """
 
-    def __init__(self, ring: RecordRing, mark: Callable[[], Any] | None = None) -> None:
-        self._ring = ring
-        self._mark = mark or partial(nccl.Start, timed=True)
+    def __init__(self, ring: RecordRing, mark: Callable[[], Mark] = nccl.Timed) -> None:
+        self._ring, self._mark = ring, mark
         self.num_calls = 0
         #: Record, start, and ``num_calls`` of the open span, followed by the finished spans.
-        self._open: tuple[int, Any, int] | None = None
-        self._over: list[tuple[int, Any, Any]] = []
+        self._open: tuple[int, Mark, int] | None = None
+        self._over: list[tuple[int, Mark, Mark]] = []
 
     def span(self, op: str, *, step: int, micro_batch: int, tokens: int = 0) -> None:
         """Record that the last span ends, and that ``op`` begins unless it is ""."""

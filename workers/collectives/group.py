@@ -241,6 +241,8 @@ class RecordedGroup(dist.ProcessGroup):
             raise attempt.error(f"; {op} was not started", op)
         if on_device and nccl.is_recording_graph():
             return None
+        if on_device:
+            attempt.let_catch_up(op)
         index = pair if pair is not None else self._index
         if index is None:
             index = self._index = attempt.ring.group(self._named(), self._ranks)
@@ -248,7 +250,7 @@ class RecordedGroup(dist.ProcessGroup):
         if on_device:
             attempt.note_call()
         # This comes before the call, because a synchronous call makes the stream wait for its end.
-        start = nccl.Start() if on_device else None
+        start = attempt.start() if on_device else None
         return Call(attempt, index, self._label, op, number, seq, start)
 
     def _reduce_scatter(
@@ -259,9 +261,10 @@ class RecordedGroup(dist.ProcessGroup):
         call = self._enter("reduce_scatter", _payload(values), on_device=on_device)
         if on_device:
             waits = _return_work(opts)
-            name = REDUCE_SCATTER if single else REDUCE_SCATTER_COALESCED
-            reduce = getattr(self._inner, name)
-            tensors = (outputs[0], values[0]) if single else (outputs, values)
+            if single:
+                reduce, tensors = getattr(self._inner, REDUCE_SCATTER), (outputs[0], values[0])
+            else:
+                reduce, tensors = getattr(self._inner, REDUCE_SCATTER_COALESCED), (outputs, values)
             return self._begun(
                 call, lambda: reduce(*tensors, opts), on_device=True, waits_at_once=waits
             )

@@ -139,8 +139,7 @@ def is_recording_graph() -> bool:
 class Start:
     """The position in a stream at which the device reaches a collective.
 
-    NCCL's kernel waits for this position. The host calls long before the device reaches it. If it
-    is ``timed``, the device records when it does.
+    NCCL's kernel waits for this position. The host calls long before the device reaches it.
     """
 
     __slots__ = ("_event",)
@@ -153,6 +152,15 @@ class Start:
         """Return whether the device has reached the position."""
         return bool(self._event.query())
 
+
+class Timed(Start):
+    """A position in the stream whose time the device records."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(timed=True)
+
     def since(self, other: Any) -> float:
-        """Return the seconds between two ``timed`` positions that the device has reached."""
+        """Return the seconds from another position to this one; the device has reached both."""
         return float(other._event.elapsed_time(self._event)) / 1000  # noqa: SLF001 - its own class

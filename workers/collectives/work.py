@@ -10,7 +10,6 @@ such a work, and the caller waits for the helper or the abort.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -29,17 +28,31 @@ _SUCCESS: Final = 0
 _SLICE: Final = timedelta(milliseconds=5)
 
 
-@dataclass(slots=True, eq=False)
 class Call:
-    """One collective, as records and errors name it."""
+    """One collective, as records and errors name it.
 
-    attempt: Attempt
-    group: int
-    name: str
-    op: str
-    number: int
-    seq: int
-    start: nccl.Start | None = None  #: Where a device reaches the call; None on the host.
+    ``start`` is the position at which a device reaches the call; None on the host.
+    """
+
+    __slots__ = ("attempt", "group", "name", "number", "op", "seq", "start")
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        group: int,
+        name: str,
+        op: str,
+        number: int,
+        seq: int,
+        start: nccl.Start | None = None,
+    ) -> None:
+        self.attempt = attempt
+        self.group = group
+        self.name = name
+        self.op = op
+        self.number = number
+        self.seq = seq
+        self.start = start
 
     def wait(self) -> None:
         """Record that a thread waits for the collective."""
@@ -66,10 +79,9 @@ class Call:
         if self.attempt.aborted.is_set():
             return self.aborted()
         self.end(FAILED)
-        said, *_ = str(error).splitlines() or [type(error).__name__]
         return CollectiveError(
             f"{self.op} number {self.seq} of group {self.name} failed in attempt "
-            f"{self.attempt.number}: {said}",
+            f"{self.attempt.number}: {_first_line(error)}",
             attempt=self.attempt.number,
             group=self.name,
             op=self.op,
@@ -371,3 +383,7 @@ def _failure(inner: Any) -> BaseException | None:
     except RuntimeError as error:
         return error
     return RuntimeError(f"NCCL says {result.value()}")
+
+
+def _first_line(error: Any) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

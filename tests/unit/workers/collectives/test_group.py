@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +376,45 @@ def test_pipelines_of_torch_use_it() -> None:
 
     assert batch_isend_irecv is dist.batch_isend_irecv is distributed_c10d.batch_isend_irecv
     assert batch_isend_irecv.__module__.startswith("workers.")
+
+
+class Later:
+    """A place that the device comes to once ``is_there`` says so."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+
+    def is_reached(self) -> bool:
+        return self.is_there
+
+
+def test_a_host_that_is_as_far_ahead_as_it_may_be_waits_until_an_abort(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device may never come there: its peer is dead, and only an abort tells the host."""
+    starts: list[Later] = []
+
+    def start() -> Later:
+        starts.append(Later())
+        return starts[-1]
+
+    monkeypatch.setattr(nccl, "Start", start)
+    attempt.ahead_max = 2
+    num_called = 0
+
+    def call() -> None:
+        nonlocal num_called
+        with FakeTensorMode():
+            for _ in range(9):
+                dist.all_reduce(device(), async_op=True)
+                num_called += 1
+
+    with ThreadPoolExecutor(1) as other:
+        calling = other.submit(call)
+        until(lambda: num_called >= 2, "two calls")
+        starts[0].is_there = True
+        until(lambda: num_called >= 3, "a third call")
+        attempt.abort()
+        with pytest.raises(AbortedError, match="all_reduce was not started"):
+            calling.result(WAIT_S_MAX)
+    assert num_called == len(starts) == 3
