@@ -22,7 +22,10 @@ def test_a_fault_of_each_kind_after_the_other_leaves_the_same_weights(tmp_path: 
     """In an order that a seed draws, some two at once; then the run ends as a calm one."""
     orders = [draw(30, index) for index in range(len(KINDS))]
 
-    lines = soak(orders, 30, tmp_path / "soak.jsonl", per_sitting=len(orders), local=False)
+    lines = soak(
+        orders, 30, tmp_path / "soak.jsonl",
+        per_sitting=len(orders), local=False, has_redis=False,
+    )  # fmt: skip
 
     found = summed(lines)
     assert not found["not_survived"]

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def by_shape(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
 
 
-LOSSES = {
+LOSSES: dict[str, Callable[[Session, nn.Module, Any], tuple[Tensor, int]]] = {
     "denoising": denoising,
     "masked": masked,
     "mup": next_token,

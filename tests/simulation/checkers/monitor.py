@@ -21,6 +21,8 @@ _UNREAD_MAX = 2
 SLOW_STEADY_S = 0.5
 #: A window of steps has passed by then in which a worker is well again, and a replacement came.
 SLOW_SEEN_S = 8.0
+#: The controller decides for the time of an event, and takes it in so much later at most.
+_FOLDED_LATE_S = 0.05
 
 
 class Monitor:
@@ -119,7 +121,7 @@ class Monitor:
         lead_s = rules.bounds.drain_lead_s
         for _, node, _ in action.members:
             late_s = world.now_s - self.taken_by_s.get(node, inf)
-            is_taken = -lead_s <= late_s < lead_s - 1e-9
+            is_taken = _FOLDED_LATE_S - lead_s <= late_s < lead_s - 1e-9
             require(not is_taken, "L3", f"{node} is taken as {number} begins")
         if self.attempt:
             old = world.attempts[self.attempt].members

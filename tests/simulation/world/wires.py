@@ -64,6 +64,9 @@ class Observer(Protocol):
     def left(self, world: World, attempt: int, worker: str = "") -> None:
         """Note that a member left."""
 
+    def counts(self, step: int, attempt: int) -> bool:
+        """Return whether the newest attempt goes on from a version."""
+
     def corrupted(self, attempt: int, erring: Sequence[SimWorker], *, is_known: bool) -> None:
         """Note that a check has found that some workers err, and whether it knows which."""
 
