@@ -336,6 +336,7 @@ def test_a_load_collects_no_garbage(tmp_path: Path) -> None:
             found.append(gc.isenabled())
 
     found: list[bool] = []
+    gc.enable()  # tests of a controller in this process may have left it off
     model, optimizer = trained()
     mine = {"observer": Observer()}
     checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, extra=mine)
