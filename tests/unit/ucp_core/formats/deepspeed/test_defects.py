@@ -46,22 +46,18 @@ def _error(folder: Folder, path: Path, kind: type[UcpError] = CheckpointCorruptE
     return str(caught.value)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_missing_rank_file_is_named(tmp_path: Path, rank: int) -> None:
-    """The peer fails late, with the shape of a tensor; without the last file of stage 3 too."""
-    folder = native(MODEL, dp=3)
-    del folder.trees[optim_name(rank, 0)]
-
-    assert f"lacks {optim_name(rank, 0)}" in _error(folder, tmp_path)
-
-
 @pytest.mark.parametrize(
-    "file",
-    ["zero_pp_rank_1_mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"],
+    ("stage", "file"),
+    [
+        *((1, optim_name(rank, 0)) for rank in range(3)),
+        (1, MODEL_FILE),
+        (3, optim_name(1, 0)),
+        (3, f"zero_pp_rank_1_{MODEL_FILE}"),
+    ],
 )
-def test_a_missing_rank_file_of_stage_3_is_named(tmp_path: Path, file: str) -> None:
-    """Both kinds are per rank there."""
-    folder = native(MODEL, stage=3, dp=2)
+def test_a_missing_file_is_named(tmp_path: Path, stage: int, file: str) -> None:
+    """The peer fails late, with the shape of a tensor; without the last file of stage 3 too."""
+    folder = native(MODEL, stage=stage, dp=3)
     del folder.trees[file]
 
     assert f"lacks {file}" in _error(folder, tmp_path)
@@ -76,26 +72,6 @@ def test_shapes_that_contradict_each_other_are_named_with_both_places(tmp_path: 
     error = _error(folder, tmp_path)
     assert f"{MODEL_FILE}: up.weight is [7, 6] there" in error
     assert "and [6, 7] in param_shapes" in error
-
-
-def test_a_missing_model_file_is_named(tmp_path: Path) -> None:
-    """It tells how many ranks there were."""
-    folder = native(MODEL, dp=2)
-    del folder.trees[MODEL_FILE]
-
-    assert f"lacks {MODEL_FILE}" in _error(folder, tmp_path)
-
-
-@pytest.mark.parametrize("name", [MODEL_FILE, optim_name(1, 0)])
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_a_truncated_file_is_named(tmp_path: Path, name: str, kept: float) -> None:
-    """Half a tensor would otherwise be found out only when it is read."""
-    path = native(MODEL, dp=2).write(tmp_path)
-    data = (path / name).read_bytes()
-    (path / name).write_bytes(data[: int(len(data) * kept)])
-
-    with pytest.raises(UcpError, match=name):
-        read(path)
 
 
 def _later_model(folder: Folder) -> None:
@@ -197,13 +173,6 @@ def test_tensor_parallel_tensors_without_a_word_are_refused(tmp_path: Path) -> N
 
     unknown = caught.value.facts["unknown"]
     assert {name.split()[0] for name in unknown} == {param.name for param in SHARDED}
-
-
-def test_rules_of_the_user_say_what_the_checkpoint_does_not(tmp_path: Path) -> None:
-    """They are how such a checkpoint is read all the same."""
-    folder = native(SHARDED, dp=2, tp=2)
-
-    assert_equal(loaded(read(folder.write(tmp_path), rules=RULES)), folder.expected)
 
 
 def test_what_the_checkpoint_says_counts_before_rules(tmp_path: Path) -> None:

@@ -82,14 +82,6 @@ def test_experts_are_found_where_only_mappings_name_them(tmp_path: Path) -> None
     assert checkpoint.manifest.source["version"] == "0.19.8"
 
 
-@pytest.mark.parametrize("dp", [2, 4])
-def test_experts_of_several_ranks_are_not_put_together(tmp_path: Path, dp: int) -> None:
-    """They have one name on all ranks; the peer makes one tensor of them."""
-    folder, expected = _with_experts(dp)
-
-    assert_equal(loaded(read(folder.write(tmp_path))), expected)
-
-
 def test_layers_may_have_different_numbers_of_experts(tmp_path: Path) -> None:
     """Counted by the layer with the most, the second expert of a smaller one would be its third."""
     folder, expected = _with_experts(4, {"first": 1, "moe": 2})

@@ -59,11 +59,3 @@ def test_latest_cannot_lead_out_of_the_folder(tmp_path: Path, text: str) -> None
 
     with pytest.raises(CheckpointCorruptError, match="name of a folder"):
         read(tmp_path)
-
-
-def test_a_folder_of_nothing_known_is_told(tmp_path: Path) -> None:
-    """The message lists what is known."""
-    (tmp_path / "readme.txt").write_text("no checkpoint")
-
-    with pytest.raises(CheckpointNotFoundError, match="deepspeed"):
-        read(tmp_path)

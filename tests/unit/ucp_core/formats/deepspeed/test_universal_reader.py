@@ -1,7 +1,6 @@
 """Folders that ``ds_to_universal`` makes, in their forms and with what can be wrong with them."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from tests.support.deepspeed_folders import (
     universal,
     with_shapes,
 )
-from ucp_core.errors import CheckpointCorruptError, UcpError, UnsupportedVersionError
+from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.formats import recognise
 from ucp_core.geometry import TensorKey
 from ucp_core.storage import LocalStore
@@ -168,16 +167,6 @@ def test_a_slot_of_another_shape_than_the_weight_is_refused(tmp_path: Path) -> N
 
     said = r"up\.bias/exp_avg\.pt: it holds a tensor of \[4, 3\], but the parameter is \[4\]"
     with pytest.raises(CheckpointCorruptError, match=said):
-        read(_write(folder, tmp_path))
-
-
-@pytest.mark.parametrize("tree", [3, {"param": "x"}, {}, [1]])
-def test_nonsense_instead_of_a_tensor_is_an_error_of_ours(tmp_path: Path, tree: Any) -> None:
-    """Never a TypeError from the depths."""
-    folder = universal()
-    folder.trees["zero/up.weight/exp_avg.pt"] = tree
-
-    with pytest.raises(UcpError, match=r"up\.weight"):
         read(_write(folder, tmp_path))
 
 

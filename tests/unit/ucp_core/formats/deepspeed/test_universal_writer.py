@@ -39,39 +39,6 @@ def _walk(store: MemoryStore, directory: str, name: str) -> list[tuple[str, byte
     ]
 
 
-def test_every_parameter_has_its_tensors_whole() -> None:
-    """Stage 3 needs no shape and is not hurt by it, the other stages need it."""
-    state = adam_state({"a.w": (5, 3), "b": (4,)}, num_groups=2)
-
-    files = _written(state)
-
-    for name, slot, array in state.tensors():
-        file = files[f"zero/{name}/{'fp32' if slot == 'weight' else slot}.pt"]
-        tensor = file if slot == "step" else file["param"]
-        assert tensor.numpy().tobytes() == array.tobytes()
-        assert tensor.shape == array.shape
-        assert slot == "step" or file["cat_dim"] == 0
-
-
-def test_the_metadata_is_there_for_either_loader() -> None:
-    """They look under different names, and into different corners of the optimizer's state."""
-    state = adam_state({"a": (5, 3), "b": (4,)}, num_groups=2)
-    state.ties = {"head": "a"}
-    state.extra = {"lr_scheduler": {"last_epoch": 3}, "mine": 1}
-
-    files = _written(state)
-
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        tree = files[name]
-        assert (tree["global_steps"], tree["lr_scheduler"]) == (7, {"last_epoch": 3})
-        assert (tree["mine"], tree["shared_params"]) == (1, {"head": "a"})
-        assert [dict(g) for g in tree["param_shapes"]] == [{"a": (5, 3)}, {"b": (4,)}]
-    optimizer = files["zero/optimizer_state.pt"]
-    assert [g["lr"] for g in optimizer["param_groups"]] == [1e-3, 1e-4]
-    assert optimizer["optimizer_state_dict"]["state"][0]["step"].item() == 7
-    assert optimizer["ds_version"] == "0.19.8"
-
-
 def test_stage_3_is_told_only_what_all_groups_share() -> None:
     """It gives what it finds to every group: the lr of one would become that of all."""
     state = adam_state({"a": (5, 3), "b": (4,)}, num_groups=2)

@@ -22,56 +22,17 @@ from ucp_core.errors import CheckpointCorruptError, PatternError
 MODEL = [
     Param("embed.weight", (11, 6)),
     Param("block.up.weight", (7, 6)),
-    Param("block.up.bias", (7,), group=1),
-    Param("gain", (1,), group=1),
-    Param("frozen.weight", (5, 3), role="frozen"),
-    Param("scale", (3,), role="buffer"),
+    Param("block.up.bias", (7,)),
+    Param("gain", (1,)),
 ]
-
-
-def test_an_optimizer_without_zero_is_matched_by_order_and_shape(tmp_path: Path) -> None:
-    """It keeps numbers for names; both groups count on from one another."""
-    folder = native(MODEL, dp=2)
-    tree = folder.trees["mp_rank_00_model_states.pt"]
-    for rank in range(2):
-        del folder.trees[optim_name(rank, 0)]
-    groups = [[p for p in MODEL if p.role == "trained" and p.group == g] for g in (0, 1)]
-    trained = [p for group in groups for p in group]
-    state = {
-        number: {
-            "step": tensor(np.array(5, np.float32)),
-            **{slot: tensor(p.value(slot)) for slot in ("exp_avg", "exp_avg_sq")},
-        }
-        for number, p in enumerate(trained)
-    }
-    param_groups = [{"params": [0, 1], "lr": 0.1}, {"params": [2, 3], "lr": 0.2}]
-    tree |= {"param_shapes": None, "shared_params": None}
-    tree["optimizer"] = {"state": state, "param_groups": param_groups}
-
-    checkpoint = read(folder.write(tmp_path))
-
-    assert_equal(loaded(checkpoint), folder.expected)
-    assert checkpoint.param_groups[1] == {"params": ["block.up.bias", "gain"], "lr": 0.2}
-    assert checkpoint.manifest.roles == {"frozen.weight": "frozen", "scale": "buffer"}
 
 
 def test_one_flat_group_of_fp16_is_taken_apart_in_the_models_order(tmp_path: Path) -> None:
     """DeepSpeed's FP16_Optimizer keeps float32 masters without padding or names."""
-    model = [p for p in MODEL if p.role == "trained"]
-    folder = native(model, dp=1)
-    tree = folder.trees["mp_rank_00_model_states.pt"]
-    del folder.trees[optim_name(0, 0)]
-
-    def flat(slot: str) -> Any:
-        return tensor(np.concatenate([p.value(slot).ravel() for p in model]))
-
-    state = {0: {"step": 5, "exp_avg": flat("exp_avg"), "exp_avg_sq": flat("exp_avg_sq")}}
-    tree |= {"param_shapes": None}
-    tree["optimizer"] = {
-        "optimizer_state_dict": {"state": state, "param_groups": [{"params": [0], "lr": 0.1}]},
-        "fp32_groups_flat": [flat("weight")],
-        "cur_scale": 1024.0,
-    }
+    folder = _with_masters([MODEL], MODEL, flat=True)
+    optimizer = folder.trees["mp_rank_00_model_states.pt"]["optimizer"]
+    optimizer["cur_scale"] = 1024.0
+    optimizer["optimizer_state_dict"]["state"][0]["step"] = 5
 
     checkpoint = read(folder.write(tmp_path))
 

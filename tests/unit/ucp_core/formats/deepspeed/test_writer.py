@@ -1,11 +1,10 @@
-"""Checkpoints written for DeepSpeed, read by torch and by the rules of its format.
+"""Checkpoints written for DeepSpeed, file by file.
 
-That DeepSpeed itself goes on training from it: ``tests/interop``.
+That all layouts read back: ``tests/property``. That DeepSpeed itself goes on from them:
+``tests/interop``.
 """
 
-import random
 from dataclasses import replace
-from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.deepspeed_folders import read
+from tests.support.foreign_reading import loaded
 from tests.support.torch_files import load_torch_file
-from tests.support.training_states import Array, TrainingState, adam_state, random_shapes
+from tests.support.training_states import TrainingState, adam_state
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.formats.deepspeed.writer import write
 from ucp_core.language import Cut, Replicated, Rules
@@ -23,7 +24,6 @@ from ucp_core.native import Checkpoint
 from ucp_core.storage import LocalStore, MemoryStore
 
 MEMORY_BYTES = 32 << 20
-SLOTS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 def _source(state: TrainingState, tmp_path: Path) -> Checkpoint:
@@ -44,119 +44,6 @@ def _written(state: TrainingState, tmp_path: Path, **target: Any) -> Path:
 
 def _load(path: Path) -> Any:
     return load_torch_file(path.read_bytes())
-
-
-def _stage_1_2(
-    folder: Path, dp: int, prefix: str = "", mp_rank: int = 0
-) -> dict[tuple[str, str], Array]:
-    """Put the ranks' ranges side by side and cut them by ``param_shapes``."""
-    mp = f"mp_rank_{mp_rank:02d}"
-    model = _load(folder / f"{mp}_model_states.pt")
-    names = [f"{prefix}zero_pp_rank_{r}_{mp}_optim_states.pt" for r in range(dp)]
-    ranks = [_load(folder / name)["optimizer_state_dict"] for name in names]
-    found: dict[tuple[str, str], Array] = {}
-    for group, shapes in enumerate(model["param_shapes"]):
-        flats = {
-            "weight": [rank["single_partition_of_fp32_groups"][group] for rank in ranks],
-            **{
-                slot: [rank["base_optimizer_state"]["state"][group][slot] for rank in ranks]
-                for slot in SLOTS[1:]
-            },
-        }
-        for slot, parts in flats.items():
-            start, flat = 0, torch.cat(parts).numpy()
-            for name, shape in shapes.items():
-                found[name, slot] = flat[start : start + prod(shape)].reshape(shape)
-                start += prod(shape)
-            assert not flat[start:].any()
-    return found
-
-
-def _stage_3(folder: Path, dp: int, mp_rank: int = 0) -> dict[tuple[str, str], Array]:
-    """Take every rank's share of each tensor and drop the padding."""
-    mp = f"mp_rank_{mp_rank:02d}"
-    models = [_load(folder / f"zero_pp_rank_{r}_{mp}_model_states.pt") for r in range(dp)]
-    ranks = [
-        _load(folder / f"zero_pp_rank_{r}_{mp}_optim_states.pt")["optimizer_state_dict"]
-        for r in range(dp)
-    ]
-    found: dict[tuple[str, str], Array] = {}
-    for group, shapes in enumerate(models[0]["param_shapes"]):
-        flats = {
-            "weight": [rank["fp32_flat_groups"][group] for rank in ranks],
-            **{
-                slot: [rank["optimizer_state_dict"]["state"][group][slot] for rank in ranks]
-                for slot in SLOTS[1:]
-            },
-        }
-        for slot, parts in flats.items():
-            start = 0
-            for name, shape in shapes.items():
-                share = ceil(prod(shape) / dp)
-                whole = torch.cat([part[start : start + share] for part in parts]).numpy()
-                found[name, slot] = whole[: prod(shape)].reshape(shape)
-                start += share
-    return found
-
-
-def _assert_same(state: TrainingState, found: dict[tuple[str, str], Array]) -> None:
-    expected = {
-        (name, slot): array
-        for name, slot, array in state.tensors()
-        if slot in SLOTS and name in state.weights
-    }
-    assert found.keys() == expected.keys()
-    for key, array in expected.items():
-        assert found[key].tobytes() == array.tobytes(), key
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("dp", [1, 2, 3, 8])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_rank_gets_its_part_of_every_tensor(
-    stage: int, dp: int, seed: int, tmp_path: Path
-) -> None:
-    """Tensors are cut at the borders of ranks, and small ones leave ranks with padding alone."""
-    rng = random.Random(seed)
-    state = adam_state(random_shapes(rng, rng.randint(1, 7)), num_groups=1, seed=seed)
-    if len(state.weights) > 1:
-        state = adam_state({n: a.shape for n, a in state.weights.items()}, num_groups=2)
-
-    folder = _written(state, tmp_path, stage=stage, dp=dp, sub_group_size=rng.choice([5, 10**9]))
-
-    found = _stage_3(folder, dp) if stage == 3 else _stage_1_2(folder, dp)
-    _assert_same(state, found)
-
-
-def test_padding_is_where_deepspeed_has_it(tmp_path: Path) -> None:
-    """Masters come without the padding of the last rank, moments with it."""
-    state = adam_state({"a": (32,), "b": (7, 6), "c": (76,)})
-
-    folder = _written(state, tmp_path, stage=1, dp=2)
-
-    rank = _load(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
-    assert rank["group_paddings"] == [2]
-    assert rank["partition_count"] == [2]
-    assert rank["single_partition_of_fp32_groups"][0].shape == (74,)
-    assert rank["base_optimizer_state"]["state"][0]["exp_avg"].shape == (76,)
-    slices = {n: vars(a) for n, a in rank["param_slice_mappings"][0].items()}
-    assert slices == {"c": {"numel": 74, "start": 0}}
-
-
-def test_every_group_keeps_its_own_hyper_parameters(tmp_path: Path) -> None:
-    """Group 0's for all groups is what DeepSpeed's own conversion makes of it."""
-    state = adam_state({"a": (3,), "b": (4,), "c": (5,)}, num_groups=2)
-
-    for stage, keys in ((1, ["base_optimizer_state"]), (3, ["optimizer_state_dict"])):
-        folder = _written(state, tmp_path / str(stage), stage=stage)
-        held = _load(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
-        for key in keys:
-            held = held[key]
-        groups = held["param_groups"]
-        assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1e-3, 0.0), (1e-4, 0.1)]
-        assert [g["betas"] for g in groups] == [(0.9, 0.95), (0.9, 0.96)]
-        assert [g["params"] for g in groups] == [[0], [1]]
-        assert held["state"][1]["step"].item() == 7.0
 
 
 def test_what_is_not_trained_is_kept_and_aliases_share_memory(tmp_path: Path) -> None:
@@ -195,14 +82,13 @@ def test_the_model_gets_its_dtype_and_the_masters_stay_exact(
     """Masters rounded to the model's dtype would look right and train worse."""
     state = adam_state({"a": (33, 5)})
     state.frozen = {"f": np.array([1 / 3], np.float32)}
-    prefix = "bf16_" if dtype == "bf16" else ""
 
     folder = _written(state, tmp_path, stage=1, dp=2, dtype=dtype)
 
     module = _load(folder / "mp_rank_00_model_states.pt")["module"]
     assert torch.equal(module["a"], torch.from_numpy(state.weights["a"]).to(name))
     assert module["f"].dtype == name
-    _assert_same(state, _stage_1_2(folder, 2, prefix))
+    assert torch.equal(loaded(read(folder), "a"), torch.from_numpy(state.weights["a"]))
 
 
 def test_small_values_come_where_deepspeed_looks_for_them(tmp_path: Path) -> None:
@@ -255,9 +141,8 @@ def test_the_scaler_of_an_fp16_run_is_kept(tmp_path: Path) -> None:
     assert held["dynamic_loss_scale"] is True
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_tensor_parallel_ranks_get_their_shards(stage: int, tmp_path: Path) -> None:
-    """A rank's flat range is one of its shard, which is no range of the whole tensor."""
+def test_tensor_parallel_ranks_get_their_shards(tmp_path: Path) -> None:
+    """Parts of a fused tensor are cut each by itself, and a vocabulary is padded for its ranks."""
     shapes = {"up": (5, 4), "down": (3, 6), "norm": (3,), "qkv": (8, 2), "wte": (7, 2)}
     state = adam_state(shapes)
     state.frozen = {"f": np.arange(12, dtype=np.float32).reshape(3, 4)}
@@ -272,22 +157,14 @@ def test_tensor_parallel_ranks_get_their_shards(stage: int, tmp_path: Path) -> N
         )
     )
 
-    folder = _written(state, tmp_path, stage=stage, dp=2, tp=2, rules=rules, dtype="fp32")
+    folder = _written(state, tmp_path, stage=0, dp=2, tp=2, rules=rules, dtype="fp32")
 
     ranks = []
     for rank in range(2):
-        if stage == 0:
-            tree = _load(folder / f"mp_rank_{rank:02d}_model_states.pt")
-            numbers = enumerate(shapes)
-            held = {
-                (name, "exp_avg"): tree["optimizer"]["state"][n]["exp_avg"].numpy()
-                for n, name in numbers
-            }
-            found = held | {(n, "weight"): tree["module"][n].numpy() for n in shapes}
-        else:
-            read = _stage_3 if stage == 3 else _stage_1_2
-            found = read(folder, 2, mp_rank=rank)
-        ranks.append(found)
+        tree = _load(folder / f"mp_rank_{rank:02d}_model_states.pt")
+        moments = tree["optimizer"]["state"]
+        found = {(n, "exp_avg"): moments[i]["exp_avg"].numpy() for i, n in enumerate(shapes)}
+        ranks.append(found | {(n, "weight"): tree["module"][n].numpy() for n in shapes})
     for slot, of in (("weight", state.weights), ("exp_avg", state.slots["exp_avg"])):
         both = {name: [rank[name, slot] for rank in ranks] for name in shapes}
         assert [part.shape[0] for part in both["up"]] == [3, 2]
@@ -321,25 +198,6 @@ def test_a_pipeline_has_files_by_stage_and_by_layer(tmp_path: Path) -> None:
     assert [s["module"] for s in stages] == [None, None]
     assert [s["buffer_names"] for s in stages] == [[], ["2.running"]]
     assert stages[0]["checkpoint_parallel_dimensions"] == {"pp_degree": 2, "tp_degree": 1}
-    for mp, names in enumerate((("tied_modules.embed.weight", "1.w"), tuple(shapes)[::2])):
-        found = _stage_1_2(folder, 2, mp_rank=mp)
-        for name in names:
-            assert np.array_equal(found[name, "weight"], state.weights[name])
-
-
-def test_stage_0_keeps_the_optimizer_as_torch_has_it(tmp_path: Path) -> None:
-    """Without ZeRO nothing is flat, and torch numbers the parameters over all groups."""
-    state = adam_state({"a": (3, 2), "b": (4,), "c": (5,)}, num_groups=2)
-
-    folder = _written(state, tmp_path, stage=0, dp=2)
-
-    assert [path.name for path in folder.iterdir()] == ["mp_rank_00_model_states.pt"]
-    tree = _load(folder / "mp_rank_00_model_states.pt")
-    assert [g["params"] for g in tree["optimizer"]["param_groups"]] == [[0, 1], [2]]
-    for number, name in enumerate(("a", "c", "b")):
-        held = tree["optimizer"]["state"][number]
-        assert held["exp_avg"].numpy().tobytes() == state.slots["exp_avg"][name].tobytes()
-        assert torch.equal(tree["module"][name], torch.from_numpy(state.weights[name]))
 
 
 def test_a_parameter_without_state_gets_zeros(tmp_path: Path) -> None:
@@ -348,10 +206,11 @@ def test_a_parameter_without_state_gets_zeros(tmp_path: Path) -> None:
     for slot in ("exp_avg", "exp_avg_sq", "step"):
         del state.slots[slot]["a"]
 
-    found = _stage_1_2(_written(state, tmp_path, stage=1), 1)
+    found = read(_written(state, tmp_path, stage=1))
 
-    assert not found["a", "exp_avg"].any()
-    assert found["b", "exp_avg"].tobytes() == state.slots["exp_avg"]["b"].tobytes()
+    assert not loaded(found, "a", "exp_avg").any()
+    expected = torch.from_numpy(state.slots["exp_avg"]["b"])
+    assert torch.equal(loaded(found, "b", "exp_avg"), expected)
 
 
 def _no_group(state: TrainingState) -> None:
@@ -428,31 +287,6 @@ def test_a_destination_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
         )
 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
-def test_a_damaged_source_leaves_nothing_at_the_destination(tmp_path: Path) -> None:
-    """Half a checkpoint without latest would still be loaded by its tag."""
-    source = _source(adam_state({"a": (300, 20), "b": (4,)}), tmp_path)
-    (data,) = (tmp_path / "source").glob("*r00001.bin")
-    raw = bytearray(data.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    data.write_bytes(raw)
-
-    seen: list[int] = []
-
-    with pytest.raises(CheckpointCorruptError, match="damaged"):
-        write(
-            source,
-            LocalStore(),
-            str(tmp_path / "out"),
-            memory_bytes=MEMORY_BYTES,
-            dp=4,
-            progress=lambda done, _: seen.append(done),
-        )
-
-    assert seen[-1] > 6000 * 4 // 4 * 3, "no file was complete: nothing had to be removed"
-    left = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert left == []
 
 
 def test_a_hole_in_the_source_is_found_before_anything_is_written(tmp_path: Path) -> None:

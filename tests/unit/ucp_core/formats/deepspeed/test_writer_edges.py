@@ -1,7 +1,6 @@
 """States at the edges of what DeepSpeed can hold: empty, 0-d, without a state, without a step."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ import pytest
 import torch
 
 from tests.support.deepspeed_folders import Param, assert_equal, loaded, native, read
-from tests.support.failing_store import How, MemoryWorld
 from tests.support.torch_files import load_torch_file
 from tests.support.training_states import TrainingState, adam_state
 from ucp_core.errors import UcpError
 from ucp_core.formats import left_behind, open_source
-from ucp_core.formats.deepspeed import universal_writer as deepspeed_universal_writer
 from ucp_core.formats.deepspeed import writer as deepspeed_writer
 from ucp_core.inspection import diff
 from ucp_core.language import Cut, Replicated, Rules
@@ -154,37 +151,6 @@ def test_a_slot_in_two_precisions_takes_the_wider() -> None:
     assert np.array_equal(flat[3:7].numpy(), state.slots["exp_avg"]["b"].astype(np.float32))
 
 
-@pytest.mark.parametrize("how", [How.BEFORE, How.AFTER])
-@pytest.mark.parametrize("form", ["native", "universal"])
-def test_a_killed_writer_leaves_nothing_that_is_taken_for_whole(
-    form: str, how: How, tmp_path: Path
-) -> None:
-    """At any operation; all files may be there and ``latest`` not yet, which is whole too."""
-    state = adam_state({"a": (3, 2), "b": (4,)}, num_groups=2)
-    del state.slots["exp_avg_sq"]
-    source = state.save(MemoryStore(), "source")
-    writer = deepspeed_universal_writer if form == "universal" else deepspeed_writer
-    target: dict[str, Any] = {} if form == "universal" else {"stage": 3, "dp": 2}
-    dead = True
-    operations = 0
-    while dead:
-        world = MemoryWorld(tmp_path)
-        world.fate.die(operations, how)
-        dead = not world.run(
-            partial(writer.write, source, world.store, "out", memory_bytes=32 << 20, **target)
-        )
-        world.fate.revive()
-        operations += 1
-        try:
-            found = open_source(world.store, "out")
-        except UcpError:
-            assert dead
-            continue
-        assert found.state_map.entries.keys() == source.state_map.entries.keys()
-        assert [dict(group) for group in found.param_groups] == state.groups
-    assert operations > 20
-
-
 def test_a_tie_to_nothing_is_refused() -> None:
     """The alias would be missing from the module, and a strict load would fail far away."""
     state = adam_state({"a": (3,)})
@@ -221,48 +187,6 @@ def test_stage_0_says_whose_the_optimizers_numbers_are() -> None:
     assert diff(source, back).tensors == ()
     assert [group["params"] for group in back.param_groups] == [["a", "c"], ["b"]]
     assert back.manifest.roles == {"f": "frozen"}
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_trained_parameter_of_which_a_rank_has_nothing_is_refused(stage: int) -> None:
-    """Four rows over three ranks are 2, 2 and 0; DeepSpeed would take it for frozen on the last."""
-    store = MemoryStore()
-    source = adam_state({"w": (3, 4)}).save(store, "source")
-
-    with pytest.raises(UcpError, match=r"w: the rules cut dim 1 of \[3, 4\] over tp=3") as caught:
-        deepspeed_writer.write(
-            source,
-            store,
-            "out",
-            memory_bytes=32 << 20,
-            rules=Rules((Rule("w", Cut(1)),)),
-            stage=stage,
-            tp=3,
-        )
-
-    assert caught.value.facts == {"fqn": "w", "dim": 1, "tp": 3, "rank": 2}
-    assert not store.exists("out/latest")
-
-
-@pytest.mark.parametrize(
-    ("stage", "cut"), [(0, Cut(1)), (1, Cut(1, widths=(2, 1, 1))), (3, Cut(1, widths=(2, 1, 1)))]
-)
-def test_an_uneven_cut_is_written_where_every_rank_can_have_its_part(stage: int, cut: Cut) -> None:
-    """AutoTP's widths leave no rank empty; without ZeRO nothing is flattened, so empty is fine."""
-    state = adam_state({"w": (3, 4)})
-    state.frozen = {"f": np.ones((3, 4), np.float32)}
-    store = MemoryStore()
-    source = state.save(store, "source")
-    rules = Rules((Rule("w", cut), Rule("f", Cut(1))))
-
-    deepspeed_writer.write(
-        source, store, "out", memory_bytes=32 << 20, rules=rules, stage=stage, dp=2, tp=3
-    )
-
-    back = open_source(store, "out")
-    assert diff(source, back).tensors == ()
-    assert back.manifest.roles == {"f": "frozen"}
-    assert [dict(group) for group in back.param_groups] == state.groups
 
 
 @pytest.mark.parametrize("dp", [1, 2])

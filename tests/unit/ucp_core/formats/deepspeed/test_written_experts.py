@@ -95,37 +95,6 @@ def test_a_rank_has_its_experts_in_the_module_s_order() -> None:
         assert list(expert) == [f"first{_EXPERTS}3.up.weight", f"first{_EXPERTS}3.up.bias"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_experts_of_transformers_leave_as_modules_of_their_own(stage: int) -> None:
-    """They are one tensor, gate above up; a swapped half or another expert loads without a word."""
-    mlp, count, width, rows = "model.layers.0.mlp", 4, 3, 5
-    state = adam_state(
-        {
-            f"{mlp}.gate.weight": (count, width),
-            f"{mlp}.experts.gate_up_proj": (count, 2 * rows, width),
-            f"{mlp}.experts.down_proj": (count, width, rows),
-            f"{mlp}.shared_experts.gate_proj.weight": (rows, width),
-        }
-    )
-    store = MemoryStore()
-    source = state.save(store, "source")
-    expected: dict[tuple[str, str], Any] = {}
-    for (name, slot), value in loaded(source).items():
-        if ".experts." not in name:
-            renamed = name.replace(f"{mlp}.gate.weight", f"{mlp}.deepspeed_moe.gate.wg.weight")
-            expected[renamed, slot] = value
-            continue
-        matrices = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
-        for expert in range(count):
-            prefix = f"{mlp}{_EXPERTS}{expert}"
-            for matrix, part in zip(matrices, np.split(value[expert], len(matrices)), strict=True):
-                expected[f"{prefix}.{matrix}.weight", slot] = part
-
-    found = _written(source, store, "one", stage=stage, dp=4, ep=2)
-
-    assert_equal(loaded(found), expected)
-
-
 def test_experts_with_gate_and_up_in_turn_are_refused() -> None:
     """GPT-OSS calls them alike; cut in halves, each would be a mix of both."""
     store = MemoryStore()
