@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.shards import assembled, random_array
-from ucp_core.errors import PatternError
 from ucp_core.geometry import Fragment, TensorKey
 from ucp_core.language import extract, parse_affine_map, place, union
 
@@ -95,13 +94,3 @@ def test_tensors_cut_by_its_maps_come_back(affine: ModuleType, seed: int, tp: in
         alone = [fragment._replace(replica=False)]
         found = assembled(entry.shape, alone, files)[tuple(map(slice, *fragment.box))]
         assert np.array_equal(found, whole[tuple(map(slice, *fragment.box))])
-
-
-def test_its_scaled_pieces_are_refused(affine: ModuleType) -> None:
-    """It refuses them itself for moments, and a weight without its moments cannot train on."""
-    theirs = affine.replicated_map((4,), 2, scale=0.5)
-    document = {"version": 1, "params": {"w": theirs.to_dict()}}
-    pattern = parse_affine_map(document, where="model_states")["w"]
-
-    with pytest.raises(PatternError, match=r"w: rank 0: a piece is stored times 0\.5"):
-        place(pattern, pattern.shards, name="w")

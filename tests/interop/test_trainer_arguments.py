@@ -50,7 +50,10 @@ EQUAL: dict[str, dict[str, Any]] = {
     },
     "no clipping": {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1},
     "other optimizers": {"optim": "rmsprop", "optim_args": "alpha=0.8", "learning_rate": 1e-3},
-    "smoothed labels": {"label_smoothing_factor": 0.2},
+    # The smoother looks up the name of the model's class.
+    "smoothed labels": {
+        "label_smoothing_factor": 0.2, "lr_scheduler_type": "cosine_with_restarts",
+    },
     "checkpointed activations": {
         "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"use_reentrant": False},

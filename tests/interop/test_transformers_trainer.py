@@ -46,37 +46,6 @@ def _count(module: Any, _: Any) -> None:
     module.passes += 1
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"lr_scheduler_type": "linear"},
-        # It looks up the name of the model's class.
-        {"lr_scheduler_type": "cosine_with_restarts", "label_smoothing_factor": 0.1},
-    ],
-    ids=["linear", "restarts and smoothing"],
-)
-def test_alone_it_learns_as_trainer_does(tmp_path: Path, given: dict[str, Any]) -> None:
-    """Each step takes all samples, so that the order, which differs, does not count."""
-    from everstep.integrations.transformers import ElasticTrainer
-
-    runs = []
-    for kind in (transformers.Trainer, ElasticTrainer):
-        trainer = _trainer(kind, tmp_path / kind.__name__, **given)
-        output = trainer.train()
-        held = {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
-        runs.append((_history(trainer), output, held, trainer.evaluate()["eval_loss"]))
-
-    theirs, ours = runs
-    assert len(theirs[0]) == len(ours[0])
-    for line, expected in zip(ours[0], theirs[0], strict=True):
-        assert line == pytest.approx(expected, rel=2e-4)
-    assert ours[1].global_step == theirs[1].global_step == STEPS
-    assert ours[1].training_loss == pytest.approx(theirs[1].training_loss, rel=1e-4)
-    for name, value in theirs[2].items():
-        torch.testing.assert_close(ours[2][name], value, rtol=1e-3, atol=1e-4)
-    assert ours[3] == pytest.approx(theirs[3], rel=1e-4)
-
-
 def test_it_trains_in_training_mode_whatever_mode_the_model_was_in(tmp_path: Path) -> None:
     from transformers import TrainerCallback
 

@@ -149,10 +149,3 @@ def test_a_printed_header_is_what_the_reference_prints_and_reads(
         np.testing.assert_array_equal(loaded[name], array)
     size = sum(a.nbytes for a in arrays.values())
     assert {t.name for t in parse_header(header[8:], size, "x").tensors} == arrays.keys()
-
-
-@pytest.mark.parametrize("length", [0, 1, 7])
-def test_a_file_shorter_than_its_length_is_refused(length: int) -> None:
-    """An interrupted download begins as a file of nothing."""
-    with pytest.raises(UcpError, match="too few"):
-        huggingface.read(_write(bytes(length)), "m")

@@ -34,15 +34,6 @@ def changed(tmp_path: Path) -> str:
     return str(tmp_path / "b" / STEP)
 
 
-@pytest.mark.parametrize("command", ["diff", "export", "extract"])
-def test_help_has_an_example(command: str) -> None:
-    """People copy examples."""
-    done = ucp(command, "--help")
-
-    assert done.returncode == 0
-    assert f"Example: ucp {command} " in done.stdout
-
-
 def test_diff_of_equals_is_success(checkpoint: str, tmp_path: Path) -> None:
     """Also of a copy in another format, for the weights that it has."""
     assert (

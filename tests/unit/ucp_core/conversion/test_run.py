@@ -131,19 +131,6 @@ def test_a_universal_source_is_converted_too(tmp_path: Path) -> None:
     assert second.read_bytes == second.size_bytes
 
 
-def test_progress_counts_to_the_end(tmp_path: Path) -> None:
-    """A bar that stops at 97 % makes people wait."""
-    seen: list[tuple[int, int]] = []
-    convert_to(
-        native_source(tmp_path, large_state(2)),
-        tmp_path / "out",
-        progress=lambda done, total: seen.append((done, total)),
-    )
-
-    assert seen == sorted(seen)
-    assert seen[-1][0] == seen[-1][1] > 0
-
-
 def test_a_foreign_checkpoint_is_converted(tmp_path: Path) -> None:
     """With its ties and what became of its items."""
     foreign = ForeignRecords(tmp_path / "foreign")

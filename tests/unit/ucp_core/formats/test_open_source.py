@@ -10,7 +10,7 @@ import safetensors.numpy
 
 from tests.support.checkpoints import save, small_state
 from tests.support.deepspeed_folders import CLASSES, Folder, Param, assert_equal, loaded, native
-from ucp_core.errors import CheckpointNotFoundError, PatternError
+from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.formats import open_source, recognise
 from ucp_core.storage import LocalStore, Store, join, open_store
 from ucp_core.torch_files import write_torch_file
@@ -56,29 +56,6 @@ def test_recognition_loads_no_reader(tmp_path: Path) -> None:
     loaded_names = done.stdout.decode().split()
     assert "ucp_core.formats.dcp.recognition" in loaded_names
     assert not [n for n in loaded_names if n.endswith(".reader") or "torch_files" in n]
-
-
-def test_names_are_mapped_in_every_slot_and_group(tmp_path: Path) -> None:
-    """A model of another framework looks for its moments under its names, too."""
-    folder = native(MODEL, dp=2)
-    _put(folder, LocalStore(), str(tmp_path))
-
-    checkpoint = open_source(LocalStore(), str(tmp_path), rename={"up.weight": "fc1.weight"})
-
-    expected = {
-        ("fc1.weight" if name == "up.weight" else name, slot): array
-        for (name, slot), array in folder.expected.items()
-    }
-    assert_equal(loaded(checkpoint), expected)
-    assert checkpoint.param_groups[0]["params"] == ["fc1.weight", "down.weight"]
-
-
-def test_a_name_that_is_not_there_cannot_be_mapped(tmp_path: Path) -> None:
-    """A typing error would leave a tensor under its old name."""
-    _put(native(MODEL, dp=1), LocalStore(), str(tmp_path))
-
-    with pytest.raises(PatternError, match=r"up\.wieght"):
-        open_source(LocalStore(), str(tmp_path), rename={"up.wieght": "x"})
 
 
 def test_a_tag_where_there_are_none_is_refused(tmp_path: Path) -> None:

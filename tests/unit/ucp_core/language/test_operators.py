@@ -33,16 +33,6 @@ def test_a_column_shard_is_read_as_it_lies() -> None:
     assert fragment.strides is None
 
 
-def test_parts_along_the_last_dim_are_strided() -> None:
-    """The two parts of GPT-2's c_attn take turns in every row of a shard."""
-    placement = place(Cut(1, ratio=(1, 1)), [(4, 6), (4, 6)])
-
-    one, two = extract(KEY, "F32", placement, 0, file="f", offset_bytes=0)
-
-    assert (one.box, one.strides, one.num_bytes) == (Box((0, 0), (4, 3)), (24, 4), 3 * 24 + 12)
-    assert (two.box, two.offset_bytes) == (Box((0, 6), (4, 9)), 12)
-
-
 def test_a_zero_range_with_padding_is_cut_at_the_end_of_the_shard() -> None:
     """ZeRO-3 gives the last rank ceil(numel / dp) elements, whether they exist or not."""
     placement = place(Cut(0), [(2, 5)])

@@ -8,8 +8,6 @@ import pytest
 from ucp_core.commands.console import read_rules
 from ucp_core.errors import RulesError
 from ucp_core.language import (
-    Affine,
-    Average,
     Cut,
     Grid,
     Pattern,
@@ -23,46 +21,9 @@ from ucp_core.language import (
 )
 from ucp_core.language.rules import Rule
 
-AFFINE = """\
-affine:
-      logical_shape: [4]
-      ranks: {0: {shard_shape: [4], pieces: [{shape: [4], source: [0, [1]], dest: [0, [1]],
-        locations: [0]}]}}"""
-
-PATTERNS: dict[str, Pattern] = {
-    "unique": Unique(),
-    "replicated": Replicated(),
-    "{replicated: {check: first}}": Replicated("first"),
-    "average": Average(),
-    "{cut: -1}": Cut(-1),
-    "{cut: {dim: 1, widths: [3, 0]}}": Cut(1, widths=(3, 0)),
-    "{cut: {dim: 0, parts: 8}}": Cut(0, parts=8),
-    "{cut: {dim: 0, parts: [4, 1], part_widths: [[3, 1], [1, 0]], unpadded: 4}}": Cut(
-        0, parts=(4, 1), part_widths=((3, 1), (1, 0)), unpadded=4
-    ),
-    "{cut: {dim: 0, ratio: [4, 1, 1]}}": Cut(0, ratio=(4, 1, 1)),
-    "{grid: {cuts: [0, {dim: 1, ratio: [1, 1]}], degrees: [2, 0]}}": Grid(
-        (Cut(0), Cut(1, ratio=(1, 1))), (2, 0)
-    ),
-}
-
 
 def _rule(pattern: str) -> Rules:
     return load_rules(f"rules:\n- match: w\n  pattern: {pattern}\n", "r.yaml")
-
-
-@pytest.mark.parametrize("text", PATTERNS)
-def test_every_pattern_can_be_written(text: str) -> None:
-    """A pattern without a text form could be used by code only."""
-    assert _rule(text).match("w") == PATTERNS[text]
-
-
-def test_an_affine_map_can_be_written() -> None:
-    """Layouts that no other pattern describes."""
-    pattern = _rule(f"\n    {AFFINE}").match("w")
-
-    assert isinstance(pattern, Affine)
-    assert pattern.shards == ((4,),)
 
 
 @pytest.mark.parametrize(

@@ -360,19 +360,6 @@ def test_replicas_are_not_written() -> None:
     assert_loaded(STATE, need)
 
 
-def test_groups_of_pipeline_stages_are_gathered_and_rank_0_gives_the_rest() -> None:
-    """A stage knows only its own parameters; hyper-parameters are the run's."""
-    store = MemoryStore()
-    save(store, STATE, step=7, world_size=3)
-
-    opened = open_checkpoint(store, DIRECTORY)
-
-    assert opened.param_groups == [
-        {"params": ["of.rank.0", "of.rank.1", "of.rank.2"], "lr": 0.1},
-    ]
-    assert opened.extra == {"cursor": {"step": 7}}
-
-
 def test_a_record_of_somebody_else_stops_the_commit() -> None:
     """A file copied by hand to another step must not be taken for this one's."""
     store = MemoryStore()

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoints import ROOT, assert_loaded, random_state, save, whole_need
-from tests.support.counting_store import CountingStore
+from tests.support.checkpoints import ROOT, random_state, save, whole_need
 from tests.support.foreign_maps import index, random_box, random_foreign
 from tests.support.made import room_for
 from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError, UncoveredRegionError
@@ -215,16 +214,3 @@ def test_a_rank_whose_copy_arrives_damaged_leaves_no_rank_waiting(
 
     assert "one of those that load together, arrived damaged" in str(results[1])
     assert [result.facts["peer"] for result in (results[0], results[2])] == [1, 1]
-
-
-def test_one_rank_alone_loads_as_ever() -> None:
-    """A group of one has no rank to wait for."""
-    store = CountingStore()
-    state = random_state(random.Random(5), 10)
-    save(store, state, step=7, world_size=2)
-    need = whole_need(state)
-
-    (result,) = _together([open_checkpoint(store, DIRECTORY)], [need], _Table(1))
-
-    assert_loaded(state, need)
-    assert result.read_bytes == store.read_bytes

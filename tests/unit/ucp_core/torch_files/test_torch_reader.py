@@ -26,7 +26,6 @@ from ucp_core.errors import (
     UcpError,
 )
 from ucp_core.numerics import crc32
-from ucp_core.storage import MemoryStore
 from ucp_core.torch_files import (
     Opaque,
     TensorRef,
@@ -513,8 +512,3 @@ def test_an_array_of_no_elements_cannot_blow_up_json() -> None:
 
     with pytest.raises(MemoryBudgetError):
         as_json([array, 1], where="p")
-
-
-def test_a_store_without_the_file_says_so() -> None:
-    with pytest.raises(UcpError, match=r"d/b\.pt"):
-        read_torch_file(MemoryStore(), "d", "b.pt")

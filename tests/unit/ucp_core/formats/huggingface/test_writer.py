@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -22,7 +21,7 @@ from ucp_core.formats.huggingface import reader as huggingface
 from ucp_core.formats.huggingface import writer as huggingface_writer
 from ucp_core.geometry import TensorKey
 from ucp_core.native import Checkpoint, open_checkpoint
-from ucp_core.storage import Buffer, LocalStore, MemoryStore
+from ucp_core.storage import LocalStore, MemoryStore
 
 MEMORY = 8 << 20
 
@@ -42,32 +41,6 @@ def _weights(**arrays: np.ndarray[Any, Any]) -> State:
         )
         for name, array in arrays.items()
     }
-
-
-def test_one_file_has_every_weight_and_no_slot(tmp_path: Path) -> None:
-    """A reader would take a moment for a parameter."""
-    state = small_state()
-
-    huggingface_writer.write(_checkpoint(state), LocalStore(), str(tmp_path), memory_bytes=MEMORY)
-
-    loaded = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    assert loaded.keys() == {key.fqn for key in state if key.slot == "weight"}
-    for name, array in loaded.items():
-        assert array.tobytes() == state[TensorKey(name, "weight")].data, name
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-
-
-def test_a_scalar_keeps_its_value(tmp_path: Path) -> None:
-    """The consolidation of torch 2.13 writes 0-d tensors as 0.0."""
-    state = _weights(scale=np.array(7.5, dtype=np.float32), w=np.ones(3, dtype=np.float32))
-
-    huggingface_writer.write(
-        _checkpoint(state), LocalStore(), str(tmp_path), memory_bytes=MEMORY, shard_bytes=8
-    )
-
-    loaded = safetensors.torch.load_file(tmp_path / "model-00001-of-00002.safetensors")
-    assert loaded["scale"].shape == ()
-    assert float(loaded["scale"]) == 7.5
 
 
 def test_a_buffer_stays_float32_where_its_model_is_unknown(tmp_path: Path) -> None:
@@ -219,42 +192,6 @@ def test_a_destination_in_use_is_refused() -> None:
     with pytest.raises(UcpError, match=r"00001-of-00009.* already"):
         huggingface_writer.write(_checkpoint(small_state()), store, "out", memory_bytes=MEMORY)
     assert store.list("out") == ("model-00001-of-00009.safetensors",)
-
-
-class _FailingStore(MemoryStore):
-    """Refuses the second file, as a full disk does."""
-
-    def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
-        if "00002" in path:
-            raise UcpError("no space left")
-        return super().write_file(path, chunks, fsync=fsync)
-
-
-def test_a_failed_export_leaves_nothing() -> None:
-    """A tool that looks for no index takes half a model for a whole one."""
-    store = _FailingStore()
-    checkpoint = _checkpoint(small_state(), extra={"huggingface": {"config.json": {}}})
-
-    with pytest.raises(UcpError, match="no space"):
-        huggingface_writer.write(checkpoint, store, "out", memory_bytes=MEMORY, shard_bytes=100)
-    assert store.list("out") == ()
-
-
-def test_a_damaged_source_leaves_nothing() -> None:
-    """The damage shows when half of the destination is written."""
-    store = MemoryStore()
-    state = _weights(a=np.ones(100, dtype=np.float32), b=np.ones(100, dtype=np.float32))
-    checkpoint = _checkpoint(state, store=store)
-    entry = checkpoint.state_map.entries[TensorKey("b", "weight")]
-    fragment = next(f for f in entry.fragments if not f.box.is_empty)
-    path = f"{ROOT}/step-00000007/{fragment.file}"
-    data = bytearray(store.read(path))
-    data[fragment.offset_bytes] ^= 1
-    store.write_atomic(path, bytes(data), fsync=False)
-
-    with pytest.raises(UcpError, match=r"b .weight.: .* is damaged"):
-        huggingface_writer.write(checkpoint, store, "out", memory_bytes=MEMORY, shard_bytes=400)
-    assert store.list("out") == ()
 
 
 def test_a_checkpoint_without_weights_is_refused() -> None:

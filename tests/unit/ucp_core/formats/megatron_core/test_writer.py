@@ -231,17 +231,6 @@ def test_experts_of_transformers_are_megatrons() -> None:
         _exported(source, ep=4)
 
 
-def test_experts_of_several_ranks_have_an_optimizer_of_their_own() -> None:
-    """Megatron has one for what is alike on all ranks, and one for what is not."""
-    store, _ = _exported(_megatrons(experts=True), ep=2)
-
-    chained = _common(store)["optimizer"]
-    assert [
-        [group["is_expert_parallel"] for group in chained[number]["optimizer"]["param_groups"]]
-        for number in (0, 1)
-    ] == [[False, False], [True]]
-
-
 @pytest.mark.parametrize(
     ("shapes", "steps", "changed", "options", "told"),
     [
@@ -274,11 +263,6 @@ def test_what_megatron_cannot_hold_is_refused(
         export(source, store, "out", format="megatron-core", memory_bytes=MEMORY_BYTES, **options)
 
     assert store.list("out") == ()
-
-
-def test_experts_that_ranks_cannot_share_are_refused() -> None:
-    with pytest.raises(UcpError, match="ep=3: the source has 4 experts in a layer"):
-        _exported(_megatrons(experts=True), ep=3)
 
 
 def test_an_iteration_is_not_put_beside_others() -> None:
