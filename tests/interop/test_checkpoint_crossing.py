@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from everstep import checkpoint
-from tests.support.fixture_runs import RUNS, batch, llama_config
+from tests.support.fixture_runs import RUNS, llama_config, trained_on
 from tests.support.foreign_reading import checkpoint_fixture
 from ucp_core.formats import open_source
 from ucp_core.storage import LocalStore
@@ -25,15 +24,5 @@ def test_the_next_losses_are_those_of_the_framework_that_saved(name: str, num_he
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=1.0)
     checkpoint.load(folder / "checkpoint", model=model, optimizer=optimizer)
 
-    losses = []
-    done = len(report["losses_before"])
-    for step in range(done, done + len(report["losses_after"])):
-        ids = batch(report, step, config.vocab_size)
-        logits = model(input_ids=ids[:, :-1]).logits
-        loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
+    losses = trained_on(model, optimizer, report)
     assert losses == pytest.approx(report["losses_after"], abs=1e-5)

@@ -9,9 +9,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.nn.functional import cross_entropy
 
-from tests.support.fixture_runs import RUNS, batch, llama_config
+from tests.support.fixture_runs import RUNS, llama_config, trained_on
 from tests.support.foreign_reading import checkpoint_fixture
 from ucp_core.formats import open_source
 from ucp_core.formats.dcp import writer as dcp_writer
@@ -43,15 +42,5 @@ def test_the_next_losses_are_those_of_the_framework_that_saved(
     load(state, storage_reader=FileSystemReader(tmp_path / "dcp"), planner=planner, no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
-    losses = []
-    done = len(report["losses_before"])
-    for step in range(done, done + len(report["losses_after"])):
-        ids = batch(report, step, config.vocab_size)
-        logits = model(input_ids=ids[:, :-1]).logits
-        loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
+    losses = trained_on(model, optimizer, report)
     assert losses == pytest.approx(report["losses_after"], abs=1e-5)

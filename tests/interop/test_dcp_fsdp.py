@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from tests.support.foreign_reading import loaded
 from tests.support.ranks import running
 from tests.support.train_fsdp import (
     Save,
@@ -21,10 +22,8 @@ from tests.support.train_fsdp import (
 from ucp_core.conversion import convert
 from ucp_core.formats import open_source
 from ucp_core.formats.dcp import writer as dcp_writer
-from ucp_core.geometry import Box, TensorKey
 from ucp_core.inspection import diff
-from ucp_core.native import Checkpoint, LocalTensor, open_checkpoint
-from ucp_core.native import load as load_boxes
+from ucp_core.native import open_checkpoint
 from ucp_core.storage import LocalStore
 
 MEMORY = 8 << 20
@@ -59,21 +58,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(nested, flat, seen, after)
 
 
-def _held(checkpoint: Checkpoint, fqn: str, slot: str) -> bytes:
-    entry = checkpoint.state_map.entries[TensorKey(fqn, slot)]
-    data = bytearray(entry.num_bytes)
-    tensor = LocalTensor(
-        fqn=fqn,
-        slot=slot,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        box=Box.full(entry.shape),
-        data=memoryview(data),
-    )
-    load_boxes(checkpoint, [tensor])
-    return bytes(data)
-
-
 def test_what_fsdp2_saved_is_read_bit_for_bit(run: Run) -> None:
     """In both conventions of the optimizer's keys; frozen, tied and counting things too."""
     for directory in (run.nested, run.flat):
@@ -81,7 +65,7 @@ def test_what_fsdp2_saved_is_read_bit_for_bit(run: Run) -> None:
 
         assert {(k.fqn, k.slot) for k in checkpoint.state_map.entries} == run.seen.state.keys()
         for (fqn, slot), whole in run.seen.state.items():
-            assert _held(checkpoint, fqn, slot) == whole.tobytes(), (fqn, slot)
+            assert loaded(checkpoint, fqn, slot).numpy().tobytes() == whole.tobytes(), (fqn, slot)
         assert checkpoint.manifest.ties == {"head.weight": "embed.weight"}
         assert checkpoint.step == 2
         lrs = {fqn: g["lr"] for g in checkpoint.param_groups for fqn in g["params"]}

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.support.foreign_reading import loaded
 from tests.support.forked_commands import ForkedCommands
 from ucp_core.errors import PatternError
 from ucp_core.formats import open_source
-from ucp_core.geometry import Box, TensorKey
-from ucp_core.native import LocalTensor, load
+from ucp_core.geometry import TensorKey
 from ucp_core.storage import LocalStore
 
 SCRIPT = "tests.support.train_deepspeed_sources"
@@ -127,24 +127,7 @@ def _check(out: Path, name: str, tag: str | None = None) -> None:
     assert {k for k in entries if k.slot != "step"} == set(keys.values())
     assert checkpoint.step == 3
     for key, array in told.items():
-        entry = entries[keys[key]]
-        found = bytearray(entry.num_bytes)
-        need = LocalTensor(
-            fqn=entry.key.fqn,
-            slot=entry.key.slot,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            box=Box.full(entry.shape),
-            data=memoryview(found),
-        )
-        load(checkpoint, [need])
-        if entry.dtype == "BF16":
-            values = (np.frombuffer(found, np.uint16).astype(np.uint32) << 16).view(np.float32)
-        else:
-            values = np.frombuffer(found, np.float16 if entry.dtype == "F16" else np.float32)
-        values = values.reshape(entry.shape)
-        assert values.shape == array.shape, key
-        assert np.array_equal(values, array), key
+        assert np.array_equal(loaded(checkpoint, *keys[key]).float().numpy(), array), key
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - NAMELESS))

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from tests.support.forked_commands import ForkedCommands
+from tests.support.made import save_part, tensor_of
 from tests.support.megatron_files import batch
 from ucp_core.conversion import convert
 from ucp_core.formats import export, open_source
-from ucp_core.geometry import Box
 from ucp_core.inspection import diff
-from ucp_core.native import LocalTensor, save_rank
 from ucp_core.storage import LocalStore
 
 SCRIPT = "tests.support.train_megatron"
@@ -99,31 +98,13 @@ def _train_ours(name: str, out: Path) -> None:
 
 def _save(named: dict[str, Any], optimizer: torch.optim.Optimizer, folder: Path) -> None:
     tensors = [
-        LocalTensor(
-            fqn=fqn,
-            slot=slot,
-            dtype="F32",
-            shape=tuple(value.shape),
-            box=Box.full(value.shape),
-            data=memoryview(value.detach().numpy().tobytes()),
-        )
+        tensor_of(fqn, value.shape, memoryview(value.detach().numpy().tobytes()), slot=slot)
         for fqn, parameter in named.items()
         for slot, value in {"weight": parameter, **optimizer.state[parameter]}.items()
     ]
     group = {k: v for k, v in optimizer.state_dict()["param_groups"][0].items() if k != "params"}
-    save_rank(
-        LocalStore(),
-        str(folder),
-        step=STEPS,
-        attempt=0,
-        rank=0,
-        world_size=1,
-        tensors=tensors,
-        extra={},
-        param_groups=[{**group, "params": list(named)}],
-        source={},
-        fsync=False,
-    )
+    groups = [{**group, "params": list(named)}]
+    save_part(LocalStore(), str(folder), tensors, step=STEPS, attempt=0, param_groups=groups)
 
 
 def _write(name: str, out: Path) -> str:

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.made import room_for
 from tests.support.training_states import TrainingState, adam_state, random_shapes
 from ucp_core.errors import UcpError
 from ucp_core.formats import open_source
 from ucp_core.formats.deepspeed import universal_writer as deepspeed_universal_writer
 from ucp_core.formats.deepspeed import writer as deepspeed_writer
-from ucp_core.geometry import Box
+from ucp_core.geometry import TensorKey
 from ucp_core.language import Cut, Pattern, Replicated, Rules, split
 from ucp_core.language.rules import Rule
-from ucp_core.native import Checkpoint, LocalTensor, load
+from ucp_core.native import Checkpoint, load
 from ucp_core.storage import MemoryStore
 
 MEMORY_BYTES = 32 << 20
@@ -64,21 +65,13 @@ def _near_even(extent: int, tp: int) -> tuple[int, ...]:
 
 
 def _assert_same(state: TrainingState, found: Checkpoint) -> None:
-    need = [
-        LocalTensor(
-            fqn=name,
-            slot=slot,
-            dtype=found.state_map.entries[name, slot].dtype,  # type: ignore[index]
-            shape=array.shape,
-            box=Box.full(array.shape),
-            data=memoryview(bytearray(array.nbytes)),
-        )
-        for name, slot, array in state.tensors()
-    ]
+    entries = found.state_map.entries
+    need = [room_for(entries[TensorKey(name, slot)]) for name, slot, _ in state.tensors()]
     load(found, need)
     for tensor, (name, slot, array) in zip(need, state.tensors(), strict=True):
+        assert tensor.shape == array.shape, (name, slot)
         assert bytes(tensor.data) == array.tobytes(), (name, slot)
-    assert len(found.state_map.entries) == len(need)
+    assert len(entries) == len(need)
     assert [dict(group) for group in found.param_groups] == state.groups
     assert found.manifest.ties == state.ties
     assert dict(found.manifest.roles) == {

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.made import tensor_of
 from ucp_core.formats import open_source
 from ucp_core.geometry import Box, TensorKey
 from ucp_core.language import Rules
-from ucp_core.native import Checkpoint, LocalTensor, load
+from ucp_core.native import Checkpoint, load
 from ucp_core.storage import LocalStore
 from ucp_core.torch_files import Instance, Named, Size, TensorData, write_torch_file
 
@@ -361,13 +362,12 @@ def loaded(checkpoint: Checkpoint) -> dict[tuple[str, str], Array]:
         for key, entry in checkpoint.state_map.entries.items()
     }
     need = [
-        LocalTensor(
-            fqn=key.fqn,
+        tensor_of(
+            key.fqn,
+            entry.shape,
+            memoryview(arrays[key].reshape(-1)).cast("B"),  # type: ignore[arg-type]
             slot=key.slot,
             dtype=entry.dtype,
-            shape=entry.shape,
-            box=Box.full(entry.shape),
-            data=memoryview(arrays[key].reshape(-1)).cast("B"),  # type: ignore[arg-type]
         )
         for key, entry in checkpoint.state_map.entries.items()
         if entry.num_bytes

@@ -26,6 +26,22 @@ def batch(report: dict[str, Any], step: int, vocab: int) -> torch.Tensor:
     return ids
 
 
+def trained_on(model: Any, optimizer: torch.optim.Optimizer, report: dict[str, Any]) -> list[float]:
+    """Train the steps behind the checkpoint as the run did; return their losses."""
+    losses = []
+    done = len(report["losses_before"])
+    for step in range(done, done + len(report["losses_after"])):
+        ids = batch(report, step, model.config.vocab_size)
+        logits = model(input_ids=ids[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def llama_config(source: Checkpoint, num_heads: int) -> Any:
     """Return the configuration of the run's model; needs transformers."""
     import transformers

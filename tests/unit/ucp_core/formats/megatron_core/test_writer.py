@@ -15,13 +15,14 @@ import torch
 
 from tests.support.checkpoints import Whole, local_tensors
 from tests.support.foreign_reading import loaded
+from tests.support.made import save_part
 from tests.support.megatron_files import state, write_checkpoint
 from ucp_core.errors import UcpError
 from ucp_core.formats import export, open_source
 from ucp_core.geometry import Box, TensorKey
 from ucp_core.inspection import diff
 from ucp_core.language import rename
-from ucp_core.native import Checkpoint, save_rank
+from ucp_core.native import Checkpoint
 from ucp_core.storage import MemoryStore
 
 MEMORY_BYTES = 16 << 20
@@ -116,19 +117,9 @@ def _native(
         data = struct.pack("<f", (steps or {}).get(fqn, 4.0))
         state[TensorKey(fqn, "step")] = Whole(dtype="F32", shape=(), data=data)
     store = MemoryStore()
-    save_rank(
-        store,
-        "c",
-        step=4,
-        attempt=0,
-        rank=0,
-        world_size=1,
-        tensors=local_tensors(state, {key: [Box.full(one.shape)] for key, one in state.items()}),
-        extra={"mine": [1, "two"]},
-        param_groups=groups,
-        source={},
-        fsync=False,
-    )
+    tensors = local_tensors(state, {key: [Box.full(one.shape)] for key, one in state.items()})
+    extra = {"mine": [1, "two"]}
+    save_part(store, "c", tensors, step=4, attempt=0, extra=extra, param_groups=groups)
     return open_source(store, "c")
 
 
