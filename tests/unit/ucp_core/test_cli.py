@@ -1,8 +1,6 @@
 """``ucp`` as a person and as a program use it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -109,19 +107,6 @@ def test_errors_are_short_and_have_their_exit_code(
     if code != 2:
         assert done.stderr.count("\n") == 1
     assert done.stdout == ""
-
-
-def test_the_module_is_the_command(checkpoint: Path) -> None:
-    """In a process of its own, where nothing was imported before."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ucp_core.cli", "verify", str(checkpoint)],
-        capture_output=True,
-        check=False,
-        text=True,
-    )
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "0 problem(s)" in done.stdout
 
 
 def test_what_a_file_does_not_say_is_not_told_as_a_number(tmp_path: Path) -> None:

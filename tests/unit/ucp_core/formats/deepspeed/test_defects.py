@@ -36,7 +36,6 @@ SHARDED = [
     Param("down.weight", (6, 8), 1),
     Param("norm.weight", (6,)),
 ]
-RULES = Rules((Rule(r"up\..*", Cut(0)), Rule(r"down\..*", Cut(1)), Rule(r"norm\..*", Replicated())))
 MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
