@@ -20,13 +20,11 @@ from tests.support.checkpoints import (
     whole_need,
 )
 from ucp_core.conversion import convert
-from ucp_core.errors import (
-    UncoveredRegionError,
-)
+from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
 from ucp_core.geometry import DTYPE_BYTES, TensorKey
 from ucp_core.inspection import verify
 from ucp_core.native import Checkpoint, load, open_checkpoint
-from ucp_core.storage import LocalStore, MemoryStore
+from ucp_core.storage import LocalStore, MemoryStore, join
 
 DIRECTORY = f"{ROOT}/step-00000007"
 
@@ -115,6 +113,20 @@ def test_extra_values_keep_their_names_whatever_they_are() -> None:
     made = open_checkpoint(store, "out")
     assert made.extra == extra
     assert verify(made) == []
+
+
+def test_a_damaged_source_gives_no_checkpoint() -> None:
+    """Garbage with a fresh checksum would be garbage for ever."""
+    source = _native()
+    path = join(DIRECTORY, "a0001-r00001.bin")
+    data = bytearray(source.store.read(path))
+    data[0] ^= 1
+    source.store.write_atomic(path, data, fsync=False)
+    out = MemoryStore()
+
+    with pytest.raises(CheckpointCorruptError):
+        convert(source, out, "out", memory_bytes=8 << 20, processes=1)
+    assert not out.exists("out/manifest.json")
 
 
 def test_every_element_is_aligned_in_its_file() -> None:

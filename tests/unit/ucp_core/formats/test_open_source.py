@@ -58,6 +58,21 @@ def test_recognition_loads_no_reader(tmp_path: Path) -> None:
     assert not [n for n in loaded_names if n.endswith(".reader") or "torch_files" in n]
 
 
+def test_names_are_mapped_in_every_slot_and_group(tmp_path: Path) -> None:
+    """A model of another framework looks for its moments under its names, too."""
+    folder = native(MODEL, dp=2)
+    _put(folder, LocalStore(), str(tmp_path))
+
+    checkpoint = open_source(LocalStore(), str(tmp_path), rename={"up.weight": "fc1.weight"})
+
+    expected = {
+        ("fc1.weight" if name == "up.weight" else name, slot): array
+        for (name, slot), array in folder.expected.items()
+    }
+    assert_equal(loaded(checkpoint), expected)
+    assert checkpoint.param_groups[0]["params"] == ["fc1.weight", "down.weight"]
+
+
 def test_a_tag_where_there_are_none_is_refused(tmp_path: Path) -> None:
     """A caller that selects one of several checkpoints must not get another one."""
     store = LocalStore()
