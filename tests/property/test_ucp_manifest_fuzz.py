@@ -130,10 +130,14 @@ def test_changed_trees_are_refused_or_harmless(which: int, seed: int, changes: i
             manifest.state_map.prove_coverage()
 
 
-@given(st.integers(100, 200_000), st.sampled_from(["[", '{"a":']))
-def test_deep_nesting_is_refused(depth: int, opening: str) -> None:
+@given(
+    st.integers(100, 200_000),
+    st.sampled_from(["[", '{"a":']),
+    st.sampled_from([b"step", b"tensors"]),
+)
+def test_deep_nesting_is_refused(depth: int, opening: str, member: bytes) -> None:
     """The parser must not run out of stack; sealed, so that it is reached."""
-    body = b'{"format":"everstep-universal","step":' + opening.encode() * depth
+    body = b'{"format":"everstep-universal","%b":' % member + opening.encode() * depth
     closing = (b"]" if opening == "[" else b"}") * depth
     inner = b"" if opening == "[" else b"1"
     document = body + inner + closing

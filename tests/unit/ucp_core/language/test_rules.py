@@ -8,6 +8,7 @@ import pytest
 from ucp_core.commands.console import read_rules
 from ucp_core.errors import RulesError
 from ucp_core.language import (
+    Affine,
     Cut,
     Grid,
     Pattern,
@@ -21,9 +22,23 @@ from ucp_core.language import (
 )
 from ucp_core.language.rules import Rule
 
+AFFINE = """\
+affine:
+      logical_shape: [4]
+      ranks: {0: {shard_shape: [4], pieces: [{shape: [4], source: [0, [1]], dest: [0, [1]],
+        locations: [0]}]}}"""
+
 
 def _rule(pattern: str) -> Rules:
     return load_rules(f"rules:\n- match: w\n  pattern: {pattern}\n", "r.yaml")
+
+
+def test_an_affine_map_can_be_written() -> None:
+    """Layouts that no other pattern describes."""
+    pattern = _rule(f"\n    {AFFINE}").match("w")
+
+    assert isinstance(pattern, Affine)
+    assert pattern.shards == ((4,),)
 
 
 @pytest.mark.parametrize(
