@@ -110,7 +110,7 @@ def plan_layouts(
     if sizes is None:
         raise ConfigError(f"--gpus {gpus}: write nodes x GPUs of each, as 8x8")
     if gpu not in GPUS:
-        raise ConfigError(f"--gpu {gpu}: known are {', '.join(GPUS)}")
+        raise ConfigError(f"--gpu {gpu}: the known ones are {', '.join(GPUS)}")
     num_nodes, node_size = map(int, sizes.groups())
     config, named, job = _loaded(target, overrides, model, num_nodes * node_size)
     job = replace(job, recomputes=bool(recomputes))
@@ -159,7 +159,7 @@ def _loaded(
     elif preset in PRESETS:
         sizes = {"preset": preset}
     elif model is not None:
-        raise ConfigError(f"--model {model}: known are {', '.join((*PRESETS, *MIXTURES))}")
+        raise ConfigError(f"--model {model}: the known ones are {', '.join((*PRESETS, *MIXTURES))}")
     config, named = load_for_gpus(
         target,
         overrides,

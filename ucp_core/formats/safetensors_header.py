@@ -111,7 +111,7 @@ def _tensor(name: str, value: Any, data_bytes: int, where: str) -> TensorRange:
         _refuse(where, name, "is not described by exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        _refuse(where, name, f"has dtype {dtype!r}, known are {', '.join(DTYPE_BYTES)}")
+        _refuse(where, name, f"has dtype {dtype!r}; the known ones are {', '.join(DTYPE_BYTES)}")
     if not _is_counts(shape) or len(shape) > _NDIM_MAX:
         _refuse(where, name, f"has shape {_short(shape)}, not a list of sizes")
     if not _is_counts(offsets) or len(offsets) != 2:  # noqa: PLR2004 - a start and a stop

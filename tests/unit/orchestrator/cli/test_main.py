@@ -181,8 +181,8 @@ def test_a_folder_without_a_run_is_said_to_be_none(tmp_path: Path) -> None:
     ("options", "told"),
     [
         (["--gpus", "8"], "--gpus 8: write nodes x GPUs of each, as 8x8"),
-        (["--gpus", "8x8", "--gpu", "h10"], "--gpu h10: known are b200, h200, h100"),
-        (["--gpus", "8x8", "--model", "gpt"], "--model gpt: known are tiny, small"),
+        (["--gpus", "8x8", "--gpu", "h10"], "--gpu h10: the known ones are b200, h200, h100"),
+        (["--gpus", "8x8", "--model", "gpt"], "--model gpt: the known ones are tiny, small"),
         (["--gpus", "8x8", "run.script=train.py"], "name its sizes by --model llama-8b"),
     ],
 )
