@@ -70,7 +70,7 @@ _LASTS_S = 3.0
 _WHOLE = NUM_NODES - 1
 #: So many sittings in a row may fail before their first fault.
 _IDLE_MAX = 3
-#: The soak compares the resources of processes with those after so many faults of a sitting.
+#: Number of faults of a sitting after which its resources are first measured.
 _WARM_FAULTS = 5
 #: Steps of a run after its last fault.
 _LAST_STEPS = 20

@@ -16,13 +16,13 @@ class Kind(NamedTuple):
     hold_s: float  #: It ends then, or once the run ``shows`` it.
     network: bool = False  #: Whether it needs machines of namespaces.
     steady: bool = False  #: Whether it lasts although the run shows it.
-    hold_s_min: float = 0.0  #: A steady one lasts a drawn time from this to ``hold_s``.
+    hold_s_min: float = 0.0  #: Shortest duration of a steady fault; 0 if it is ``hold_s``.
     #: A run that has dealt with it shows a later "attempt", another "keeper" on the machine,
     #: another "controller", or later "steps".
     shows: str = "attempt"
 
     def steady_s(self, lasts: float) -> float:
-        """Return how long a steady one lasts, given the share of its range; 0 for another."""
+        """Return the duration of a steady fault, at ``lasts`` of its range; 0 for others."""
         shortest_s = self.hold_s_min or self.hold_s
         return shortest_s + lasts * (self.hold_s - shortest_s) if self.steady else 0.0
 
@@ -79,7 +79,7 @@ class Order(NamedTuple):
     kinds: tuple[str, ...]  #: One or two.
     when: str  #: "alone", "together" or "recovering".
     places: int  #: Draws the machines.
-    lasts: float  #: Share of the time between its shortest and its longest, from 0 to 1.
+    lasts: float  #: Place of its duration between the shortest and the longest, from 0 to 1.
 
 
 def draw(seed: int, index: int, kinds: Sequence[str] = tuple(KINDS)) -> Order:

@@ -21,7 +21,7 @@ _UNREAD_MAX = 2
 SLOW_STEADY_S = 0.5
 #: A window of steps has passed by then in which a worker is well again, and a replacement came.
 SLOW_SEEN_S = 8.0
-#: The controller decides for the time of an event, and takes it in so much later at most.
+#: Longest time from an event to the controller's decision on it.
 _FOLDED_LATE_S = 0.05
 
 
