@@ -8,7 +8,7 @@ from orchestrator.diagnosis.records import Doing, Operation, Records
 from orchestrator.fault_kinds import FaultKind
 from ucp_core.numerics import counted
 from workers.protocol import GONE, GroupState, WorkerPhase, WorkerReport
-from workers.records import DTYPES, OP_CODES, history_before
+from workers.telemetry import DTYPES, OP_CODES, history_before
 
 #: A process that has not beaten for this long is silent; it should beat ten times a second.
 _SILENT_S: Final = 1.0

@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.config import RunConfig
 from orchestrator.driver.run import Run
 from orchestrator.errors import ConfigError
-from orchestrator.run_directory import CONFIG
+from orchestrator.report import CONFIG
 from ucp_core.native import find_committed, newest_finite
 from ucp_core.storage import join
 from workers.protocol import CHECKPOINTS, STOPPED

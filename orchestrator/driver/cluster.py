@@ -23,7 +23,7 @@ from orchestrator.shell import (
 from ucp_core.errors import UcpError
 from workers.process import gpus_here
 from workers.protocol import LEAVE_SHARE
-from workers.records import lease_s
+from workers.telemetry import lease_s
 
 #: The resource of the head, where the controller runs.
 HEAD = "node:__internal_head__"

@@ -20,8 +20,7 @@ from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.driver.run_diff import diff_runs
 from orchestrator.errors import ConfigError
-from orchestrator.report import write_report
-from orchestrator.run_directory import read_run
+from orchestrator.report import read_run, write_report
 from ucp_core.numerics import format_bytes
 from workers.process import gpus_here
 

@@ -29,7 +29,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.fault_kinds import FaultKind
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.torch_files import pickle_tree, read_pickle
-from workers.records import DTYPES, FINISHED, Record, Ring, is_ring, read_ring
+from workers.telemetry import DTYPES, FINISHED, Record, Ring, is_ring, read_ring
 
 _INCIDENT: Final = "incident.json"
 #: A file beside the records; it holds the keepers' last reports on the members.

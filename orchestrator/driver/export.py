@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
-from orchestrator.run_directory import CONFIG
+from orchestrator.report import CONFIG
 from ucp_core.errors import CheckpointNotFoundError, UcpError
 from ucp_core.formats import export, left_behind, lies_beside, warnings_of
 from ucp_core.geometry import TensorKey

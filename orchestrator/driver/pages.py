@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 from orchestrator.config import load
 from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, OrchestratorError
-from orchestrator.report import Scale, live_page, numbers_of
-from orchestrator.run_directory import SUMMARY, TOKEN, RunRecord, thin
+from orchestrator.report import SUMMARY, TOKEN, RunRecord, Scale, live_page, numbers_of, thin
 from ucp_core.errors import UcpError
 from ucp_core.storage import join
 

@@ -12,7 +12,7 @@ from orchestrator.config import RunConfig, load
 from orchestrator.core import Folded, RunState
 from orchestrator.errors import OrchestratorError, RunNotFoundError, TokenError
 from orchestrator.policies import StoredVersion, bad_sources
-from orchestrator.run_directory import CONFIG, CONTACT, SUMMARY, TOKEN, appended_text
+from orchestrator.report import CONFIG, CONTACT, SUMMARY, TOKEN, appended_text
 from orchestrator.shell import read_journal, wall_time
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.lineage import Lineage

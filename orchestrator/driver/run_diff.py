@@ -13,7 +13,7 @@ from orchestrator.core import Incident
 from orchestrator.driver.changes import ELSEWHERE, flat
 from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
-from orchestrator.run_directory import CONTACT, RunRecord, StepRecord, read_run
+from orchestrator.report import CONTACT, RunRecord, StepRecord, read_run
 from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.inspection import DiffReport, Tolerance, compare, diff, json_value
 from ucp_core.native import checkpoint_name, open_checkpoint

@@ -19,7 +19,7 @@ from orchestrator.driver.cluster import (
 )
 from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, TokenError
-from orchestrator.run_directory import TOKEN
+from orchestrator.report import TOKEN
 from orchestrator.shell import (
     CONTROLLER,
     RunNames,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from orchestrator.core import Incident, RunStats
-from orchestrator.run_directory import Point
+from orchestrator.report.run_directory import Point
 from ucp_core.numerics import counted
 
 #: Smaller shares of the time are not mentioned.

@@ -16,7 +16,7 @@ from orchestrator.core import RunStats
 from orchestrator.errors import ConfigError
 from orchestrator.report.document import RunDocument, Scale
 from orchestrator.report.page import page_document, progress
-from orchestrator.run_directory import RunRecord, log_tail, no_run, thin
+from orchestrator.report.run_directory import RunRecord, log_tail, no_run, thin
 from ucp_core.storage import Store, join, open_store
 from workers.protocol import CHECKPOINTS
 

@@ -14,8 +14,8 @@ from typing import Any
 from orchestrator.core import Incident, RunStats, suspects_shown
 from orchestrator.report.advice import advice, named_nodes
 from orchestrator.report.document import RunDocument, Scale, rate
+from orchestrator.report.run_directory import Curves, Point, thin
 from orchestrator.report.situation import what_it_does, what_survives
-from orchestrator.run_directory import Curves, Point, thin
 
 #: At most this many incidents have a row; the table of kinds counts all.
 INCIDENTS_MAX = 100

@@ -13,8 +13,8 @@ from orchestrator.shell.capacity import Keepers
 from orchestrator.shell.threads import STORAGE, Tasks, in_thread
 from ucp_core.errors import StorageError
 from ucp_core.storage import Store, join
-from workers.evidence import RINGS, STACKS
 from workers.protocol import WorkerReport
+from workers.telemetry import RINGS, STACKS
 
 log = logging.getLogger(__name__)
 

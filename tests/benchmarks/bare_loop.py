@@ -26,8 +26,8 @@ from ucp_core.storage import open_store
 from workers.models import PRESETS, Decoder, mean_loss, tensor_plan
 from workers.parallel import Mesh, ModelPlan, fsdp_modules, shard_model
 from workers.protocol import Assignment, Completed
-from workers.records import ProgressRecord
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings, TrainSettings
+from workers.telemetry import ProgressRecord
 from workers.train import Session, WorkerContext, run_attempt
 from workers.train.executor import reduction_of
 from workers.train.lm import adamw

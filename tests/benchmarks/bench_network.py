@@ -30,7 +30,7 @@ from typing import Any, Final, TypeAlias
 from tests.benchmarks.common import load_average, spread
 from tests.support.network_cluster import HEAD, NetworkCluster, why_not
 from tests.support.network_runs import NetworkRun
-from workers.records.lease import VARIABLE
+from workers.telemetry.lease import VARIABLE
 
 WORKERS = 4
 #: The provider takes a machine back so long after it said so.

@@ -49,7 +49,7 @@ from ucp_core.layout import ParallelLayout
 from workers.keeper import OPTIONS
 from workers.keeper.trainer_watch import NodeWatch
 from workers.models import PRESETS
-from workers.records import FINISHED, RecordRing
+from workers.telemetry import FINISHED, RecordRing
 
 #: Shorter than any bound after which a silent node or controller would be missed.
 STRETCH_S = 1.0

@@ -26,7 +26,7 @@ from orchestrator.driver.cluster import open_cluster
 from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from tests.benchmarks.common import percentile, spread
-from workers.records import ABORTED, read_ring
+from workers.telemetry import ABORTED, read_ring
 
 ACT_S_MAX = 120.0
 NUM_WORKERS = 4

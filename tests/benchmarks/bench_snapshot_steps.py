@@ -51,7 +51,6 @@ from ucp_core.storage import open_store
 from workers.models import Decoder, mean_loss
 from workers.process import tuned
 from workers.protocol import Assignment, Completed, KeeperOrder
-from workers.records import ProgressRecord
 from workers.settings import (
     CheckpointSettings,
     Settings,
@@ -59,6 +58,7 @@ from workers.settings import (
     TrainSettings,
 )
 from workers.state import replicas_of
+from workers.telemetry import ProgressRecord
 from workers.train import Session, WorkerContext, run_attempt
 from workers.train.boundary.cadence import Cadence
 from workers.train.lm import adamw

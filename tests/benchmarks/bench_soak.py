@@ -37,7 +37,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from orchestrator.run_directory import JOURNAL
+from orchestrator.report import JOURNAL
 from tests.benchmarks.common import load_average
 from tests.benchmarks.soak_faults import KINDS, Order, draw
 from tests.benchmarks.soak_ledger import LOST, blamed, next_index, summed, table, time_parts

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.network_cluster import NetworkCluster, why_not
 from tests.support.network_runs import NetworkRun
-from workers.records import FINISHED, read_ring
+from workers.telemetry import FINISHED, read_ring
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.network_cluster import HEAD, NetworkCluster, why_no_redis
 from tests.support.network_runs import NetworkRun, digest_alone
-from workers.records.lease import VARIABLE
+from workers.telemetry.lease import VARIABLE
 
 pytestmark = [
     pytest.mark.timeout(900),

@@ -25,8 +25,8 @@ from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from workers.keeper import progress_path
 from workers.protocol import WorkerPhase
-from workers.records import open_progress
 from workers.settings import Settings
+from workers.telemetry import open_progress
 
 pytestmark = pytest.mark.timeout(1500)
 

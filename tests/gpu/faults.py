@@ -7,7 +7,7 @@ from typing import Any, Final
 from orchestrator.config import RunConfig, load
 from orchestrator.driver.faults import wait_for
 from orchestrator.driver.launch import Launched
-from orchestrator.run_directory import read_run
+from orchestrator.report import read_run
 from tests.gpu.parts import Lab
 from tests.gpu.rows import tell
 from tests.gpu.runs import NUM_WORKERS, cluster_for

@@ -17,7 +17,7 @@ from tests.gpu.rows import tell
 from tests.support.ranks import Place, running, until
 from workers import collectives
 from workers.collectives import AbortedError, CollectiveError
-from workers.records import RingReader
+from workers.telemetry import RingReader
 
 NUM_RANKS: Final = 4
 #: Formed, aborted and left so often; the first ones fill caches that stay.

@@ -24,7 +24,7 @@ from tests.support.experts import with_experts
 from tests.support.run_command import EVERSTEP
 from workers.keeper import progress_path
 from workers.protocol import WorkerPhase
-from workers.records import read_progress
+from workers.telemetry import read_progress
 
 ACT_S_MAX: Final = 90.0
 NUM_WORKERS: Final = 4

@@ -27,7 +27,7 @@ from tests.support.collective_cases import reduce_scatter_single
 from tests.support.ranks import Place, running, until
 from workers import collectives
 from workers.collectives import AbortedError, CollectiveError
-from workers.records import RingReader
+from workers.telemetry import RingReader
 
 #: An abort takes a few milliseconds on an idle machine; the bound allows for a busy one, and is far
 #: below the timeout of what is aborted.

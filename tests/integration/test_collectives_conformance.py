@@ -17,8 +17,8 @@ from tests.support.collective_cases import CASES, Caller, Case
 from tests.support.ranks import Place, running, until
 from workers import collectives
 from workers.collectives.group import RecordedGroup
-from workers.records import FINISHED
-from workers.records.ring_reader import Record, read_records
+from workers.telemetry import FINISHED
+from workers.telemetry.ring_reader import Record, read_records
 
 NUM_RANKS = 4
 #: Far above what any call needs; ends a suite whose ranks have lost each other.

@@ -16,9 +16,9 @@ from ucp_core.native import LocalTensor, load, load_together, open_checkpoint, s
 from ucp_core.storage import LocalStore, ReadRange
 from workers.keeper import progress_path
 from workers.protocol import FoundBad
-from workers.records import ProgressRecord
 from workers.settings import CheckpointSettings, Settings
 from workers.state import HostBuffer, StateEntry
+from workers.telemetry import ProgressRecord
 from workers.train import WorkerContext
 from workers.train.loading.restore import GroupTransport, UnloadableSignal, restore_state
 

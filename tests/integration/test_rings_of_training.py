@@ -18,8 +18,8 @@ from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers.parallel import ModelPlan
-from workers.records import ProgressRecord, read_ring
 from workers.settings import CheckpointSettings, ParallelSettings, Settings, TrainSettings
+from workers.telemetry import ProgressRecord, read_ring
 from workers.train import Session, WorkerContext, run_attempt
 
 NUM_RANKS = 4

@@ -72,8 +72,8 @@ def test_snapshots_do_not_fit_into_shared_memory_and_need_not() -> None:
 #: In a /dev/shm of its own that somebody else has filled.
 IN_FULL = """
 import os
-from workers.records.ring import RecordRing
-from workers.records.progress import ProgressRecord
+from workers.telemetry.ring import RecordRing
+from workers.telemetry.progress import ProgressRecord
 
 fill()
 for make in (
@@ -146,7 +146,7 @@ def test_where_an_attempt_finds_no_room_its_process_ends(
 #: In one in which 1 MiB is left after the first attempt.
 IN_NARROW = """
 import os
-from workers.records.ring import RecordRing
+from workers.telemetry.ring import RecordRing
 
 ring = RecordRing("/dev/shm/ring", attempt=1, num_ranks=2)
 group = ring.group("g", (0, 1))

@@ -21,8 +21,8 @@ from tests.support.attempts import (
 from tests.support.snapshots import eventually
 from tests.support.trainers import Run
 from workers.protocol import Completed, Fenced, PeerLost, Raised, Unloadable, Yielded
-from workers.records import RingReader
 from workers.settings import DataSettings
+from workers.telemetry import RingReader
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

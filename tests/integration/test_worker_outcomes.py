@@ -59,7 +59,7 @@ from ucp_core.layout import ParallelLayout
 from workers.process import actor
 from workers.process.actor import Worker
 from workers.protocol import Assignment
-from workers.records import Lease
+from workers.telemetry import Lease
 from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 actor.ray.get_runtime_context = lambda: types.SimpleNamespace(get_node_id=lambda: "here")

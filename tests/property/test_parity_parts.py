@@ -14,8 +14,7 @@ from tests.support.made import held_of
 from tests.support.memory_versions import check_loads, make_state, write_version
 from workers.errors import ParityError
 from workers.memory import Arena, LocalPart, Part
-from workers.parity import ParityRecord, Stripes, buffer_bytes, write
-from workers.parity import rebuild as parity_part
+from workers.parity import ParityRecord, Stripes, buffer_bytes, making, write
 from workers.parity.code import BLOCK_BYTES
 from workers.parity.rebuild import Group
 from workers.protocol import Held, Member
@@ -131,8 +130,8 @@ def _check(part: Part, original: _BytesPart, start: int, cuts: Sequence[int]) ->
 def test_parts_are_read_in_turns(num_parities: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that is asked for nothing for 2 s, while a block of gigabytes comes from another, has
     its rank wait no longer: what is read next is written over, and of two parities none is made."""
-    monkeypatch.setattr(parity_part, "_WINDOW_BYTES", 4096)
-    monkeypatch.setattr(parity_part, "_TURN_BYTES", 2 * 4096)
+    monkeypatch.setattr(making, "WINDOW_BYTES", 4096)
+    monkeypatch.setattr(making, "_TURN_BYTES", 2 * 4096)
     num_nodes, asked = 5, list[int]()
     size = 3 * (num_nodes - num_parities) * 2 * 4096
     parts = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config import RunConfig
-from orchestrator.run_directory import read_run
+from orchestrator.report import read_run
 from ucp_core.storage import join, open_store, read_appended
 from workers.protocol import METRICS
 

@@ -21,8 +21,8 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers import collectives
 from workers.protocol import Assignment, Formed, Outcome, Pace, PartRef
-from workers.records import ProgressRecord
 from workers.settings import Settings
+from workers.telemetry import ProgressRecord
 from workers.train import run_attempt
 from workers.train.loop import WorkerContext
 

@@ -17,7 +17,7 @@ from orchestrator.detection import Detector, Hang, Limits, judge, limits_from, o
 from tests.support.ranks import Place, Ranks, until
 from workers import collectives
 from workers.protocol import NodeReport, WorkerPhase
-from workers.records import ProgressRecord, RingReader, read_progress, report_on
+from workers.telemetry import ProgressRecord, RingReader, read_progress, report_on
 
 NUM_RANKS = 4
 WORKERS = tuple(f"w{rank}" for rank in range(NUM_RANKS))

@@ -19,7 +19,7 @@ from workers.collectives.device_spans import DeviceSpans
 from workers.collectives.errors import AbortedError, CollectiveError
 from workers.collectives.places import Places
 from workers.collectives.waiting import Waiter, helpers
-from workers.records import RecordRing
+from workers.telemetry import RecordRing
 
 #: Period of polling the works on a device; their recorded times are only this precise.
 _SETTLE_S: Final = 0.05

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from workers.collectives import nccl
-from workers.records import RecordRing
+from workers.telemetry import RecordRing
 
 _TIMED: Final = frozenset({"forward", "backward"})
 

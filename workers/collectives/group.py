@@ -25,7 +25,7 @@ from workers.collectives.torch_names import (
     new_gloo,
 )
 from workers.collectives.work import Call, RecordedWork, StreamWork
-from workers.records import DTYPES
+from workers.telemetry import DTYPES
 
 #: torch knows the recorded groups by these names.
 BACKENDS: Final = {"gloo": "everstep_gloo", "nccl": "everstep_nccl"}

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from workers.records import RecordRing, Waited
+from workers.telemetry import RecordRing, Waited
 
 #: Time after which a wait for a collective is published, and the period of checking it, in seconds.
 _LONG_S: Final = 1.0

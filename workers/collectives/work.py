@@ -20,7 +20,7 @@ from workers.collectives import nccl
 from workers.collectives.attempt import Attempt
 from workers.collectives.errors import AbortedError, CollectiveError
 from workers.collectives.waiting import helpers
-from workers.records import ABORTED, FAILED, FINISHED
+from workers.telemetry import ABORTED, FAILED, FINISHED
 
 #: torch's ``WorkResult::SUCCESS``.
 _SUCCESS: Final = 0

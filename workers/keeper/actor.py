@@ -4,8 +4,8 @@ Trainers send no heartbeats. They write progress and collectives into shared mem
 reads both from outside, so it also sees a stopped or dead trainer. It reports to the controller at
 a fixed period, and at once after an event that the controller waits for.
 
-``workers.keeper.node_memory`` keeps the snapshots. ``workers.records`` writes the records that the
-keeper reads, and ``orchestrator.shell.controller`` receives the reports.
+``workers.keeper.node_memory`` keeps the snapshots. ``workers.telemetry`` writes the records that
+the keeper reads, and ``orchestrator.shell.controller`` receives the reports.
 """
 
 import asyncio
@@ -26,7 +26,6 @@ import ray
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.storage import join, open_store
 from workers.errors import WorkerError
-from workers.evidence import Evidence, copies, take_stacks
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.notices import NoticeWatch, sources_of
 from workers.keeper.peers import rate_to, unreached
@@ -36,8 +35,8 @@ from workers.keeper.trainer_watch import STILL_S, NodeWatch, clear, ring_path
 from workers.launchers import crash_by_sigterm, ignore_schedulers
 from workers.parent_death import end_with_parent
 from workers.protocol import GONE, Ending, Flow, Inventory, KeeperOrder, NodeReport, Notice, Peer
-from workers.records import Lease, lease_s
 from workers.settings import Settings
+from workers.telemetry import Evidence, Lease, copies, lease_s, take_stacks
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from typing import Final
 
 from workers.keeper.arena_table import meminfo_bytes
 from workers.protocol import Ending
-from workers.records import process_state
+from workers.telemetry import process_state
 
 #: How many lines of a process's last output to quote, and how many characters of each.
 _LINES_MAX, _LINE_CHARS = 2, 160

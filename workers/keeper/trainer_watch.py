@@ -8,20 +8,22 @@ import socket
 import time
 from pathlib import Path
 
-from workers.evidence import Subject, forget_stacks, stacks_path
 from workers.keeper.endings import Endings
 from workers.protocol import GONE, NOT_FORMED, NodeReport, WorkerPhase, WorkerReport
-from workers.records import (
+from workers.telemetry import (
     ProgressReader,
     ProgressView,
     RingReader,
     RingView,
+    Subject,
     descendants,
+    forget_stacks,
     last_ring_path,
     open_progress,
     process_state,
     read_progress,
     report_on,
+    stacks_path,
 )
 
 PROGRESS_SUFFIX = ".progress"

@@ -28,6 +28,8 @@ _PACKETS: Final = 4
 #: Size of a block of Q; part of the format. The last block of a file also has four packets. A
 #: packet of a source and one of each parity fit the second-level cache.
 BLOCK_BYTES: Final = _PACKETS * (128 << 10)
+#: Bytes of each part to read at once: whole blocks of either parity.
+WINDOW_BYTES: Final = 8 * BLOCK_BYTES
 #: The size of a parity is a multiple of this, so that the last block has four equal packets.
 _GRAIN_BYTES: Final = 64
 

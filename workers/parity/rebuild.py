@@ -4,9 +4,6 @@ Each node of a group contributes one part of a version, and keeps parities as
 ``workers.parity.stripes`` arranges them: each of k nodes keeps 1/(k-1) of a part, and any one node
 may be lost. With two parities each keeps 2/(k-2), and any two nodes may be lost. A rebuilt part is
 read like any other, and the checksums in its own record verify it.
-
-``workers.keeper.peers.parity_mirror`` fills the buffers while ranks train, or completes buffers
-that ``workers.snapshot.for_others`` filled.
 """
 
 from __future__ import annotations
@@ -23,17 +20,11 @@ from ucp_core.manifest import from_bytes
 from ucp_core.numerics import crc32
 from workers.errors import ParityError
 from workers.memory import Part
-from workers.parity.code import BLOCK_BYTES, P, add, rebuild
+from workers.parity.code import BLOCK_BYTES, WINDOW_BYTES, P, rebuild
 from workers.parity.record import ParityRecord, read_record
 from workers.parity.stripes import DataBlock
 from workers.protocol import Held, Member
 
-#: Bytes of each part to read at once: whole blocks of either parity.
-_WINDOW_BYTES: Final = 8 * BLOCK_BYTES
-#: Bytes of one part to read before the next part's turn; whole windows. A node that gets no request
-#: for 2 s assumes that this one is gone. Turns of four windows cost a twelfth more than whole
-#: blocks over loopback; in a group of 8 with two parities a round takes 1.5 s at 120 MB/s.
-_TURN_BYTES: Final = 4 * _WINDOW_BYTES
 #: With one parity and one lost member, a window need not be whole blocks.
 _GRAIN_BYTES: Final = 64
 
@@ -42,48 +33,6 @@ _CHECKED_BYTES: Final = 4 << 20
 
 _P = TypeVar("_P", bound=Part)
 _Array = npt.NDArray[np.uint8]
-
-
-def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> tuple[int, int]:
-    """Compute the parities of ``record.place`` into ``body``, and write the record after them.
-
-    Read from each part only the blocks that the parities cover, in turns: a node that gets no
-    request for long assumes that this one is gone, and its rank overwrites the part.
-
-    ``parts`` are the members of the record by place, without the node's own. ``body`` has
-    ``buffer_bytes``. Return data bytes and record bytes, for finishing the buffer. Raise
-    ``StorageError`` if a part is gone.
-    """
-    stripes = record.stripes
-    size, target = stripes.block_bytes, np.frombuffer(body, dtype=np.uint8)
-    scratch = bytearray(min(size, _WINDOW_BYTES))
-    blocks = [target[which * size : (which + 1) * size] for which in range(record.tolerance)]
-    for block in blocks:
-        block[:] = 0
-    data_blocks = [
-        (which, data_block, place)
-        for which, stripe in enumerate(stripes.parities_of(record.place))
-        for data_block, place in _data_blocks(record, stripe)
-    ]
-    for turn in range(0, size, _TURN_BYTES):
-        for which, data_block, place in data_blocks:
-            stop = min(data_block.start + turn + _TURN_BYTES, data_block.stop)
-            for low in range(data_block.start + turn, stop, _WINDOW_BYTES):
-                window = memoryview(scratch)[: min(_WINDOW_BYTES, stop - low)]
-                parts[place].fill(low, [window])
-                add({which: blocks[which]}, data_block.index, window, low - data_block.start)
-    data_bytes = record.tolerance * size
-    packed = record.to_bytes()
-    body[data_bytes : data_bytes + len(packed)] = packed
-    return data_bytes, len(packed)
-
-
-def _data_blocks(record: ParityRecord, stripe: int) -> Iterator[tuple[DataBlock, int]]:
-    """Yield the non-empty data blocks of a stripe, and the places of their members."""
-    for place, length in enumerate(record.lengths):
-        for data_block in record.stripes.blocks(place, length):
-            if data_block.stripe == stripe:
-                yield data_block, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +143,7 @@ class Group:
         size = self.record.stripes.block_bytes
         present: dict[int, _BlockRange] = {}
         missing: dict[int, int] = {}
-        for data_block, place in _data_blocks(self.record, stripe):
+        for data_block, place in self.record.data_blocks(stripe):
             if place in self._present:
                 where = _BlockRange(
                     self._present[place], data_block.start, data_block.stop - data_block.start
@@ -262,7 +211,7 @@ class ParityPart:
         grain = plan.grain_bytes
         while start < stop:
             low = start // grain * grain
-            high = min(low + _WINDOW_BYTES, -(-stop // grain) * grain, self._block_bytes)
+            high = min(low + WINDOW_BYTES, -(-stop // grain) * grain, self._block_bytes)
             found = plan.rebuild(data_block.index, low, high)[start - low : stop - low]
             yield found
             start += len(found)

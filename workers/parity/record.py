@@ -8,14 +8,14 @@ the keeper adds the whole records between the parity and its record.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 from zlib import crc32
 
 from workers.errors import ParityError
 from workers.memory import Part
-from workers.parity.stripes import Stripes
+from workers.parity.stripes import DataBlock, Stripes
 from workers.protocol import Covered, Member
 
 _CRC_BYTES: Final = 4
@@ -63,6 +63,13 @@ class ParityRecord(Covered):
     def stripes(self) -> Stripes:
         """Return the division of the parts into blocks."""
         return Stripes.of_parts(self.lengths, tolerance=self.tolerance)
+
+    def data_blocks(self, stripe: int) -> Iterator[tuple[DataBlock, int]]:
+        """Yield the non-empty data blocks of a stripe, and the places of their members."""
+        for place, length in enumerate(self.lengths):
+            for data_block in self.stripes.blocks(place, length):
+                if data_block.stripe == stripe:
+                    yield data_block, place
 
     @property
     def version(self) -> tuple[int, int, int]:

@@ -23,7 +23,6 @@ from typing import Any
 
 import ray
 
-from workers.evidence import offer_stacks, stacks_path, write_stacks
 from workers.launchers import forget_place, ignore_schedulers
 from workers.parent_death import end_with_parent
 from workers.process import termination
@@ -38,6 +37,7 @@ from workers.protocol import (
     Superseded,
     Yielded,
 )
+from workers.telemetry import offer_stacks, stacks_path, write_stacks
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Worker:
         # worker is ready after 2.1 s of a core instead of 2.9 s.
         gc.disable()
         from workers.keeper import progress_path
-        from workers.records import ProgressRecord
+        from workers.telemetry import ProgressRecord
 
         Path(directory).mkdir(parents=True, exist_ok=True)
         # This comes first, because it shows from outside that a long start makes progress.

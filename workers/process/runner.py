@@ -38,8 +38,8 @@ from workers.protocol import (
     WorkerPhase,
     Yielded,
 )
-from workers.records import ProgressRecord, has_run_out
 from workers.settings import Settings
+from workers.telemetry import ProgressRecord, has_run_out
 from workers.train import WorkerContext, run_attempt
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Final
 from ucp_core.errors import StorageError
 from ucp_core.storage import join
 from workers.protocol import BEHIND, Assignment, Completed, Fenced
-from workers.records import ProgressRecord
+from workers.telemetry import ProgressRecord
 from workers.train.context import WorkerContext
 from workers.train.finished import FinishedRun
 from workers.train.script import finish_script

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ucp_core.storage import Store
 from workers.protocol import Formed, Noted, Pace, SaveCosts
-from workers.records import ProgressRecord
 from workers.settings import Settings
+from workers.telemetry import ProgressRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,8 @@ from workers.protocol import (
     Superseded,
     Unloadable,
 )
-from workers.records import ProgressRecord
 from workers.settings import Settings, problems
+from workers.telemetry import ProgressRecord
 from workers.train.launched import Ranks, layout_for
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.script import Task, hand_over

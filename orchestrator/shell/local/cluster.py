@@ -26,7 +26,7 @@ from typing import Any
 import ray
 
 from orchestrator.errors import CapacityError
-from orchestrator.run_directory import SUMMARY
+from orchestrator.report import SUMMARY
 from orchestrator.shell.local.registry import (
     ENTRY,
     PREFIX,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any, Final
 
-from orchestrator.run_directory import json_object
+from orchestrator.report import json_object
 from workers.protocol import METRICS, VALIDATION, VALUES
 
 #: Keys of a step's line, and their names for people.

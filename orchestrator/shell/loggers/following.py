@@ -17,7 +17,7 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from orchestrator.config import RunConfig
-from orchestrator.run_directory import LOGGERS, Tail
+from orchestrator.report import LOGGERS, Tail
 from orchestrator.shell.loggers.curve import FILES, Curve, Point
 from orchestrator.shell.loggers.services import SERVICES, Service, first_ids
 from ucp_core.errors import StorageError, SupersededError

@@ -9,8 +9,7 @@ from hashlib import blake2b
 from itertools import islice
 
 from orchestrator.config import RunConfig
-from orchestrator.report import RunDocument, live_part, page_document, report_of
-from orchestrator.run_directory import Curves, log_tail
+from orchestrator.report import Curves, RunDocument, live_part, log_tail, page_document, report_of
 from orchestrator.shell.clock import monotonic_s
 from orchestrator.shell.threads import STORAGE, Tasks, in_thread
 from ucp_core.errors import StorageError

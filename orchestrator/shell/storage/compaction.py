@@ -13,7 +13,7 @@ from typing import NamedTuple
 from orchestrator import core, diagnosis, fault_kinds, traffic
 from orchestrator.errors import CompactionError, JournalCorruptError
 from orchestrator.policies import policies
-from orchestrator.run_directory import COMPACTED
+from orchestrator.report import COMPACTED
 from orchestrator.shell.storage.journal import (
     JournalFile,
     read_from,

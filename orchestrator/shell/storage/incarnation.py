@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from orchestrator import core
 from orchestrator.config import RunConfig, load
 from orchestrator.core import events as ev
-from orchestrator.run_directory import CONFIG, SETTINGS, SUMMARY
+from orchestrator.report import CONFIG, SETTINGS, SUMMARY
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.storage.compaction import read_journal
 from orchestrator.shell.storage.journal import read_chunks, segment_sizes

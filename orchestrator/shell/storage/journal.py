@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.core import JournalPlace, is_event, without_late_lines
-from orchestrator.run_directory import JOURNAL
+from orchestrator.report import JOURNAL
 from orchestrator.shell.storage.sender import PAUSE_S, Sender
 from ucp_core.errors import StorageError
 from ucp_core.storage import (

@@ -11,8 +11,7 @@ import ray
 
 from orchestrator.core import RunStats, incident_folder
 from orchestrator.errors import OrchestratorError
-from orchestrator.report import write_report
-from orchestrator.run_directory import CONTACT, SUMMARY
+from orchestrator.report import CONTACT, SUMMARY, write_report
 from orchestrator.shell.storage.sender import Sender
 from ucp_core.errors import UcpError
 from ucp_core.storage import Store, join

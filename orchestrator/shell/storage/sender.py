@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Final
 
-from orchestrator.run_directory import JOURNAL
+from orchestrator.report import JOURNAL
 from ucp_core.errors import StorageError
 from ucp_core.storage import LocalStore, PieceWriter, Store, appended_sizes, join
 

@@ -4,7 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
-from orchestrator.run_directory import TOKEN
+from orchestrator.report import TOKEN
 from ucp_core.storage import LocalStore, Store, join, retried
 
 

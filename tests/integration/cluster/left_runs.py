@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from orchestrator.run_directory import CONTACT, SUMMARY
+from orchestrator.report import CONTACT, SUMMARY
 from orchestrator.shell import RunNames, run_id
 from tests.support.run_command import everstep
 

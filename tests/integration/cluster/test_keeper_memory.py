@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.support.snapshots import body_bytes, snapshot
 from workers.keeper.trainer_watch import progress_path
 from workers.memory import SnapshotMemory
-from workers.records.progress import ProgressRecord
+from workers.telemetry.progress import ProgressRecord
 
 directory, worker = Path(sys.argv[1]), sys.argv[2]
 page = ProgressRecord.create(progress_path(directory, worker), worker=worker)

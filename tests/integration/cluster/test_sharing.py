@@ -13,7 +13,7 @@ from orchestrator.driver import replay_run
 from orchestrator.driver.faults import wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.policies import Share
-from orchestrator.run_directory import read_run
+from orchestrator.report import read_run
 from orchestrator.shell import CONTROLLER, RunNames, others
 from orchestrator.shell.inbox import Inbox
 from tests.support.history import read_history

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.driver.faults import member, wait_for
 from orchestrator.driver.launch import Launched
-from orchestrator.run_directory import read_run
+from orchestrator.report import read_run
 from tests.support.snapshots import eventually
 
 pytestmark = pytest.mark.ray

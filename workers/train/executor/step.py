@@ -24,9 +24,9 @@ from workers.data import keeping_host_numbers, num_tokens, random_seed, seed_all
 from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel import PassHooks, Pipeline, drop_gathered
 from workers.protocol import WorkerPhase
-from workers.records import ProgressRecord
 from workers.settings import TrainSettings
 from workers.state import fitted
+from workers.telemetry import ProgressRecord
 from workers.train.executor.gradient_sums import GradientSums
 from workers.train.executor.norm import (
     ordered_sum,

@@ -19,7 +19,7 @@ from orchestrator.diagnosis import graph_of
 from orchestrator.fault_kinds import FaultKind
 from tests.support.histories import ATTEMPT, WORKERS, calm, group, stop, watch
 from workers.protocol import WorkerPhase, WorkerReport
-from workers.records import OP_CODES, history_after
+from workers.telemetry import OP_CODES, history_after
 
 LIMITS = limits_from(0.2)
 PAUSED_S = LIMITS.pause_s + 1.0

@@ -17,8 +17,8 @@ from orchestrator.driver import diagnose_paths
 from orchestrator.errors import ConfigError
 from orchestrator.fault_kinds import FaultKind
 from tests.arch.tree import ROOT
-from workers.records import FINISHED, RecordRing
-from workers.records import ring as ring_module
+from workers.telemetry import FINISHED, RecordRing
+from workers.telemetry import ring as ring_module
 
 DUMPS = ROOT / "tests" / "fixtures" / "fr_dumps"
 

@@ -16,7 +16,7 @@ from orchestrator.cli.main import app
 from orchestrator.driver import open_page
 from orchestrator.driver.pages import RunIndex, run_cards
 from orchestrator.errors import CapacityError, RunNotFoundError
-from orchestrator.run_directory import CONFIG, CONTACT
+from orchestrator.report import CONFIG, CONTACT
 from tests.support.run_directories import write_run
 
 ROW = {

@@ -23,8 +23,7 @@ from orchestrator.driver import plan_each_node, plan_losses, read_status
 from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, JournalCorruptError
 from orchestrator.policies import RecoveryPlan
-from orchestrator.report import Seen, tell
-from orchestrator.run_directory import CONFIG, CONTACT, SUMMARY
+from orchestrator.report import CONFIG, CONTACT, SUMMARY, Seen, tell
 from orchestrator.shell.capacity import NodeView
 from orchestrator.shell.memory.redundancy_status import loss_document
 from orchestrator.shell.serve.page import StatusPage

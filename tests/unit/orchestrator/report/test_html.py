@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
-from orchestrator.report import live_page, write_report
+from orchestrator.report import RunRecord, live_page, log_tail, read_run, thin, write_report
 from orchestrator.report.html import compare_ends, report_document
-from orchestrator.run_directory import RunRecord, log_tail, read_run, thin
 from tests.support.run_directories import Fault, write_run
 from ucp_core.storage import LocalStore
 

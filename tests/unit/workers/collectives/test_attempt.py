@@ -16,7 +16,7 @@ from workers.collectives import AbortedError, CollectiveError, nccl
 from workers.collectives.attempt import Attempt
 from workers.collectives.work import Call, StreamWork
 from workers.protocol import GroupState
-from workers.records import RingReader
+from workers.telemetry import RingReader
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from tests.support.device_work import DeviceClock
 from workers.collectives.device_spans import DeviceSpans
 from workers.protocol import Digest, StepCost
-from workers.records import RecordRing, RingReader, read_ring
+from workers.telemetry import RecordRing, RingReader, read_ring
 
 
 class Rank:

@@ -20,7 +20,7 @@ from workers.collectives import AbortedError, CollectiveError, connect_pairs, nc
 from workers.collectives.attempt import Attempt
 from workers.collectives.device_spans import DeviceSpans
 from workers.collectives.group import RecordedGroup, group_name
-from workers.records import RingReader, read_ring
+from workers.telemetry import RingReader, read_ring
 
 WAIT_S_MAX = 60.0
 NAME = "everstep_test_device"

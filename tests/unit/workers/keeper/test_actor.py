@@ -14,14 +14,14 @@ import pytest
 from workers.keeper import Keeper, progress_path
 from workers.keeper.reach import Reach
 from workers.protocol import LEASE_S, KeeperOrder
-from workers.records import has_run_out
+from workers.telemetry import has_run_out
 
 #: No connection is ever made to these addresses, which are of many machines.
 HEAD, OTHER = ("224.0.0.1", 9), ("224.0.0.2", 9)
 
 TRAINER = """
 import signal, sys
-from workers.records import ProgressRecord
+from workers.telemetry import ProgressRecord
 ProgressRecord.create(sys.argv[1], worker="w0001")
 print("ready", flush=True)
 signal.pause()

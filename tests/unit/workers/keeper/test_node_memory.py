@@ -74,7 +74,7 @@ def test_memory_of_a_worker_that_died_long_ago_is_handed_on(
     """Its replacement may need minutes to start; meanwhile no keeper reports on the dead."""
     memory, directory = open_memory("a" * 16), tmp_path / ("a" * 16)
     script = (
-        "import sys; from workers.records.progress import ProgressRecord as P;"
+        "import sys; from workers.telemetry.progress import ProgressRecord as P;"
         " P.create(*sys.argv[1:2], "
     )
     page = str(progress_path(directory, "w0001"))

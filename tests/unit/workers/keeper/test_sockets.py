@@ -17,7 +17,7 @@ import pytest
 from tests.support.network_cluster import why_not
 from workers.keeper.sockets import Sockets
 from workers.protocol import Flow
-from workers.records import process_state
+from workers.telemetry import process_state
 
 #: Connects, sends what it is told to, and reads nothing.
 SENDER = """

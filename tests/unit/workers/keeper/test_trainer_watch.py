@@ -13,11 +13,11 @@ import pytest
 from workers.keeper import progress_path, ring_path
 from workers.keeper.trainer_watch import SETTLED_S, NodeWatch, clear, dead_workers
 from workers.protocol import WorkerPhase
-from workers.records import ProgressRecord, RecordRing, last_ring_path, process_state
+from workers.telemetry import ProgressRecord, RecordRing, last_ring_path, process_state
 
 WORKER = """
 import signal, sys, os
-from workers.records.progress import ProgressRecord
+from workers.telemetry.progress import ProgressRecord
 ProgressRecord.create(sys.argv[1], worker="w0001")
 print("ready", flush=True)
 signal.pause()
@@ -180,7 +180,7 @@ def test_directory_is_listed_until_its_time_is_past_and_then_when_that_changes(
 
 PARENT = """
 import subprocess, sys
-from workers.records.progress import ProgressRecord
+from workers.telemetry.progress import ProgressRecord
 ProgressRecord.create(sys.argv[1], worker="w0001")
 spin = "print(flush=True)\\nwhile True: pass"
 nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])"

@@ -18,9 +18,9 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore
 from workers.errors import TaskError
 from workers.protocol import Completed, Outcome, Raised
-from workers.records import ProgressRecord
 from workers.settings import TrainSettings
 from workers.state import PersistentBuffers
+from workers.telemetry import ProgressRecord
 from workers.train import WorkerContext, run_attempt
 
 TABLE = torch.arange(4.0).outer(torch.ones(4))

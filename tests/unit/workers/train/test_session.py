@@ -27,8 +27,8 @@ from workers.protocol import (
     SaveCosts,
     StepFacts,
 )
-from workers.records import ProgressRecord, read_progress, read_ring
 from workers.settings import CheckpointSettings, Settings, TrainSettings
+from workers.telemetry import ProgressRecord, read_progress, read_ring
 from workers.train import Session, run_attempt
 from workers.train.loop import WorkerContext
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config import RunConfig, load
-from orchestrator.run_directory import LOGGERS
+from orchestrator.report import LOGGERS
 from orchestrator.shell.loggers import Loggers
 from tests.support.logged import in_tensorboard, in_wandb
 from ucp_core.storage import Owner, claim, open_store

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.core import events as ev
 from orchestrator.core.events import RunResumed
 from orchestrator.driver import replay_run
-from orchestrator.run_directory import read_run
+from orchestrator.report import read_run
 from tests.support.checkpoints import save, save_not_finite, small_state
 from tests.support.journals import Journaled, config_at
 from ucp_core.errors import SupersededError

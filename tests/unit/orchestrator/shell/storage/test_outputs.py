@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.core import RunStats
-from orchestrator.run_directory import SUMMARY
+from orchestrator.report import SUMMARY
 from orchestrator.shell.storage.outputs import RunOutputs
 from orchestrator.shell.storage.sender import Sender
 from tests.support.run_directories import write_run

@@ -16,9 +16,9 @@ from tests.support.snapshots import eventually
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import MemoryStore
 from workers.memory import SnapshotMemory
-from workers.records import ProgressRecord
 from workers.settings import Settings
 from workers.state import HostBuffer
+from workers.telemetry import ProgressRecord
 from workers.train import WorkerContext
 from workers.train.boundary.between_steps import Boundary
 from workers.train.boundary.cadence import Due

@@ -8,8 +8,8 @@ from tests.support.made import assignment_of, held_of
 from ucp_core.errors import StorageError
 from ucp_core.storage import LocalStore
 from workers.protocol import STOPPED, PartRef
-from workers.records import ProgressRecord
 from workers.settings import Settings
+from workers.telemetry import ProgressRecord
 from workers.train.boundary.ending import Ending
 from workers.train.context import WorkerContext
 

@@ -15,7 +15,7 @@ A reader must not mistake half a store for a whole one. So a group's state is st
 written alternately and framed by the number of the store. A writer that is stopped during a store
 leaves the other copy intact.
 
-``workers.collectives`` writes the ring, and ``workers.records.ring_reader`` reads it.
+``workers.collectives`` writes the ring, and ``workers.telemetry.ring_reader`` reads it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from collections import deque
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from workers.records.ring_format import (
+from workers.telemetry.ring_format import (
     BLOCKED_HALF,
     DEVICE_WORD,
     EXIT_WORD,
@@ -68,7 +68,7 @@ from workers.records.ring_format import (
     records_offset,
     sent_bytes,
 )
-from workers.records.ring_reader import records_per_s
+from workers.telemetry.ring_reader import records_per_s
 
 #: A ring holds about this many seconds of a run.
 _HELD_S: Final = 60.0

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from workers.protocol import LEASE_S, LEAVE_SHARE
-from workers.records import Lease, has_run_out, lease_s
-from workers.records.lease import VARIABLE
+from workers.telemetry import Lease, has_run_out, lease_s
+from workers.telemetry.lease import VARIABLE
 
 LEAVE_S = LEAVE_SHARE * LEASE_S
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ucp_core.storage import open_store
-from workers.evidence import (
+from workers.telemetry import (
     Evidence,
     Subject,
     copies,
@@ -50,7 +50,7 @@ threading.Event().wait()
 FORKS = """
 import os, runpy, sys
 from pathlib import Path
-from workers.evidence import offer_stacks, stacks_path
+from workers.telemetry import offer_stacks, stacks_path
 from workers.parent_death import end_with_parent
 
 for name in sys.argv[2:]:
@@ -69,7 +69,7 @@ sys.stdin.read()
 RUNS = """
 import sys, threading
 from pathlib import Path
-from workers.evidence import offer_stacks
+from workers.telemetry import offer_stacks
 
 offer_stacks(Path(sys.argv[1]))
 
@@ -88,7 +88,7 @@ sys.stdin.read()
 FENCED = """
 import sys
 from pathlib import Path
-from workers.evidence import offer_stacks, write_stacks
+from workers.telemetry import offer_stacks, write_stacks
 
 file = offer_stacks(Path(sys.argv[1]))
 

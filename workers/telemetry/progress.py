@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from workers.protocol import BEAT_S, NO_FACTS, Digest, StepFacts, WorkerPhase, WorkerReport
-from workers.records.processes import num_runs, process_state
-from workers.records.ring import map_draft
-from workers.records.ring_reader import RingView
+from workers.telemetry.processes import num_runs, process_state
+from workers.telemetry.ring import map_draft
+from workers.telemetry.ring_reader import RingView
 
 _MAGIC: Final = b"everpage"
 _VERSION: Final = 5

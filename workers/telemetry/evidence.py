@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 from ucp_core.storage import Store, join
 from workers.protocol import GONE
-from workers.records import process_state
+from workers.telemetry.processes import process_state
 
 #: A real-time signal: frameworks and schedulers use SIGUSR1 and SIGUSR2, and glibc the first ones.
 STACKS_SIGNAL: Final = signal.SIGRTMIN + 7

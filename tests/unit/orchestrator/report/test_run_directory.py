@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.run_directory import Tail, read_run
+from orchestrator.report import Tail, read_run
 from ucp_core.storage import LocalStore
 
 
@@ -61,7 +61,7 @@ def test_a_long_file_is_read_in_parts_and_each_line_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
     """A part may end within a line, and a month's file does not fit into memory."""
-    monkeypatch.setattr("orchestrator.run_directory._PART_BYTES", part_bytes)
+    monkeypatch.setattr("orchestrator.report.run_directory._PART_BYTES", part_bytes)
     path = tmp_path / "rank0.jsonl"
     tail = Tail(LocalStore(), str(path))
     assert list(tail.new()) == []

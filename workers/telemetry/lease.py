@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from workers.protocol import LEASE_S, LEAVE_SHARE
-from workers.records.ring import map_draft
+from workers.telemetry.ring import map_draft
 
 #: Ray's variable for the time, in seconds, after which it ends the processes of a node that has
 #: lost the head.

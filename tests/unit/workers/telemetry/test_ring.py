@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from workers.protocol import Digest, GroupState
-from workers.records import (
+from workers.telemetry import (
     ABORTED,
     FINISHED,
     OP_CODES,
@@ -22,8 +22,8 @@ from workers.records import (
     history_before,
     last_ring_path,
 )
-from workers.records.ring_format import HEADER_BYTES, NUM_GROUPS_MAX, NUM_RECORDS, NUM_RECORDS_MAX
-from workers.records.ring_reader import is_ring, read_records, read_ring
+from workers.telemetry.ring_format import HEADER_BYTES, NUM_GROUPS_MAX, NUM_RECORDS, NUM_RECORDS_MAX
+from workers.telemetry.ring_reader import is_ring, read_records, read_ring
 
 WORLD = (0, 1, 2, 3)
 
@@ -156,7 +156,7 @@ def test_a_half_written_state_leaves_the_last_whole_one(path: Path) -> None:
 
 _WRITER = """
 import sys
-from workers.records import FINISHED, RecordRing
+from workers.telemetry import FINISHED, RecordRing
 ring = RecordRing(sys.argv[1], attempt=3, num_ranks=4)
 world = ring.group("world", (0, 1, 2, 3))
 size = 0

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from workers.protocol import NUM_COSTS_MAX, Digest, GroupState
-from workers.records.costs import Costs, Span
-from workers.records.ring_format import (
+from workers.telemetry.costs import Costs, Span
+from workers.telemetry.ring_format import (
     DEVICE_WORD,
     FLAG_BITS,
     GROUP_BYTES,

@@ -23,7 +23,7 @@ from workers.protocol import (
     WorkerPhase,
     WorkerReport,
 )
-from workers.records import (
+from workers.telemetry import (
     ProgressRecord,
     RecordRing,
     RingReader,
@@ -107,7 +107,7 @@ def test_no_page_and_a_foreign_page_read_as_none(path: Path) -> None:
 
 CHILD = """
 import sys, time
-from workers.records.progress import ProgressRecord
+from workers.telemetry.progress import ProgressRecord
 from workers.protocol import WorkerPhase, WorkerReport
 page = ProgressRecord.create(sys.argv[1], worker="w0")
 page.assign(3, 1)
@@ -140,7 +140,7 @@ def test_a_stopped_and_a_dead_process_are_still_read(path: Path, tmp_path: Path)
 
 STARVED = """
 import sys, threading, time
-from workers.records.progress import ProgressRecord
+from workers.telemetry.progress import ProgressRecord
 ProgressRecord.create(sys.argv[1], worker="w0").close()
 def spin():
     while True:
@@ -245,14 +245,14 @@ def test_what_a_rank_says_of_its_own_work_takes_few_bytes(path: Path) -> None:
 
 def test_an_observer_does_not_import_torch() -> None:
     """A keeper on every node would pay 2 s at each start and 200 MB for nothing."""
-    code = "import sys, workers.records.progress; sys.exit('torch' in sys.modules)"
+    code = "import sys, workers.telemetry.progress; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 BUSY = """
 import sys, threading, time
-from workers.records.progress import ProgressRecord
+from workers.telemetry.progress import ProgressRecord
 page = ProgressRecord.create(sys.argv[1], worker="w0")
 page.assign(1, 0)
 def spin():
@@ -295,7 +295,7 @@ def test_the_processor_time_of_a_worker_is_read_from_outside(path: Path) -> None
 HELD = """
 import ctypes, sys
 from workers.parent_death import end_with_parent
-from workers.records import ProgressRecord
+from workers.telemetry import ProgressRecord
 
 end_with_parent()
 record = ProgressRecord.create(sys.argv[1], worker="w0")
