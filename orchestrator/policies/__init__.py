@@ -6,7 +6,7 @@ from orchestrator.policies import (
     budgets,
     capacity,
     growth,
-    order,
+    node_order,
     sharing,
     slow,
     versions,

@@ -29,8 +29,8 @@ from orchestrator.core.transition import Transition
 from orchestrator.policies import (
     bad_sources,
     choose,
+    node_order,
     num_workers,
-    order,
     other_layouts,
     spread,
 )
@@ -246,7 +246,7 @@ def _best(
 
     Survivors keep their order, so that their state stays on their nodes. Workers of one node have
     consecutive ranks; new workers follow the survivors of their node, and new nodes come last.
-    Known racks and slow links may change the order of nodes (``policies.order``). If there are too
+    Known racks and slow links may change the order (``policies.node_order``). If there are too
     many workers, enough nodes keep one so that snapshots survive ``snapshot.tolerance`` lost nodes.
 
     Args:
@@ -316,7 +316,7 @@ def _in_order(transition: Transition, used: Mapping[int, Sequence[int]]) -> Iter
     nodes, ids, size = run.fleet.nodes.to_dict(), run.fleet.node_ids, len(run.attempt.nodes)
     racks = {number: nodes[number].rack for number in used}
     slow = {(ids[a], ids[b]) for a, b, _ in run.network.slow if a in ids and b in ids}
-    if not slow and order.is_by_rack(racks.values()):
+    if not slow and node_order.is_by_rack(racks.values()):
         return used
     counts = Counter(run.attempt.nodes)
     ends = accumulate(counts.values())
@@ -325,7 +325,7 @@ def _in_order(transition: Transition, used: Mapping[int, Sequence[int]]) -> Iter
         for (number, num), end in zip(counts.items(), ends, strict=True)
     }
     sizes = [(number, len(workers)) for number, workers in used.items()]
-    return order.chosen(sizes, racks=racks, slow=slow, held=held)
+    return node_order.chosen(sizes, racks=racks, slow=slow, held=held)
 
 
 def _ready_on(transition: Transition, node: Node, members: tuple[int, ...]) -> Sequence[int]:

@@ -14,7 +14,7 @@ from orchestrator.core.network import reach
 from orchestrator.core.state import Cause, Node, Phase, RunOutcome
 from orchestrator.core.transition import Transition
 from orchestrator.fault_kinds import FaultKind
-from orchestrator.policies import expected_step_s, growth, order, step_ratio
+from orchestrator.policies import expected_step_s, growth, node_order, step_ratio
 from ucp_core.layout import ParallelLayout
 from ucp_core.numerics import counted
 
@@ -219,7 +219,7 @@ def _consider_order(transition: Transition, layout: ParallelLayout) -> None:
         return
     slow_links = [(a, b) for a, b, _ in run.network.slow if a and b]
     now, then = (
-        order.cost([(name, 1) for name in dict.fromkeys(each)], slow=slow_links)[0]
+        node_order.cost([(name, 1) for name in dict.fromkeys(each)], slow=slow_links)[0]
         for each in (names, nodes)
     )
     if then < now:

@@ -6,9 +6,9 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.shell.serve.discovery import announce, targets_path, withdraw
+    from orchestrator.shell.serve.http import StatusPage
     from orchestrator.shell.serve.live import NUM_NODES, Live
     from orchestrator.shell.serve.metrics import NUM_TOLD, RunCollector
-    from orchestrator.shell.serve.page import StatusPage
 
 
 __getattr__ = lazy_door(__name__)

@@ -26,7 +26,7 @@ from orchestrator.policies import RecoveryPlan
 from orchestrator.report import CONFIG, CONTACT, SUMMARY, Seen, tell
 from orchestrator.shell.capacity import NodeView
 from orchestrator.shell.memory.redundancy_status import loss_document
-from orchestrator.shell.serve.page import StatusPage
+from orchestrator.shell.serve.http import StatusPage
 from tests.support.checkpoints import save, small_state
 from tests.support.histories import ATTEMPT, calm
 from tests.support.journals import NUM_WORKERS, Journaled, config_at

@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from orchestrator.policies import order
+from orchestrator.policies import node_order
 
 
 def _ring(names: list[str], racks: str, **more: object) -> str:
     nodes = [(name, 1) for name in names]
-    found = order.chosen(nodes, racks=dict(zip(names, racks, strict=True)), **more)  # type: ignore[arg-type]
+    found = node_order.chosen(nodes, racks=dict(zip(names, racks, strict=True)), **more)  # type: ignore[arg-type]
     return "".join(found)
 
 
@@ -21,10 +21,10 @@ def _ring(names: list[str], racks: str, **more: object) -> str:
 def test_a_rack_is_entered_once(racks: str, crossings: int) -> None:
     names = list("abcdef"[: len(racks)])
     rack_of = dict(zip(names, racks, strict=True))
-    found = order.chosen([(name, 1) for name in names], racks=rack_of)
+    found = node_order.chosen([(name, 1) for name in names], racks=rack_of)
 
     assert sorted(found) == names
-    assert order.cost([(name, 1) for name in found], racks=rack_of) == (0, crossings)
+    assert node_order.cost([(name, 1) for name in found], racks=rack_of) == (0, crossings)
 
 
 def test_an_order_that_is_good_stays() -> None:
@@ -41,18 +41,18 @@ def test_racks_that_are_together_need_no_search() -> None:
     for _ in range(200):
         racks = [drawn.choice("ABC") for _ in range(drawn.randint(3, 10))]
         nodes = [(name, drawn.randint(1, 3)) for name in range(len(racks))]
-        if order.is_by_rack(racks):
-            found = order.chosen(nodes, racks=dict(enumerate(racks)))
+        if node_order.is_by_rack(racks):
+            found = node_order.chosen(nodes, racks=dict(enumerate(racks)))
             assert found == [name for name, _ in nodes], racks
-    assert order.is_by_rack("AABBC")
-    assert order.is_by_rack(["", "", ""])
-    assert not order.is_by_rack("ABA")
-    assert not order.is_by_rack(["A", "", "B"])
+    assert node_order.is_by_rack("AABBC")
+    assert node_order.is_by_rack(["", "", ""])
+    assert not node_order.is_by_rack("ABA")
+    assert not node_order.is_by_rack(["A", "", "B"])
 
 
 def test_nodes_whose_rack_is_not_known_cross_nothing() -> None:
     nodes = [(name, 1) for name in "abcd"]
-    assert order.chosen(nodes, racks={"a": "A", "c": "A"}) == ["a", "b", "c", "d"]
+    assert node_order.chosen(nodes, racks={"a": "A", "c": "A"}) == ["a", "b", "c", "d"]
 
 
 def test_the_ends_of_a_slow_link_are_no_neighbours() -> None:
@@ -80,7 +80,7 @@ def test_ranks_of_a_node_stay_together_and_count() -> None:
     racks = {"a": "A", "b": "B", "c": "A", "d": "B"}
     held = {"a": (0.0, 2 / 6), "b": (2 / 6, 3 / 6), "c": (3 / 6, 5 / 6), "d": (5 / 6, 1.0)}
 
-    assert order.chosen(nodes, racks=racks, held=held) == ["a", "b", "d", "c"]
+    assert node_order.chosen(nodes, racks=racks, held=held) == ["a", "b", "d", "c"]
 
 
 def test_exact_is_the_best_of_all_and_greedy_is_near() -> None:
@@ -91,14 +91,14 @@ def test_exact_is_the_best_of_all_and_greedy_is_near() -> None:
         slow = {tuple(random.sample(names, 2)) for _ in range(2)}
         nodes = [(name, 1) for name in names]
         best = min(
-            order.cost([(n, 1) for n in way], racks=racks, slow=slow)  # type: ignore[arg-type]
+            node_order.cost([(n, 1) for n in way], racks=racks, slow=slow)  # type: ignore[arg-type]
             for way in permutations(names)
         )
-        found = order.chosen(nodes, racks=racks, slow=slow)  # type: ignore[arg-type]
-        assert order.cost([(n, 1) for n in found], racks=racks, slow=slow) == best  # type: ignore[arg-type]
+        found = node_order.chosen(nodes, racks=racks, slow=slow)  # type: ignore[arg-type]
+        assert node_order.cost([(n, 1) for n in found], racks=racks, slow=slow) == best  # type: ignore[arg-type]
     many = [(f"n{number}", 1) for number in range(300)]
     racks = {name: str(at % 7) for at, (name, _) in enumerate(many)}
     begun_s = time.monotonic()
-    found = order.chosen(many, racks=racks, slow={("n14", "n7")})
-    assert order.cost([(n, 1) for n in found], racks=racks, slow={("n14", "n7")}) == (0, 7)
+    found = node_order.chosen(many, racks=racks, slow={("n14", "n7")})
+    assert node_order.cost([(n, 1) for n in found], racks=racks, slow={("n14", "n7")}) == (0, 7)
     assert time.monotonic() - begun_s < 5.0
