@@ -72,7 +72,7 @@ def own(text: str, *, told_s: float) -> Notice | None:
     """Return the notice in the user's file, or in the output of the user's command.
 
     The text is a time in ISO 8601 or as ``date`` prints it, or the seconds left from ``told_s``,
-    then anything for people. An empty text is not a notice, because a file is empty for a moment
+    then optional text for people. An empty text is not a notice, because a file is empty for a moment
     while it is written.
     """
     words = text.split()
