@@ -2,8 +2,8 @@
 
 An extent is verified whole or not at all. A load verifies the extents that it touches before it
 reads parts of them (``touched``, ``verify_extents``). A conversion reads every byte only once: its
-workers note the crc32 of what they read (``plan_extents``, ``Notes``), and a ``Collector`` combines
-the notes of an extent in any order, from any worker.
+workers note the crc32 of what they read (``plan_extents``, ``joined_notes``), and a ``Collector``
+combines the notes of an extent in any order, from any worker.
 """
 
 from __future__ import annotations
@@ -150,6 +150,11 @@ class Note(NamedTuple):
     num_bytes: int
     crc32: int
 
+    @property
+    def stop_byte(self) -> int:
+        """Return the end of the bytes."""
+        return self.offset_bytes + self.num_bytes
+
 
 class ExtentPlan(NamedTuple):
     """How a conversion verifies the extents that hold tensors."""
@@ -224,28 +229,17 @@ def _gaps(
     return [*gaps, (low, high)] if low < high else gaps
 
 
-class Notes:
-    """Collects the notes of one work item and merges neighbours."""
-
-    def __init__(self) -> None:
-        self._open: dict[Check, tuple[int, int, int]] = {}
-        self._closed: list[Note] = []
-
-    def add(self, check: Check, offset_bytes: int, num_bytes: int, crc32: int) -> None:
-        """Note that the bytes of a check were read."""
-        held = self._open.get(check)
-        if held is not None:
-            if held[0] + held[1] == offset_bytes:
-                joined = combine(held[2], crc32, num_bytes)
-                self._open[check] = (held[0], held[1] + num_bytes, joined)
-                return
-            self._closed.append(Note(check, *held))
-        self._open[check] = (offset_bytes, num_bytes, crc32)
-
-    def all(self) -> list[Note]:
-        """Return every note except those that cover a whole check and match it."""
-        found = [*self._closed, *(Note(check, *held) for check, held in self._open.items())]
-        return [n for n in found if (n.num_bytes, n.crc32) != (n.check.num_bytes, n.check.crc32)]
+def joined_notes(notes: Iterable[Note]) -> list[Note]:
+    """Join the notes of adjacent bytes; leave out those that cover a whole check and match it."""
+    found: list[Note] = []
+    for note in sorted(notes):
+        last = found[-1] if found else None
+        if last and last.check == note.check and last.stop_byte == note.offset_bytes:
+            value = combine(last.crc32, note.crc32, note.num_bytes)
+            found[-1] = last._replace(num_bytes=last.num_bytes + note.num_bytes, crc32=value)
+        else:
+            found.append(note)
+    return [n for n in found if (n.num_bytes, n.crc32) != (n.check.num_bytes, n.check.crc32)]
 
 
 class Collector:
@@ -274,12 +268,8 @@ class Collector:
                 self._close(check)
 
     def _close(self, check: Check) -> None:
-        value, done = 0, check.offset_bytes
-        for note in sorted(self._notes.pop(check), key=lambda note: note.offset_bytes):
-            assert note.offset_bytes == done, f"{check} was not read once: {note}"
-            value = combine(value, note.crc32, note.num_bytes)
-            done += note.num_bytes
-        if value != check.crc32:
+        for note in joined_notes(self._notes.pop(check)):
+            assert note.num_bytes == check.num_bytes, f"{check} was not read once: {note}"
             file = self._files[check.file]
             raise _mismatch(self._state_map, self._directory, file, Extent(*check[1:]))
 

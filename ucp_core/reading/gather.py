@@ -39,27 +39,12 @@ def is_plain(entry: TensorEntry) -> bool:
 
 
 class Holders:
-    """The fragments of one plain tensor, searchable by flat position."""
+    """The fragments of one plain tensor, or its replicas, searchable by flat position."""
 
-    def __init__(self, entry: TensorEntry) -> None:
+    def __init__(self, entry: TensorEntry, *, replicas: bool = False) -> None:
         self.entry = entry
-        self.has_replicas = any(fragment.replica for fragment in entry.fragments)
-        self._primary = _Sorted(entry.shape, [f for f in entry.fragments if not f.replica])
-        self._replicas = _Sorted(entry.shape, [f for f in entry.fragments if f.replica])
-
-    def runs(self, start: int, stop: int) -> list[ElementRun]:
-        """Return the runs of the elements ``[start, stop)``, ignoring replicas."""
-        return self._primary.runs(start, stop)
-
-    def replica_runs(self, start: int, stop: int) -> list[ElementRun]:
-        """Return the runs of these elements among the replicas."""
-        return self._replicas.runs(start, stop)
-
-
-class _Sorted:
-    def __init__(self, shape: tuple[int, ...], fragments: Sequence[Fragment]) -> None:
-        self._shape = shape
-        held = [fragment for fragment in fragments if not fragment.box.is_empty]
+        shape = self._shape = entry.shape
+        held = [f for f in entry.fragments if f.replica is replicas and not f.box.is_empty]
         found = sorted(
             ((position(fragment.box, shape, 0), fragment) for fragment in held),
             key=lambda pair: pair[0],
@@ -75,6 +60,7 @@ class _Sorted:
         self._reach = list(accumulate(self._lasts, max))
 
     def runs(self, start: int, stop: int) -> list[ElementRun]:
+        """Return the runs of the elements ``[start, stop)``."""
         low = bisect_left(self._reach, start)
         high = bisect_right(self._firsts, stop - 1)
         found: list[ElementRun] = []

@@ -24,7 +24,6 @@ from ucp_core.storage.local import (
     is_link,
     is_local,
     may_reserve,
-    open_file,
     within,
 )
 from ucp_core.storage.memory import MemoryStore

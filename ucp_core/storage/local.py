@@ -662,12 +662,5 @@ def is_link(store: Store, path: str) -> bool:
     return is_local(store) and Path(path).is_symlink()
 
 
-def open_file(store: Store, path: str) -> int:
-    """Open a file of a store that ``is_local`` and return its descriptor; see ``open_file``."""
-    local = _below(store)
-    assert isinstance(local, LocalStore), store
-    return local.open_file(path)
-
-
 def _below(store: Store) -> object:
     return getattr(store, "below", store)
