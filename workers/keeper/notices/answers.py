@@ -72,8 +72,8 @@ def own(text: str, *, told_s: float) -> Notice | None:
     """Return the notice in the user's file, or in the output of the user's command.
 
     The text is a time in ISO 8601 or as ``date`` prints it, or the seconds left from ``told_s``,
-    then optional text for people. An empty text is not a notice, because a file is empty for a moment
-    while it is written.
+    then optional text for people. An empty text is not a notice, because a file is empty for a
+    moment while it is written.
     """
     words = text.split()
     if not words:
