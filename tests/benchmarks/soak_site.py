@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -105,20 +106,29 @@ class Network:
         self._without_ray_s: dict[int, float] = {}
 
     def tend(self) -> None:
-        """Boot the machines again on which Ray lacks a process for long, as KubeRay's probes would.
+        """Boot the machines again on which Ray does not serve for long, as probes would.
 
-        ``ray start --block`` does not end when its raylet or its GCS ends in order, as SIGTERM
-        makes them do, and some raylets whose head forgot them.
+        ``ray start --block`` does not end when its raylet obeys SIGTERM, nor do some raylets whose
+        head forgot them. A GCS that gets SIGTERM closes its port and hangs, so a look at its
+        process finds nothing wrong; after a minute the raylets of all nodes end themselves.
         """
         now_s = time.monotonic()
         for machine in set(self.cluster.machines()) - {REDIS}:
-            names = ("raylet", "gcs_server") if machine == HEAD else ("raylet",)
-            if all(self.named(machine, name) is not None for name in names):
+            if self.named(machine, "raylet") and (machine != HEAD or self.head_answers()):
                 self._without_ray_s.pop(machine, None)
             elif now_s - self._without_ray_s.setdefault(machine, now_s) > _WITHOUT_RAY_S_MAX:
                 del self._without_ray_s[machine]
                 with contextlib.suppress(OSError):  # Ray did not start in time: another look
                     self.replace(machine)
+
+    def head_answers(self) -> bool:
+        """Return whether the GCS takes connections; the kernel takes them for a stopped one."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         self.cluster.close()
