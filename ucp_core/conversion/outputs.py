@@ -3,7 +3,7 @@
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -25,18 +25,8 @@ REMOTE_BATCH_ITEMS = 8
 _WRITE_BYTES = 128 << 10
 
 
-@contextmanager
-def _told(path: str) -> Iterator[None]:
-    """Turn the kernel's refusal into an error that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror}; fix that and give the same command "
-            "again: it continues from here",
-            path=path,
-            errno=error.errno,
-        ) from error
+#: Advice of an error while items are written.
+_AGAIN = "; fix that and give the same command again: it continues from here"
 
 
 def _write(fd: int, chunk: memoryview, offset_bytes: int) -> None:
@@ -56,14 +46,14 @@ class Placed(NamedTuple):
         results: list[Result] = []
         for item in self.items:
             # An item that is only read has no chunks.
-            path = self.paths[item.target] if item.target >= 0 else os.devnull
+            path = Path(self.paths[item.target] if item.target >= 0 else os.devnull)
             offset_bytes = item.start
-            with _told(path):
+            with resume_journal.named(path, "cannot be written", _AGAIN):
                 flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
                 fd = retried(partial(os.open, path, flags))
             try:
                 for chunk in worker.chunks(item):
-                    with _told(path):
+                    with resume_journal.named(path, "cannot be written", _AGAIN):
                         _write(fd, chunk, offset_bytes)
                     offset_bytes += len(chunk)
             finally:
@@ -107,17 +97,13 @@ class LocalFiles:
         sound: set[int] = set()
         for number, target in enumerate(self.targets):
             path = Path(self.paths[number])
-            try:
+            with resume_journal.named(path, "cannot be written"):
                 if os.path.lexists(self._directory / target.name):
                     self._take_back(number)
                 if _has_size(path, target.num_bytes):
                     sound.add(number)
                 else:
                     _allocate(path, target)
-            except OSError as error:
-                raise StorageError(
-                    f"{path} cannot be written: {error.strerror}", path=str(path)
-                ) from error
         return sound
 
     def _take_back(self, number: int) -> None:
@@ -173,15 +159,11 @@ class LocalFiles:
         for number, target in enumerate(self.targets):
             path = self.paths[number]
             if fsync:
-                fd = retried(partial(os.open, path, os.O_RDONLY | os.O_CLOEXEC))
-                os.fsync(fd)
-                os.close(fd)
+                _sync(path)
             Path(path).replace(self._directory / target.name)
         if fsync:
             # The manifest must not exist before the files have their names.
-            fd = retried(partial(os.open, self._directory, os.O_RDONLY | os.O_CLOEXEC))
-            os.fsync(fd)
-            os.close(fd)
+            _sync(str(self._directory))
 
     def remove(self) -> None:
         """Delete everything temporary, which is all that was written until ``finish``."""
@@ -192,6 +174,12 @@ class LocalFiles:
     def close(self) -> None:
         """Release the journal; a child calls this too, so that the lock ends with its parent."""
         self._journal.close()
+
+
+def _sync(path: str) -> None:
+    fd = retried(partial(os.open, path, os.O_RDONLY | os.O_CLOEXEC))
+    os.fsync(fd)
+    os.close(fd)
 
 
 def is_written(store: Store, path: str, target: TargetFile, result: Result) -> bool:

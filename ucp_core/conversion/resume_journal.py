@@ -8,7 +8,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ucp_core.conversion.work_items import Result, WorkItem
@@ -16,7 +17,7 @@ from ucp_core.errors import StorageError, UcpError
 from ucp_core.native import CLAIM_NAME, UNFINISHED_NAME, in_use
 from ucp_core.numerics import crc32
 from ucp_core.reading import Check, Note
-from ucp_core.storage import flock, retried
+from ucp_core.storage import LocalStore, retried
 
 _NAME = "journal"
 _CRC_DIGITS = 8
@@ -81,6 +82,28 @@ def _begins(path: Path, *, alone: bool) -> bool:
     return _is_line(line) or (is_torn and alone)
 
 
+def _locked(held: ExitStack, path: Path) -> bool | None:
+    """Lock the journal until ``held`` closes; see ``Store.lock``."""
+    try:
+        return held.enter_context(LocalStore().lock(str(path), shared=False))
+    except StorageError as error:
+        # The process that held the lock has deleted the journal.
+        if error.facts["missing"]:
+            return False
+        raise
+
+
+@contextmanager
+def named(path: Path, what: str, advice: str = "") -> Iterator[None]:
+    """Turn the kernel's refusal into a ``StorageError`` that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path} {what}: {error.strerror}{advice}", path=str(path), errno=error.errno
+        ) from error
+
+
 class Journal:
     """The journal of a conversion to a local directory; locked while it is open."""
 
@@ -93,7 +116,8 @@ class Journal:
             StorageError: The directory cannot be written.
         """
         self.folder = Path(directory) / UNFINISHED_NAME
-        try:
+        path = self.folder / _NAME
+        with named(self.folder, "cannot be written"):
             if (self.folder / CLAIM_NAME).exists():
                 raise in_use(directory)
             if not _is_ours(self.folder):
@@ -103,59 +127,46 @@ class Journal:
                     path=str(self.folder),
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            self._fd = retried(lambda: os.open(self.folder / _NAME, flags, 0o644))
-        except OSError as error:
-            raise StorageError(
-                f"{self.folder} cannot be written: {error.strerror}", path=str(self.folder)
-            ) from error
+            retried(lambda: path.touch(0o644))
+        with ExitStack() as held:
+            self._lock(held, path)
+            if (self.folder / CLAIM_NAME).exists():
+                # An export began before this journal was there. Its result must not contain one.
+                path.unlink()
+                raise in_use(directory)
+            self._file = held.enter_context(path.open("r+b", buffering=0))
+            self.results = self._read(identity) if resume else []
+            if not self.results:
+                self._begin(identity)
+            self._held = held.pop_all()
+
+    def _lock(self, held: ExitStack, path: Path) -> None:
         end_s = time.monotonic() + _LOCK_S
-        while not self._lock():
+        while not (found := _locked(held, path)):
+            if found is None:
+                raise StorageError(
+                    f"{self.folder} is on a file system without locks, so two conversions to it "
+                    "could mix their files: convert to another file system and copy the result",
+                    path=str(self.folder),
+                )
             if time.monotonic() >= end_s:
-                os.close(self._fd)
+                directory = self.folder.parent
                 raise UcpError(
                     f"another process is converting to {directory}: wait for it, or give another "
                     "destination",
-                    path=directory,
+                    path=str(directory),
                 )
+            held.close()
             time.sleep(_LOCK_S / 100)
-        if (self.folder / CLAIM_NAME).exists():
-            # An export began before this journal was there, and its result must not contain one.
-            (self.folder / _NAME).unlink()
-            self.close()
-            raise in_use(directory)
-        self.results = self._read(identity) if resume else []
-        if not self.results:
-            self._begin(identity)
-
-    def _lock(self) -> bool:
-        held = flock(self._fd, shared=False)
-        if held is None:
-            self.close()
-            raise StorageError(
-                f"{self.folder} is on a file system without locks, so two conversions to it could "
-                "mix their files: convert to another file system and copy the result",
-                path=str(self.folder),
-            )
-        try:
-            # The process that held the lock may have deleted the file opened here.
-            there = retried((self.folder / _NAME).stat)
-        except FileNotFoundError:
-            return False
-        return held and os.path.samestat(os.fstat(self._fd), there)
 
     def _read(self, identity: str) -> list[Result]:
-        data = b""
-        while part := os.pread(self._fd, 1 << 20, len(data)):
-            data += part
-        header = _line([identity])
+        header, data = _line([identity]), self._file.read()
         if not data.startswith(header):
             return []
         # Lines after a damaged one would never be read.
         results = decode(data[len(header) :])
-        sound = header + encode(results)
-        os.ftruncate(self._fd, len(sound))
-        os.lseek(self._fd, len(sound), os.SEEK_SET)
+        self._file.truncate(len(header + encode(results)))
+        self._file.seek(0, os.SEEK_END)
         return results
 
     def _begin(self, identity: str) -> None:
@@ -163,29 +174,23 @@ class Journal:
         for path in self.folder.iterdir():
             if path.name != _NAME and _is_name(path):
                 path.unlink()
-        os.ftruncate(self._fd, 0)
-        os.lseek(self._fd, 0, os.SEEK_SET)
-        os.write(self._fd, _line([identity]))
+        self._file.truncate(0)
+        self._file.seek(0)
+        self._file.write(_line([identity]))
 
     def add(self, result: Result) -> None:
         """Add a line for an item that is done."""
-        os.write(self._fd, encode([result]))
+        self._file.write(encode([result]))
 
     def close(self) -> None:
         """Release the lock; a second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        self._held.close()
 
     def remove(self) -> None:
         """Delete the journal and the files of conversions beside it."""
-        try:
+        with named(self.folder, "cannot be deleted"):
             # The journal comes last, because it says whose folder this is.
             for path in sorted(self.folder.iterdir(), key=lambda path: path.name == _NAME):
                 if _is_name(path):
                     path.unlink()
             self.folder.rmdir()
-        except OSError as error:
-            raise StorageError(
-                f"{self.folder} cannot be deleted: {error.strerror}", path=str(self.folder)
-            ) from error

@@ -9,9 +9,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import islice
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from ucp_core.conversion.work_items import ItemWorker, Job, Result
 from ucp_core.errors import UcpError
@@ -45,25 +45,15 @@ def run_threads(
     job: Job, batches: Sequence[Batch], take: Callable[[Result], None], threads: int
 ) -> None:
     """Do all batches in threads."""
-    local = threading.local()
-    workers: list[ItemWorker] = []
+    with ExitStack() as workers:
 
-    def begin() -> None:
-        local.worker = ItemWorker(job)
-        workers.append(local.worker)
+        def begin() -> None:
+            _begin(job, batches)
+            workers.callback(_own.worker.close)
 
-    def do(number: int) -> list[Result]:
-        return batches[number].do(local.worker)
-
-    pool = ThreadPoolExecutor(threads, "ucp-convert", begin)
-    try:
-        for _, results in _results(pool, do, range(len(batches)), threads):
-            for result in results:
-                take(result)
-    finally:
-        pool.shutdown(cancel_futures=True)
-        for worker in workers:
-            worker.close()
+        pool = ThreadPoolExecutor(threads, "ucp-convert", begin)
+        for _ in _done(pool, take, range(len(batches)), threads):
+            pass
 
 
 def may_fork() -> bool:
@@ -96,12 +86,10 @@ def run_processes(
     left = set(range(len(batches)))
     while left:
         pool = ProcessPoolExecutor(
-            processes, get_context("fork"), _Child.begin, (job, batches, in_child)
+            processes, get_context("fork"), _begin_child, (job, batches, in_child)
         )
         try:
-            for number, results in _results(pool, _Child.do, sorted(left), processes):
-                for result in results:
-                    take(result)
+            for number in _done(pool, take, sorted(left), processes):
                 left.remove(number)
         except BrokenProcessPool as error:
             processes //= 2
@@ -110,27 +98,27 @@ def run_processes(
                     "the worker processes were killed, perhaps for lack of memory: give less "
                     "--memory or fewer --processes; the same command continues from here"
                 ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
-class _Child:
-    """The state that a forked process keeps between batches."""
+#: State that a thread or a forked process keeps between batches.
+_own = threading.local()
 
-    worker: ClassVar[ItemWorker]
-    batches: ClassVar[Sequence[Batch]]
 
-    @classmethod
-    def begin(cls, job: Job, batches: Sequence[Batch], in_child: Callable[[], None]) -> None:
-        # The terminal interrupts the parent, too, which ends its children.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        in_child()
-        threading.Thread(target=_exit_with_parent, daemon=True).start()
-        cls.worker, cls.batches = ItemWorker(job), batches
+def _begin(job: Job, batches: Sequence[Batch]) -> None:
+    _own.worker, _own.batches = ItemWorker(job), batches
 
-    @classmethod
-    def do(cls, number: int) -> list[Result]:
-        return cls.batches[number].do(cls.worker)
+
+def _begin_child(job: Job, batches: Sequence[Batch], in_child: Callable[[], None]) -> None:
+    # The terminal interrupts the parent, too, which ends its children.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    in_child()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _begin(job, batches)
+
+
+def _do(number: int) -> list[Result]:
+    results: list[Result] = _own.batches[number].do(_own.worker)
+    return results
 
 
 def _exit_with_parent() -> None:
@@ -143,16 +131,24 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _results(
-    pool: Executor, do: Callable[[int], list[Result]], numbers: Iterable[int], workers: int
-) -> Iterator[tuple[int, list[Result]]]:
-    """Yield what each batch found, as they finish; only a few are in the pool at a time."""
+def _done(
+    pool: Executor, take: Callable[[Result], None], numbers: Iterable[int], workers: int
+) -> Iterator[int]:
+    """Do batches, take their results and yield their numbers; then shut the pool down.
+
+    Only a few batches are in the pool at a time.
+    """
     waiting = iter(numbers)
     under_way: dict[Future[list[Result]], int] = {}
-    while True:
-        for number in islice(waiting, _BATCHES_EACH * workers - len(under_way)):
-            under_way[pool.submit(do, number)] = number
-        if not under_way:
-            return
-        for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-            yield under_way.pop(future), future.result()
+    try:
+        while True:
+            for number in islice(waiting, _BATCHES_EACH * workers - len(under_way)):
+                under_way[pool.submit(_do, number)] = number
+            if not under_way:
+                return
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                for result in future.result():
+                    take(result)
+                yield under_way.pop(future)
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -19,7 +19,6 @@ from ucp_core.storage.base import (
 from ucp_core.storage.holding import held
 from ucp_core.storage.local import (
     LocalStore,
-    flock,
     is_full,
     is_link,
     is_local,

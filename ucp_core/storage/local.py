@@ -359,7 +359,7 @@ class LocalStore:
             with _named(path):
                 held = flock(fd, shared=shared)
                 # The file may have been replaced between ``open`` and ``flock``.
-                if held and not os.path.samestat(os.fstat(fd), Path(path).stat()):
+                if held and not os.path.samestat(os.fstat(fd), retried(Path(path).stat)):
                     raise FileNotFoundError(errno.ENOENT, "replaced", path)
             yield held
         finally:

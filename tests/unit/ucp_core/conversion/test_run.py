@@ -362,6 +362,23 @@ def test_a_conversion_waits_for_the_lock_that_a_killed_one_left_for_a_moment(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
+def test_a_journal_that_is_deleted_while_a_conversion_waits_for_it_counts_as_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other conversion has just finished, so its result is in the destination."""
+    out = tmp_path / "out"
+    held = Journal(str(out), "other", resume=True)
+    journal = next((out / UNFINISHED_NAME).iterdir())
+    monkeypatch.setattr("ucp_core.conversion.resume_journal._LOCK_S", 0.1)
+    monkeypatch.setattr(
+        "ucp_core.conversion.resume_journal.time.sleep", lambda _: journal.unlink(missing_ok=True)
+    )
+
+    with pytest.raises(UcpError, match="another process is converting"):
+        convert_to(native_source(tmp_path, small_state()), out)
+    held.close()
+
+
 def test_numpy_is_needed_for_interleaved_tensors_only() -> None:
     """It takes longer to import than a small checkpoint to convert."""
     probe = "import sys, ucp_core.conversion.work_items\nprint('numpy' in sys.modules)"
