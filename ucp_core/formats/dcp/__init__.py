@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ucp_core.formats.dcp.container import Container
     from ucp_core.formats.dcp.directory import read_container
     from ucp_core.formats.dcp.recognition import metadata_names
-    from ucp_core.formats.dcp.writer import Contents, DcpFiles, Rows, TensorPlace, hyper
+    from ucp_core.formats.dcp.writer import Contents, DcpFiles, Part, Rows, hyper
 
 
 __getattr__ = lazy_door(__name__)

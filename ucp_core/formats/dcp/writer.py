@@ -6,12 +6,13 @@ written last and commits. Nothing here imports torch.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.shared import NUMBER_DTYPES, restored
-from ucp_core.geometry import Box, TensorEntry, TensorKey
+from ucp_core.geometry import Box, TensorKey
 from ucp_core.native import Checkpoint, Slab, check_memory, refuse_taken, stream
 from ucp_core.storage import Buffer, Store, join, undone
 from ucp_core.torch_files import (
@@ -107,12 +108,33 @@ class Rows(NamedTuple):
     distance: int
 
 
-class TensorPlace(NamedTuple):
-    """The place of a tensor in its key's tensor."""
+@dataclass(slots=True)
+class Part:
+    """A tensor to write: the whole tensor of its keys, or a part of it."""
 
-    shape: tuple[int, ...]  #: Shape of the key's tensor.
-    layer: int | None = None  #: Index along its first dim, if that counts layers.
-    rows: Rows | None = None  #: Rows of the key's tensor or layer; None means all.
+    dtype: str
+    shape: tuple[int, ...]  #: Shape of the keys' tensor.
+    keys: list[str]  #: Its keys; several where names are tied.
+    layer: int | None = None  #: Index along the first dim, if that counts layers.
+    rows: Rows | None = None  #: Rows of the keys' tensor or layer; None means all.
+    #: Boxes of the keys' tensor, with the places of their blobs.
+    chunks: list[tuple[Box, Instance]] = field(default_factory=list)
+
+    def placed(self, box: Box) -> Iterator[tuple[Box, int]]:
+        """Yield the boxes of the keys' tensor that make up a box, and their numbers of rows."""
+        low, high = (box.start[0], box.stop[0]) if box.start else (0, 1)
+        rows = self.rows or Rows(0, high, 0)
+        while True:
+            group, row = divmod(low, max(1, rows.size))
+            count = min(high - low, rows.size - row)
+            start = rows.first + group * rows.distance + row
+            part = box.with_dim(0, start, start + count) if box.start else box
+            if self.layer is not None:
+                part = Box((self.layer, *part.start), (self.layer + 1, *part.stop))
+            yield part, count
+            low += count
+            if low >= high:
+                return
 
 
 @dataclass(slots=True)
@@ -121,10 +143,7 @@ class Contents:
 
     #: The path in the nested state dict of every key.
     paths: dict[str, _Path] = field(default_factory=dict)
-    #: The keys of each tensor; several where names are tied.
-    keys: dict[TensorKey, list[str]] = field(default_factory=dict)
-    #: Places of tensors that are only a part of their key's tensor.
-    parts: dict[TensorKey, TensorPlace] = field(default_factory=dict)
+    parts: dict[TensorKey, Part] = field(default_factory=dict)  #: The tensors of the source.
     values: dict[str, Any] = field(default_factory=dict)  #: Small values by key.
     #: Small values that are tensors, by key.
     small: dict[str, TensorData] = field(default_factory=dict)
@@ -133,7 +152,7 @@ class Contents:
 
     def tensors(self, checkpoint: Checkpoint, model: str, optimizer: str) -> None:
         """Name every tensor, and a tied weight also under each alias."""
-        for key in sorted(checkpoint.state_map.entries):
+        for key, entry in sorted(checkpoint.state_map.entries.items()):
             path: _Path
             if checkpoint.manifest.roles.get(key.fqn) == "extra":
                 path = self.places.get(key.fqn, (key.fqn,))
@@ -141,11 +160,11 @@ class Contents:
                 path = (model, key.fqn) if model else (key.fqn,)
             else:
                 path = (optimizer, "state", key.fqn, key.slot)
-            self.keys[key] = [self._key(path)]
+            self.parts[key] = Part(entry.dtype, entry.shape, [self._key(path)])
         for alias, owner in sorted(checkpoint.manifest.ties.items()):
-            held = self.keys.get(TensorKey(owner, "weight"))
-            if held is not None and TensorKey(alias, "weight") not in self.keys:
-                held.append(self._key((model, alias) if model else (alias,)))
+            held = self.parts.get(TensorKey(owner, "weight"))
+            if held is not None and TensorKey(alias, "weight") not in self.parts:
+                held.keys.append(self._key((model, alias) if model else (alias,)))
 
     def groups(self, checkpoint: Checkpoint, optimizer: str, *, is_flat: bool) -> None:
         """Name the hyper-parameters of every group."""
@@ -202,65 +221,22 @@ def hyper(name: str, value: Any) -> Any:
 
 
 @dataclass(slots=True)
-class _Tensor:
-    """A tensor being written: its chunks with the places of their blobs."""
-
-    entry: TensorEntry
-    place: TensorPlace  #: Place in the tensor of its key.
-    chunks: list[tuple[Box, Instance]] = field(default_factory=list)
-
-    def placed(self, box: Box) -> Iterator[tuple[Box, int]]:
-        """Yield the boxes of the key's tensor that make up a box, and their numbers of rows."""
-        place = self.place
-        rows = place.rows or Rows(0, self.entry.shape[0] if self.entry.shape else 1, 0)
-        low, high = (box.start[0], box.stop[0]) if box.start else (0, 1)
-        while True:
-            group, row = divmod(low, max(1, rows.size))
-            count = min(high - low, rows.size - row)
-            start = rows.first + group * rows.distance + row
-            part = box.with_dim(0, start, start + count) if box.start else box
-            if place.layer is not None:
-                part = Box((place.layer, *part.start), (place.layer + 1, *part.stop))
-            yield part, count
-            low += count
-            if low >= high:
-                return
-
-
 class DcpFiles:
     """Writes contents as the files of one directory."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        store: Store,
-        directory: str,
-        contents: Contents,
-        memory_bytes: int,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._store = store
-        self._directory = directory
-        self._contents = contents
-        self._progress = progress
-        self._total_bytes = checkpoint.state_map.num_bytes
-        self._done_bytes = 0
-        entries = checkpoint.state_map.entries
-        self._tensors = {
-            key: _Tensor(entry, contents.parts.get(key) or TensorPlace(entry.shape))
-            for key, entry in ((key, entries[key]) for key in contents.keys)
-        }
-        self._values: dict[str, Instance] = {}
-        self._small_tensors: dict[str, _Tensor] = {}
-        self._slabs = stream(
-            checkpoint,
-            [tensor.entry for tensor in self._tensors.values()],
-            memory_bytes=memory_bytes,
-            piece_bytes_max=CHUNK_BYTES,
-        )
-        self._ahead: Slab | None = None
-        self._file_bytes = 0
-        self.names: list[str] = []
+    checkpoint: Checkpoint
+    store: Store
+    directory: str
+    contents: Contents
+    memory_bytes: int
+    progress: Callable[[int, int], None] | None
+    names: list[str] = field(default_factory=list)
+    _slabs: Iterator[Slab] = field(default_factory=lambda: iter(()))
+    _ahead: Slab | None = None  #: The next slab.
+    _file_bytes: int = 0
+    _done_bytes: int = 0
+    _values: dict[str, Instance] = field(default_factory=dict)  #: Places of small values.
+    _small: list[Part] = field(default_factory=list)  #: Small values that are tensors.
 
     def write(self, written: list[str], *, fsync: bool) -> None:
         """Write the data files, then the metadata, which commits the checkpoint.
@@ -268,28 +244,32 @@ class DcpFiles:
         Args:
             written: Receives the path of every file before the file is begun.
         """
-        try:
+        slabs = stream(
+            self.checkpoint,
+            [self.checkpoint.state_map.entries[key] for key in self.contents.parts],
+            memory_bytes=self.memory_bytes,
+            piece_bytes_max=CHUNK_BYTES,
+        )
+        with closing(slabs) as self._slabs:
             self._ahead = next(self._slabs, None)
             while self._ahead is not None or not self.names:
                 self.names.append(f"__0_{len(self.names)}.distcp")
                 self._file_bytes = 0
-                written.append(join(self._directory, self.names[-1]))
-                self._store.write_file(written[-1], self._chunks(), fsync=fsync)
-        finally:
-            self._slabs.close()
+                written.append(join(self.directory, self.names[-1]))
+                self.store.write_file(written[-1], self._chunks(), fsync=fsync)
         metadata, _ = pickle_tree(self._metadata(), allow=_ALLOWED)
-        written.append(join(self._directory, _METADATA_NAME))
-        self._store.write_atomic(written[-1], metadata, fsync=fsync)
+        written.append(join(self.directory, _METADATA_NAME))
+        self.store.write_atomic(written[-1], metadata, fsync=fsync)
 
     def _chunks(self) -> Iterator[Buffer]:
         """Yield the content of one file, to the slab that no longer fits."""
         if len(self.names) == 1:
-            yield from self._small()
+            yield from self._beside()
         while (slab := self._ahead) is not None:
             if self._file_bytes and self._file_bytes + len(slab.data) > FILE_BYTES:
                 return
             entry, box = slab.piece
-            tensor = self._tensors[entry.key]
+            tensor = self.contents.parts[entry.key]
             row_bytes = len(slab.data) // (box.shape[0] if box.shape else 1)
             begin = 0
             for part, count in tensor.placed(box):
@@ -298,24 +278,22 @@ class DcpFiles:
                 blob = TensorData.of_bytes(entry.dtype, part.shape, data)
                 tensor.chunks.append((part, (yield from self._blob(blob))))
             self._done_bytes += len(slab.data)
-            if self._progress is not None:
-                self._progress(self._done_bytes, self._total_bytes)
+            if self.progress is not None:
+                self.progress(self._done_bytes, self.checkpoint.state_map.num_bytes)
             self._ahead = next(self._slabs, None)
 
-    def _small(self) -> Iterator[Buffer]:
+    def _beside(self) -> Iterator[Buffer]:
         """Yield small values, and an empty chunk for each empty tensor, as DCP does."""
-        for key, value in self._contents.values.items():
+        for key, value in self.contents.values.items():
             self._values[key] = yield from self._blob(value)
-        for key, value in self._contents.small.items():
-            name = TensorKey(key, "weight")
-            entry = TensorEntry(key=name, dtype=value.dtype, shape=value.shape, fragments=())
-            place = Box.full(value.shape), (yield from self._blob(value))
-            self._small_tensors[key] = _Tensor(entry, TensorPlace(value.shape), [place])
-        for tensor in self._tensors.values():
-            box = Box.full(tensor.entry.shape)
+        for key, value in self.contents.small.items():
+            chunk = Box.full(value.shape), (yield from self._blob(value))
+            self._small.append(Part(value.dtype, value.shape, [key], chunks=[chunk]))
+        for name, tensor in self.contents.parts.items():
+            box = Box.full(self.checkpoint.state_map.entries[name].shape)
             if box.is_empty:
                 box, _ = next(tensor.placed(box))
-                blob = TensorData.of_bytes(tensor.entry.dtype, box.shape, b"")
+                blob = TensorData.of_bytes(tensor.dtype, box.shape, b"")
                 tensor.chunks.append((box, (yield from self._blob(blob))))
 
     def _blob(self, tree: Any) -> Generator[Buffer, None, Instance]:
@@ -332,10 +310,10 @@ class DcpFiles:
         """Return the metadata; call this after all files are written."""
         described: dict[str, Instance] = {}
         places: dict[Instance, Instance] = {}
-        by_name: dict[str, list[_Tensor]] = {k: [one] for k, one in self._small_tensors.items()}
-        for key, tensor in self._tensors.items():
+        by_name: dict[str, list[Part]] = {}
+        for tensor in (*self._small, *self.contents.parts.values()):
             # Keys of tied names point to the same bytes.
-            for name in self._contents.keys[key]:
+            for name in tensor.keys:
                 by_name.setdefault(name, []).append(tensor)
         for name, tensors in by_name.items():
             chunks = [chunk for one in tensors for chunk in one.chunks]
@@ -350,7 +328,7 @@ class DcpFiles:
             "Metadata",
             {
                 "state_dict_metadata": described,
-                "planner_data": dict(self._contents.paths),
+                "planner_data": dict(self.contents.paths),
                 "storage_data": places,
                 "storage_meta": None,
                 "version": _VERSION,
@@ -368,12 +346,12 @@ def _named(name: str, attributes: Mapping[str, Any]) -> Instance:
     return Instance(f"{_METADATA}.{name}", state=_Attributes(attributes))
 
 
-def _describe(tensor: _Tensor, boxes: Iterable[Box]) -> Instance:
+def _describe(tensor: Part, boxes: Iterable[Box]) -> Instance:
     """Return the metadata of the tensor of a key, of which ``tensor`` is at least a part."""
     properties = Instance(
         f"{_METADATA}.TensorProperties",
         state=(
-            Named(f"torch.{DTYPE_NAMES[tensor.entry.dtype]}"),
+            Named(f"torch.{DTYPE_NAMES[tensor.dtype]}"),
             Instance(_LAYOUT, ("torch.strided",)),
             False,
             # The contiguous format.
@@ -385,7 +363,7 @@ def _describe(tensor: _Tensor, boxes: Iterable[Box]) -> Instance:
         _named("ChunkStorageMetadata", {"offsets": Size(box.start), "sizes": Size(box.shape)})
         for box in boxes
     ]
-    size = Size(tensor.place.shape)
+    size = Size(tensor.shape)
     return _named(
         "TensorStorageMetadata", {"properties": properties, "size": size, "chunks": chunks}
     )

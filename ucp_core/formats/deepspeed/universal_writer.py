@@ -15,7 +15,6 @@ differ from the second step on (measured with 0.19.8). The native form
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from ucp_core.errors import UcpError
@@ -58,7 +57,7 @@ def write(  # noqa: PLR0913 - the signature of every writer
         raise UcpError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")
     check_memory(memory_bytes)
     model = writing.describe(checkpoint)
-    expert = next((key.fqn for key in model.entries if writing.is_expert(key.fqn)), None)
+    expert = next((key.fqn for key in model.tensors if writing.is_expert(key.fqn)), None)
     if expert is not None:
         raise UcpError(
             f"{expert} belongs to an expert of DeepSpeed's MoE, which the universal form takes "
@@ -70,7 +69,7 @@ def write(  # noqa: PLR0913 - the signature of every writer
     folder = tag or f"global_step{model.counters['global_steps']}_universal"
     precision = DTYPES[dtype or model.precision]
     reader = writing.FlatReader(checkpoint, memory_bytes)
-    trees = writing.Trees(model=model, reader=reader, dtype=precision, dp=1)
+    trees = writing.Trees(model=model, reader=reader, dtype=precision)
 
     def files() -> Iterator[tuple[str, Any]]:
         # In this order a partial folder never looks complete: metadata that name every parameter
@@ -111,16 +110,11 @@ def _parameter(
     trees: writing.Trees, group: writing.Group, name: str, tags: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the files of one parameter."""
-    model = trees.model
-    weight = model.weight(name)
     if _STEP in group.scalars:
         yield f"zero/{name}/step.pt", writing.number(*group.scalars[_STEP])
     for slot, dtype in group.flat.items():
-        entry = model.slot(name, slot)
-        zeros = [writing.Range(None, 0, prod(weight.shape))]
-        value = trees.data(entry, dtype) if entry else trees.stream(weight.shape, dtype, zeros)
-        yield f"zero/{name}/{slot}.pt", {"param": value} | tags
-    yield f"zero/{name}/fp32.pt", {"param": trees.data(weight, "F32")} | tags
+        yield f"zero/{name}/{slot}.pt", {"param": trees.data(name, dtype, slot)} | tags
+    yield f"zero/{name}/fp32.pt", {"param": trees.data(name, "F32")} | tags
 
 
 def _tags(model: writing.Model, name: str, rules: Rules | None) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from ucp_core.torch_files import Size
 
 #: Names of dtypes as DeepSpeed's configuration has them.
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_ZERO3 = 3
 #: Sections of a configuration about precision and layout.
 _LAYOUT_KEYS = frozenset({"bf16", "bfloat16", "fp16", "tensor_parallel"})
 
@@ -102,7 +101,7 @@ def write(
         told = writing.universal_info(model.weights, placements, tied=tied)
         info["universal_checkpoint_info"] = told
     experts = writing.ExpertShares(model, wanted.ep, apart=wanted.stage > 0)
-    if experts.counts and (wanted.stage == _ZERO3 or wanted.tp > 1 or wanted.stages):
+    if experts.counts and (wanted.stage == writing.ZERO3 or wanted.tp > 1 or wanted.stages):
         raise UcpError(
             "experts of DeepSpeed's MoE are written for stages 0 to 2 without tensor-parallel "
             "ranks and pipeline: DeepSpeed has no stage 3 for them, and names experts "
@@ -116,11 +115,10 @@ def write(
         dtype=DTYPES[wanted.dtype or model.precision],
         dp=wanted.dp,
         ep=wanted.ep,
-        placements=placements,
     )
 
     def files() -> Iterator[tuple[str, Any]]:
-        return _all_files(whole, wanted, parts, info, pipeline, experts)
+        return _all_files(whole, wanted, parts, placements, info, pipeline, experts)
 
     writing.write_files(
         store, directory, tag, files, latest="latest", progress=progress, fsync=fsync
@@ -131,19 +129,26 @@ def _all_files(
     whole: writing.Trees,
     target: Target,
     parts: Sequence[writing.Model],
+    placements: Mapping[str, Placement] | None,
     info: Mapping[str, Any],
     pipeline: writing.Pipeline | None,
     experts: writing.ExpertShares,
 ) -> Iterator[tuple[str, Any]]:
     """Yield the files of every rank of the stages ``parts``, then those of layers and experts."""
+
+    def held(model: writing.Model, rank: int) -> writing.Trees:
+        return replace(
+            whole, model=writing.sharded(model, placements, rank) if placements else model
+        )
+
     for stage, part in enumerate(parts):
         for rank in range(target.tp):
-            by_rank = [replace(whole, model=part, rank=rank)]
+            by_rank = [held(part, rank)]
             if experts.counts:
                 by_rank = [replace(whole, model=experts.rank(ep)) for ep in range(target.ep)]
             yield from _files(by_rank, target, stage * target.tp + rank, info)
     for rank in range(target.tp) if pipeline is not None or experts.counts else ():
-        module = replace(whole, rank=rank).module()
+        module = held(whole.model, rank).module()
         files = experts.files()
         if pipeline is not None:
             files = pipeline.files(module, f"-model_{rank:02d}" if target.tp > 1 else "")
@@ -210,13 +215,12 @@ def _files(
             expert_rank, ep_rank = divmod(dp_rank, target.ep)
             if trees.model.config.get("use_data_before_expert_parallelism"):
                 ep_rank, expert_rank = divmod(dp_rank, target.dp // target.ep)
-            state = (
-                trees.optimizer_stage_3(dp_rank, target.sub_group_size)
-                if stage == _ZERO3
-                else by_rank[ep_rank].optimizer_stage_1_2(stage, dp_rank, expert_rank)
-            )
+            size = target.sub_group_size
+            held = by_rank[ep_rank if len(by_rank) > 1 else 0]
             tree = {
-                "optimizer_state_dict": state,
+                "optimizer_state_dict": held.optimizer(
+                    stage, dp_rank, expert_rank=expert_rank, sub_group_size=size
+                ),
                 "ds_config": _config(trees.model, target),
                 "ds_version": writing.DS_VERSION,
             }
@@ -225,8 +229,8 @@ def _files(
         for ep_rank, mine in enumerate(by_rank):
             name = f"expp_rank_{ep_rank}_{mp}_optim_states.pt"
             yield name, {"optimizer": mine.plain_optimizer()}
-    for dp_rank in range(target.dp if stage == _ZERO3 else 1):
-        zero = f"zero_pp_rank_{dp_rank}_" if stage == _ZERO3 else ""
+    for dp_rank in range(target.dp if stage == writing.ZERO3 else 1):
+        zero = f"zero_pp_rank_{dp_rank}_" if stage == writing.ZERO3 else ""
         common = common_state(
             trees.model, dp=target.dp, tp=target.tp, pp=max(1, len(target.stages))
         )
@@ -237,12 +241,11 @@ def _files(
 
 def _model_states(trees: writing.Trees, target: Target, dp_rank: int) -> dict[str, Any]:
     """Return the content of a model file; up to stage 2 it is equal on all dp ranks."""
-    model, is_zero3 = trees.model, target.stage == _ZERO3
+    model, is_zero3 = trees.model, target.stage == writing.ZERO3
     module = trees.module(empty=(*model.parameters, *model.frozen) if is_zero3 else ())
-    groups: list[Sequence[str]] = [group.names for group in model.groups]
     fragments = sizes = None
+    groups = [names for _, names in trees.sub_groups(target.stage, target.sub_group_size)]
     if is_zero3:
-        groups = [names for group in trees.sub_groups(target.sub_group_size) for names in group]
         fragments = trees.frozen_fragments(dp_rank)
     elif target.stage == 2 or model.frozen:  # noqa: PLR2004 - ZeRO's
         # These are the module's tensors, so they are stored once. DeepSpeed omits them at stages 0
@@ -259,7 +262,7 @@ def _model_states(trees: writing.Trees, target: Target, dp_rank: int) -> dict[st
         "buffer_names": list(model.buffers),
         "optimizer": trees.plain_optimizer() if target.stage == 0 else None,
         # DeepSpeed omits shapes at stage 0, where nothing else names the numbered parameters.
-        "param_shapes": trees.groups_of_shapes(groups) if model.groups else None,
+        "param_shapes": trees.groups_of_shapes(groups) or None,
         "shared_params": shared if target.stage > 0 else None,
         "frozen_param_shapes": sizes,
         "frozen_param_fragments": fragments,

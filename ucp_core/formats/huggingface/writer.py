@@ -16,6 +16,7 @@ from ucp_core.errors import UcpError
 from ucp_core.formats.huggingface.reader import EXTRA_NAME
 from ucp_core.formats.huggingface.recognition import INDEX_SUFFIX, SUFFIX
 from ucp_core.formats.safetensors_header import print_header
+from ucp_core.formats.shared import weights_of
 from ucp_core.geometry import DTYPE_BYTES, TensorEntry
 from ucp_core.native import Checkpoint, check_memory, refuse_taken, stream
 from ucp_core.numerics import FLOATS, cast, grouped, shortened
@@ -197,11 +198,7 @@ def _outputs(checkpoint: Checkpoint, target: str | None, *, keep_tied: bool) -> 
         is_cast = entry.dtype in FLOATS and entry.key.fqn not in kept
         return target if target and is_cast else entry.dtype
 
-    found = [
-        _Output(key.fqn, entry, dtype(entry))
-        for key, entry in checkpoint.state_map.entries.items()
-        if key.slot == "weight" and checkpoint.manifest.roles.get(key.fqn) != "extra"
-    ]
+    found = [_Output(name, one, dtype(one)) for name, one in weights_of(checkpoint).items()]
     if not found:
         raise UcpError(
             f"{checkpoint.directory} has no weights to export", path=checkpoint.directory

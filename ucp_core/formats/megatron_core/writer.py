@@ -21,11 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ucp_core.errors import UcpError
-from ucp_core.formats.dcp import Contents, DcpFiles, Rows, TensorPlace, hyper
+from ucp_core.formats.dcp import Contents, DcpFiles, Part, Rows, hyper
 from ucp_core.formats.megatron import TRACKER
 from ucp_core.formats.megatron_core import key_names
 from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG
-from ucp_core.formats.shared import check_equal_shares, number_of, restored, stacked_experts
+from ucp_core.formats.shared import (
+    check_equal_shares,
+    number_of,
+    restored,
+    stacked_experts,
+    tensors_of,
+    weights_of,
+)
 from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.native import Checkpoint, check_memory, refuse_taken, stream
 from ucp_core.storage import Store, join, undone
@@ -157,7 +164,8 @@ def write(
         query_groups: Number of heads of k and v; None takes it from the source's ``config.json``.
     """
     check_memory(memory_bytes)
-    places = _places(checkpoint, query_groups)
+    shapes = {name: entry.shape for name, entry in weights_of(checkpoint).items()}
+    places = joined(shapes, _heads(checkpoint) if query_groups is None else query_groups)
     check_equal_shares(
         {one.shape[0] for one in places.values() if key_names.has_experts(one.fqn)}, ep
     )
@@ -166,7 +174,7 @@ def write(
     refuse_taken(directory, (there for there in store.list(directory) if there in {TRACKER, name}))
     checkpoint.state_map.prove_coverage()
     contents = _contents(checkpoint, places)
-    groups = _groups(checkpoint, memory_bytes, experts_apart=ep > 1)
+    groups = _groups(checkpoint, shapes, memory_bytes, experts_apart=ep > 1)
     common = _common(checkpoint, contents, groups)
     with undone(store, directory) as written:
         # Megatron can load the folder even without the file that names it.
@@ -180,54 +188,39 @@ def write(
         store.write_atomic(written[-1], str(checkpoint.step).encode(), fsync=fsync)
 
 
-def _places(checkpoint: Checkpoint, query_groups: int | None) -> dict[str, Joined]:
-    """Return the place of every tensor of the model in Megatron's parameters."""
-    shapes = {
-        key.fqn: entry.shape
-        for key, entry in sorted(checkpoint.state_map.entries.items())
-        if key.slot == "weight" and checkpoint.manifest.roles.get(key.fqn) != "extra"
-    }
-    if query_groups is None:
-        documents = checkpoint.extra.get("huggingface")
-        config = documents.get("config.json") if isinstance(documents, dict) else None
-        values = config if isinstance(config, dict) else {}
-        found = values.get("num_key_value_heads", values.get("num_attention_heads"))
-        query_groups = found if isinstance(found, int) else None
-    return joined(shapes, query_groups)
+def _heads(checkpoint: Checkpoint) -> int | None:
+    """Return the number of heads of k and v by the source's ``config.json``; None: unknown."""
+    documents = checkpoint.extra.get("huggingface")
+    config = documents.get("config.json") if isinstance(documents, dict) else None
+    values = config if isinstance(config, dict) else {}
+    found = values.get("num_key_value_heads", values.get("num_attention_heads"))
+    return found if isinstance(found, int) else None
 
 
 def _contents(checkpoint: Checkpoint, places: Mapping[str, Joined]) -> Contents:
     """Return the key of every tensor, and the small objects beside them."""
-    roles = checkpoint.manifest.roles
-    entries = {
-        key: entry
-        for key, entry in sorted(checkpoint.state_map.entries.items())
-        if roles.get(key.fqn) != "extra" and key.slot != "step"
-    }
+    entries = {key: one for key, one in tensors_of(checkpoint).items() if key.slot != "step"}
     names = key_names.saved(_kinds(entries, places))
     trained = {key.fqn for key in entries if key.slot != "weight"}
     contents = Contents()
     for key, entry in entries.items():
         place = places[key.fqn]
         saved, layer = names[place.fqn]
-        state = f"optimizer.state.{'param' if key.slot == 'weight' else key.slot}.{saved}"
-        contents.keys[key] = [state]
+        keys = [f"optimizer.state.{'param' if key.slot == 'weight' else key.slot}.{saved}"]
         if key.slot == "weight":
-            contents.keys[key] = [saved, state] if key.fqn in trained else [saved]
+            keys = [saved, *keys] if key.fqn in trained else [saved]
             for name in key_names.module_states(saved, layer, entry.shape):
                 contents.values[name] = [None]
         shape = entry.shape if place.rows is None else place.shape
-        if layer is not None:
-            contents.parts[key] = TensorPlace((layer[1], *shape), layer[0], place.rows)
-        elif place.rows is not None:
-            contents.parts[key] = TensorPlace(shape, None, place.rows)
+        number, stack = (None, shape) if layer is None else (layer[0], (layer[1], *shape))
+        contents.parts[key] = Part(entry.dtype, stack, keys, number, place.rows)
     for name, value in checkpoint.extra.items():
         if name == "_extra_state":
             contents.values |= {shard: restored(state) for shard, state in value.items()}
         elif key_names.is_object(name, value):
             contents.values |= {f"{name}/{shard}": restored(v) for shard, v in value.items()}
-    keys = {key for names in contents.keys.values() for key in names} | set(contents.values)
-    contents.paths = {key: (key,) for key in sorted(keys)}
+    named = {key for part in contents.parts.values() for key in part.keys}
+    contents.paths = {key: (key,) for key in sorted(named | set(contents.values))}
     return contents
 
 
@@ -290,7 +283,11 @@ def _common(
 
 
 def _groups(
-    checkpoint: Checkpoint, memory_bytes: int, *, experts_apart: bool
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, Sequence[int]],
+    memory_bytes: int,
+    *,
+    experts_apart: bool,
 ) -> list[dict[str, Any]]:
     """Return the groups as Megatron has them: without parameters, each with its step."""
     entries = checkpoint.state_map.entries
@@ -299,7 +296,6 @@ def _groups(
         slab.piece.entry.key.fqn: number_of(slab.data, slab.piece.entry.dtype)
         for slab in stream(checkpoint, counters, memory_bytes=memory_bytes)
     }
-    shapes = {key.fqn: entry.shape for key, entry in entries.items() if key.slot == "weight"}
     groups = []
     for group in key_names.grouped(checkpoint.param_groups, shapes, experts_apart=experts_apart):
         found = {steps[fqn]: fqn for fqn in group["params"] if fqn in steps}

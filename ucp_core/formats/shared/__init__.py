@@ -8,6 +8,7 @@ checks masters. ``stacked_experts`` finds the experts of ``transformers`` that a
 """
 
 from ucp_core.formats.shared.assembly import Assembly
+from ucp_core.formats.shared.contents import tensors_of, weights_of
 from ucp_core.formats.shared.flat_buffers import Buffer, Param, Place, is_master_of, lay_out
 from ucp_core.formats.shared.optimizer_order import (
     assign,

@@ -5,16 +5,17 @@ ranks and files. ``trees`` makes the content of each file and writes it, and ``s
 bytes.
 """
 
-from ucp_core.formats.deepspeed.writing.model import Group, Model, describe, require_groups
+from ucp_core.formats.deepspeed.writing.model import Group, Model, describe, require_groups, sharded
 from ucp_core.formats.deepspeed.writing.spread import (
     ExpertShares,
     Pipeline,
     is_expert,
     with_single_experts,
 )
-from ucp_core.formats.deepspeed.writing.streams import FlatReader, Range
+from ucp_core.formats.deepspeed.writing.streams import FlatReader
 from ucp_core.formats.deepspeed.writing.trees import (
     DS_VERSION,
+    ZERO3,
     Trees,
     hyper_parameters,
     number,

@@ -10,15 +10,16 @@ from typing import Any
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed import keys
-from ucp_core.formats.deepspeed.writing.streams import read_scalars
-from ucp_core.formats.shared import restored
+from ucp_core.formats.deepspeed.writing.streams import Source, read_scalars, whole
+from ucp_core.formats.shared import restored, tensors_of, weights_of
 from ucp_core.geometry import DTYPE_BYTES, TensorEntry, TensorKey
+from ucp_core.language import Placement
 from ucp_core.native import Checkpoint
 from ucp_core.numerics import FLOATS
 
 #: The keys that DeepSpeed itself writes at the top level of a model_states file.
 _RESERVED = {*keys.MODEL, *keys.COUNTERS, *keys.STATES, "ds_config"}
-_WEIGHT = "weight"
+WEIGHT = "weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class Group:
 class Model:
     """A training state in DeepSpeed's terms."""
 
-    entries: Mapping[TensorKey, TensorEntry]
+    tensors: Mapping[TensorKey, Source]
     groups: tuple[Group, ...]  #: The optimizer's groups; empty without an optimizer.
     trained: tuple[str, ...]  #: Without an optimizer, the parameters that no role names.
     frozen: tuple[str, ...]  #: Parameters that are not trained, and those without elements.
@@ -67,36 +68,41 @@ class Model:
         """Return every parameter and buffer."""
         return (*self.parameters, *self.frozen, *self.buffers)
 
-    def weight(self, name: str) -> TensorEntry:
-        """Return the entry of a parameter's or buffer's values."""
-        return self.entries[TensorKey(name, _WEIGHT)]
+    def weight(self, name: str) -> Source:
+        """Return the values of a parameter or buffer."""
+        return self.tensors[TensorKey(name, WEIGHT)]
 
-    def slot(self, name: str, slot: str) -> TensorEntry | None:
-        """Return the entry of one of a parameter's slots, or None if it has none."""
-        return self.entries.get(TensorKey(name, slot))
+
+def sharded(model: Model, placements: Mapping[str, Placement], rank: int) -> Model:
+    """Return the model of a tensor-parallel rank; a slot is sharded like its parameter."""
+    tensors: dict[TensorKey, Source] = {}
+    for key, held in model.tensors.items():
+        placement = placements[key.fqn]
+        tensors[key] = Source(held.entry, placement.shards[rank], placement.pieces[rank])
+    return replace(model, tensors=tensors)
 
 
 def part_of(
     model: Model,
     names_of: Callable[[str], Collection[str]],
-    entries: Mapping[TensorKey, TensorEntry] | None = None,
+    tensors: Mapping[TensorKey, Source] | None = None,
 ) -> Model:
     """Return a model with other names: ``names_of`` gives those of each tensor, perhaps none.
 
-    It lacks groups of the optimizer that have no parameter there. ``entries`` are its tensors, if a
+    It lacks groups of the optimizer that have no parameter there. ``tensors`` are its own, if a
     tensor becomes several.
     """
 
     def named(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(new for name in names for new in names_of(name))
 
-    if entries is None:
-        items = model.entries.items()
-        entries = {TensorKey(n, key.slot): e for key, e in items for n in names_of(key.fqn)}
+    if tensors is None:
+        items = model.tensors.items()
+        tensors = {TensorKey(n, key.slot): held for key, held in items for n in names_of(key.fqn)}
     groups = [replace(group, names=named(group.names)) for group in model.groups]
     return replace(
         model,
-        entries=entries,
+        tensors=tensors,
         groups=tuple(group for group in groups if group.names),
         trained=named(model.trained),
         frozen=named(model.frozen),
@@ -126,13 +132,11 @@ def describe(checkpoint: Checkpoint) -> Model:
     Tensors with the role ``extra`` are not part of the model and are skipped. A slot that a
     parameter lacks is zeros, as DeepSpeed has it for a parameter that never had a gradient.
     """
-    state_map, manifest = checkpoint.state_map, checkpoint.manifest
-    state_map.prove_coverage()
-    roles = manifest.roles
+    manifest, roles = checkpoint.manifest, checkpoint.manifest.roles
+    checkpoint.state_map.prove_coverage()
     # The loading module would refuse an unknown name.
-    entries = {k: e for k, e in state_map.entries.items() if roles.get(k.fqn) != "extra"}
-    weights = [key.fqn for key in sorted(entries) if key.slot == _WEIGHT]
-    shapes = {name: entries[TensorKey(name, _WEIGHT)].shape for name in weights}
+    entries, weights = tensors_of(checkpoint), weights_of(checkpoint)
+    shapes = {name: entry.shape for name, entry in weights.items()}
     named = [_names(group, checkpoint) for group in manifest.param_groups]
     grouped = {name for names in named for name in names}
     named_ones = {key.fqn for key in entries} | grouped | {*manifest.ties.values()}
@@ -145,7 +149,7 @@ def describe(checkpoint: Checkpoint) -> Model:
             "DeepSpeed would not restore it"
         )
     # No optimizer trains integers, so without one these are buffers.
-    counts = {name for name in rest if entries[TensorKey(name, _WEIGHT)].dtype not in FLOATS}
+    counts = {name for name in rest if weights[name].dtype not in FLOATS}
     empty = {name for name in grouped if 0 in shapes[name]}
     scalar_slots = _scalar_slots(entries, shapes)
     groups = []
@@ -155,7 +159,7 @@ def describe(checkpoint: Checkpoint) -> Model:
         groups.append(_group(checkpoint, kept, hyper, scalar_slots))
     frozen = [name for name in weights if roles.get(name) == "frozen" or name in empty]
     return Model(
-        entries=entries,
+        tensors={key: whole(entry) for key, entry in entries.items()},
         groups=tuple(groups) if grouped else (),
         trained=tuple(name for name in rest if name not in counts),
         frozen=tuple(frozen),
@@ -178,7 +182,7 @@ def _scalar_slots(
     """Return the slots that are one number although a parameter of the group has more elements."""
     found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for key, entry in entries.items():
-        if key.slot != _WEIGHT:
+        if key.slot != WEIGHT:
             found.setdefault(key.slot, []).append((entry.shape, shapes[key.fqn]))
     return frozenset(
         slot
@@ -198,7 +202,7 @@ def _group(
     by_slot: dict[str, list[TensorEntry]] = {}
     members = set(names)
     for key in sorted(entries):
-        if key.fqn in members and key.slot != _WEIGHT:
+        if key.fqn in members and key.slot != WEIGHT:
             by_slot.setdefault(key.slot, []).append(entries[key])
     flat: dict[str, str] = {}
     scalars: dict[str, tuple[str, bytes]] = {}
@@ -216,7 +220,7 @@ def _group(
                 )
             continue
         for entry in held:
-            shape = entries[TensorKey(entry.key.fqn, _WEIGHT)].shape
+            shape = entries[TensorKey(entry.key.fqn, WEIGHT)].shape
             if entry.shape != shape:
                 raise UcpError(
                     f"{entry.key} has the shape {list(entry.shape)}, its parameter {list(shape)}: "
@@ -256,7 +260,7 @@ def _precision(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
         if any(_dict(config.get(key)).get("enabled") is True for key in sections):
             return name
     entries = checkpoint.state_map.entries.values()
-    dtypes = {entry.dtype for entry in entries if entry.key.slot == _WEIGHT}
+    dtypes = {entry.dtype for entry in entries if entry.key.slot == WEIGHT}
     by_dtypes = {frozenset({"BF16"}): "bf16", frozenset({"F16"}): "fp16"}
     return by_dtypes.get(frozenset(dtypes), "fp32")
 

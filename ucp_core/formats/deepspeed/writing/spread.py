@@ -21,9 +21,10 @@ from math import prod
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.keys import EXPERT
 from ucp_core.formats.deepspeed.writing.model import Group, Model, part_of
-from ucp_core.formats.deepspeed.writing.streams import StackPart
+from ucp_core.formats.deepspeed.writing.streams import Source
 from ucp_core.formats.shared import check_equal_shares, stacked_experts
-from ucp_core.geometry import TensorEntry, TensorKey
+from ucp_core.geometry import Box, TensorKey
+from ucp_core.language import ShardPiece
 from ucp_core.numerics import grouped
 
 _NAME = re.compile(r"(?:(\d+)|tied_modules\.([^.]+))\.(.+)")
@@ -208,37 +209,31 @@ def with_single_experts(model: Model, ep: int) -> Model:
         if (match := _ROUTER.fullmatch(name)) and match["layer"] in layers
     }
     # The tensor keeps its name in the source for reading, whatever its name here.
-    entries: dict[TensorKey, TensorEntry] = {}
+    tensors: dict[TensorKey, Source] = {}
     renamed: dict[str, dict[str, None]] = {}
-    for key, entry in model.entries.items():
+    for key, held in model.tensors.items():
         if key.fqn not in fused:
-            entries[TensorKey(routers.get(key.fqn, key.fqn), key.slot)] = entry
+            tensors[TensorKey(routers.get(key.fqn, key.fqn), key.slot)] = held
             continue
-        for own, part in _parts(fused[key.fqn], entry, model.weight(key.fqn).shape):
-            entries[TensorKey(own, key.slot)] = part
+        for own, part in _parts(fused[key.fqn], held, model.weight(key.fqn).shape):
+            tensors[TensorKey(own, key.slot)] = part
             renamed.setdefault(key.fqn, {})[own] = None
 
-    return part_of(model, lambda n: renamed.get(n, [routers.get(n, n)]), entries)
+    return part_of(model, lambda n: renamed.get(n, [routers.get(n, n)]), tensors)
 
 
 def _parts(
-    match: re.Match[str], entry: TensorEntry, shape: tuple[int, ...]
-) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield the name and entry of each matrix; all matrices share a slot that is one number."""
+    match: re.Match[str], held: Source, shape: tuple[int, ...]
+) -> Iterator[tuple[str, Source]]:
+    """Yield the name and values of each matrix; all matrices share a slot that is one number."""
     matrices = _MATRICES[match["kind"]]
     num_experts, num_rows, width = shape
     rows = num_rows // len(matrices)
     for expert in range(num_experts):
         prefix = f"{match['layer']}.deepspeed_moe.experts.deepspeed_experts.{expert}"
         for number, matrix in enumerate(matrices):
-            part = entry
-            if entry.shape == shape:
-                part = StackPart(
-                    key=entry.key,
-                    dtype=entry.dtype,
-                    shape=(rows, width),
-                    fragments=(),
-                    whole=entry,
-                    corner=(expert, number * rows, 0),
-                )
+            part = held
+            if held.shape == shape:
+                own = ShardPiece(Box.full((rows, width)), (expert, number * rows, 0))
+                part = Source(held.entry, (rows, width), (own,))
             yield f"{prefix}.{matrix}.weight", part

@@ -4,10 +4,9 @@ A stream needs two buffers of ``SLAB_BYTES_MAX``, independent of its ranges.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
-from operator import add
-from typing import NamedTuple
+from operator import add, sub
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,29 +22,28 @@ SLAB_BYTES_MAX = 8 << 20
 _BUFFERS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackPart(TensorEntry):
-    """Rows of one matrix of a stack, as a tensor of its own."""
-
-    whole: TensorEntry  #: The stack.
-    corner: tuple[int, int, int]  #: Where the matrix part begins in the stack.
-
-
-class RankShard(NamedTuple):
-    """One model-parallel rank's shard of a tensor."""
+class Source(NamedTuple):
+    """A tensor of the source, or the part of it that a tensor of the target holds."""
 
     entry: TensorEntry
     shape: tuple[int, ...]
-    #: Boxes of the shard and their places in the whole tensor; all other elements are zero.
-    pieces: tuple[ShardPiece, ...] | None = None
+    #: Boxes of the part and their places in the whole tensor, which may have more dims in front;
+    #: all other elements are zero.
+    pieces: tuple[ShardPiece, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype in the source."""
+        return self.entry.dtype
 
 
-class Range(NamedTuple):
-    """Elements ``start <= i < stop`` of a flattened shard, or zeros if ``shard`` is None."""
+#: Elements ``start <= i < stop`` of a flattened tensor, or as many zeros.
+Range: TypeAlias = tuple[Source | None, int, int]
 
-    shard: RankShard | None
-    start: int
-    stop: int
+
+def whole(entry: TensorEntry) -> Source:
+    """Return all elements of a tensor."""
+    return Source(entry, entry.shape, (ShardPiece(Box.full(entry.shape), (0,) * len(entry.shape)),))
 
 
 class _Box(NamedTuple):
@@ -77,40 +75,33 @@ class FlatReader:
 
 
 def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Box]:
-    for item in ranges:
-        if item.shard is None:
+    for source, start, stop in ranges:
+        if source is None:
             bound = max(1, slab_bytes // DTYPE_BYTES[dtype])
-            for low in range(item.start, item.stop, bound):
-                yield _Box(dtype, (min(bound, item.stop - low),), ())
+            for low in range(start, stop, bound):
+                yield _Box(dtype, (min(bound, stop - low),), ())
             continue
-        shard = item.shard
-        source = shard.entry.dtype
-        if source != dtype and not {source, dtype} <= set(FLOATS):
-            raise UcpError(f"{shard.entry.key}: {source} cannot be written as {dtype}")
-        bound = max(1, slab_bytes // max(DTYPE_BYTES[source], DTYPE_BYTES[dtype]))
-        for outer in flat_range(shard.shape, item.start, item.stop):
+        if source.dtype != dtype and not {source.dtype, dtype} <= set(FLOATS):
+            raise UcpError(f"{source.entry.key}: {source.dtype} cannot be written as {dtype}")
+        bound = max(1, slab_bytes // max(DTYPE_BYTES[source.dtype], DTYPE_BYTES[dtype]))
+        for outer in flat_range(source.shape, start, stop):
             for box in slabs(outer, bound):
-                yield _Box(source, box.shape, _pieces(shard, box))
+                yield _Box(source.dtype, box.shape, tuple(_pieces(source, box)))
 
 
-def _pieces(shard: RankShard, box: Box) -> tuple[tuple[TensorBox, Box], ...]:
-    """Return the boxes of the whole tensor that lie in ``box`` of the shard, with their places."""
-    if isinstance(shard.entry, StackPart):
-        matrix, row, column = shard.entry.corner
-        (top, left), (bottom, right) = box
-        start, stop = (matrix, row + top, column + left), (matrix + 1, row + bottom, column + right)
-        return ((TensorBox(shard.entry.whole, Box(start, stop)), box.relative_to(box)),)
-    if shard.pieces is None:
-        return ((TensorBox(shard.entry, box), box.relative_to(box)),)
-    found: list[tuple[TensorBox, Box]] = []
-    for piece in shard.pieces:
+def _pieces(source: Source, box: Box) -> Iterator[tuple[TensorBox, Box]]:
+    """Yield the boxes of the whole tensor that lie in ``box`` of the part, with their places."""
+    for piece in source.pieces:
         inner = box.intersect(piece.local)
-        if inner is None:
-            continue
-        shift = [s - a for s, a in zip(piece.start, piece.local.start, strict=True)]
-        moved = Box(tuple(map(add, inner.start, shift)), tuple(map(add, inner.stop, shift)))
-        found.append((TensorBox(shard.entry, moved), inner.relative_to(box)))
-    return tuple(found)
+        if inner is not None:
+            lead = piece.start[: len(piece.start) - len(inner.start)]
+            start = (
+                *lead,
+                *map(add, piece.start[len(lead) :], map(sub, inner.start, piece.local.start)),
+            )
+            extents = *(1 for _ in lead), *inner.shape
+            moved = Box(start, tuple(map(add, start, extents)))
+            yield TensorBox(source.entry, moved), inner.relative_to(box)
 
 
 def _elements(run: _Box, slabs: Iterator[Slab], dtype: str) -> memoryview:

@@ -6,13 +6,13 @@ Each model-parallel rank has one ``Trees``. Keys and shapes follow DeepSpeed 0.1
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ucp_core.errors import UcpError
-from ucp_core.formats.deepspeed.writing.model import Group, Model
+from ucp_core.formats.deepspeed.writing.model import WEIGHT, Group, Model
 from ucp_core.formats.deepspeed.writing.partitions import (
     PADDING,
     Span,
@@ -20,16 +20,16 @@ from ucp_core.formats.deepspeed.writing.partitions import (
     sub_groups,
     tensor_spans,
 )
-from ucp_core.formats.deepspeed.writing.streams import FlatReader, Range, RankShard
+from ucp_core.formats.deepspeed.writing.streams import FlatReader
 from ucp_core.formats.shared import number_of
-from ucp_core.geometry import TensorEntry
-from ucp_core.language import Placement
+from ucp_core.geometry import TensorKey
 from ucp_core.native import refuse_taken
 from ucp_core.numerics import FLOATS
 from ucp_core.storage import Buffer, Store, join, undone
 from ucp_core.torch_files import Instance, Named, Size, TensorData, write_torch_file
 
 DS_VERSION = "0.19.8"
+ZERO3 = 3
 #: Classes of DeepSpeed that its own checkpoints hold.
 DEEPSPEED_NAMES = frozenset(
     {
@@ -65,35 +65,47 @@ _NEW_SCALER = {
 class Trees:
     """The files of one model-parallel rank."""
 
-    model: Model
+    model: Model  #: The part of the model that the rank holds.
     reader: FlatReader
     dtype: str  #: Dtype of the model's weights in the target.
-    dp: int  #: Data-parallel ranks of the target.
+    dp: int = 1  #: Data-parallel ranks of the target.
     ep: int = 1  #: Expert-parallel ranks of the target.
-    #: How tensors are sharded over tensor-parallel ranks; None: not at all.
-    placements: Mapping[str, Placement] | None = None
-    rank: int = 0  #: This tensor-parallel rank.
-
-    def shard(self, entry: TensorEntry) -> RankShard:
-        """Return this rank's shard of a tensor; a slot is sharded like its parameter."""
-        if self.placements is None:
-            return RankShard(entry, entry.shape)
-        placement = self.placements[entry.key.fqn]
-        return RankShard(entry, placement.shards[self.rank], placement.pieces[self.rank])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a parameter or buffer."""
-        return self.shard(self.model.weight(name)).shape
+        """Return the shape of a parameter or buffer."""
+        return self.model.weight(name).shape
 
-    def data(self, entry: TensorEntry, dtype: str | None = None) -> TensorData:
-        """Return this rank's part of a tensor, cast to ``dtype`` if one is given."""
-        shard = self.shard(entry)
-        whole = [Range(shard, 0, prod(shard.shape))]
-        return self.stream(shard.shape, dtype or entry.dtype, whole)
+    def data(self, name: str, dtype: str | None = None, slot: str = WEIGHT) -> TensorData:
+        """Return a tensor, cast to ``dtype`` if one is given; zeros if it lacks the slot."""
+        span = Span(0, 0, prod(self.shape(name)))
+        return self._stream(self.shape(name), [name], [span], slot, dtype)
 
-    def stream(self, shape: tuple[int, ...], dtype: str, ranges: Sequence[Range]) -> TensorData:
-        """Return a tensor made of ranges of other tensors."""
-        return TensorData(dtype, shape, lambda: self.reader.stream(ranges, dtype))
+    def _stream(
+        self,
+        shape: tuple[int, ...],
+        names: Sequence[str],
+        spans: Sequence[Span],
+        slot: str,
+        dtype: str | None,
+    ) -> TensorData:
+        """Return a tensor made of spans of a slot, with zeros for a parameter that lacks it.
+
+        Without ``dtype`` it has that of the first parameter's slot.
+        """
+        held = [self.model.tensors.get(TensorKey(name, slot)) for name in names]
+        ranges = [(None if s.tensor == PADDING else held[s.tensor], s.start, s.stop) for s in spans]
+        kind = dtype or (held[0] or self.model.weight(names[0])).dtype
+        return TensorData(kind, shape, lambda: self.reader.stream(ranges, kind))
+
+    def _flat(
+        self,
+        names: Sequence[str],
+        spans: Sequence[Span],
+        slot: str = WEIGHT,
+        dtype: str | None = None,
+    ) -> TensorData:
+        shape = (sum(span.num_elements for span in spans),)
+        return self._stream(shape, names, spans, slot, dtype)
 
     def groups_of_shapes(self, groups: Iterable[Sequence[str]]) -> list[Any]:
         """Return ``param_shapes``: names in the order of flattening, by group."""
@@ -109,7 +121,7 @@ class Trees:
         left_out = set(empty)
         for name in model.weights:
             if name not in left_out:
-                tensors[name] = self.data(model.weight(name), self._dtype_of(name))
+                tensors[name] = self.data(name, self._dtype_of(name))
         aliases = (pair for pair in model.ties.items() if pair[1] in tensors)
         tensors.update((alias, tensors[owner]) for alias, owner in aliases)
         return tensors
@@ -119,33 +131,46 @@ class Trees:
         fragments: OrderedDict[str, TensorData] = OrderedDict()
         for name in self.model.frozen:
             spans = tensor_spans([prod(self.shape(name))], self.dp, dp_rank)
-            fragments[name] = self._flat([name], spans, None, self._dtype_of(name))
+            fragments[name] = self._flat([name], spans, dtype=self._dtype_of(name))
         return fragments
 
-    def optimizer_stage_1_2(self, stage: int, dp_rank: int, expert_rank: int) -> dict[str, Any]:
-        """Return the ``optimizer_state_dict`` of one rank of stage 1 or 2.
+    def optimizer(
+        self, stage: int, dp_rank: int, *, expert_rank: int, sub_group_size: int
+    ) -> dict[str, Any]:
+        """Return the ``optimizer_state_dict`` of one rank of stages 1 to 3.
 
         ``expert_rank`` is its number among the ranks that hold the same experts.
         """
-        groups, mappings, masters, paddings = self.model.groups, [], [], []
-        counts = [self.dp // self.ep if group.is_expert else self.dp for group in groups]
-        state: dict[int, Any] = {}
-        for index, group in enumerate(groups):
-            numels = [prod(self.shape(name)) for name in group.names]
-            rank = expert_rank if group.is_expert else dp_rank
-            spans = group_spans(numels, counts[index], rank)
+        groups, parts = self.model.groups, self.sub_groups(stage, sub_group_size)
+        counts = [self.dp // self.ep if group.is_expert else self.dp for group, _ in parts]
+        cut = tensor_spans if stage == ZERO3 else group_spans
+        state, masters, mappings, paddings = {}, [], [], []
+        for number, ((group, names), count) in enumerate(zip(parts, counts, strict=True)):
+            numels = [prod(self.shape(name)) for name in names]
+            spans = cut(numels, count, expert_rank if group.is_expert else dp_rank)
             held = [span for span in spans if span.tensor != PADDING]
-            masters.append(self._flat(group.names, held, None, "F32"))
+            masters.append(self._flat(names, spans if stage == ZERO3 else held, dtype="F32"))
             paddings.append(sum(s.num_elements for s in spans if s.tensor == PADDING))
-            state[index] = self._state(group, group.names, spans)
-            mappings.append(_addresses(group.names, held))
+            mappings.append(_addresses(names, held))
+            items = group.flat.items()
+            flat = {slot: self._flat(names, spans, slot, dtype) for slot, dtype in items}
+            if values := _scalars(group) | flat:
+                state[number] = values
+        numbers = [[n for n, (own, _) in enumerate(parts) if own is group] for group in groups]
+        param_groups = list(map(hyper_parameters, groups, numbers))
+        base = {"state": state, "param_groups": param_groups}
+        zero_stage = Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (stage,))
+        if stage == ZERO3:
+            return self.scaling() | {
+                "zero_stage": zero_stage,
+                "partition_count": self.dp,
+                "optimizer_state_dict": base,
+                "fp32_flat_groups": masters,
+            }
         return self.scaling() | {
-            "base_optimizer_state": {
-                "state": {index: value for index, value in state.items() if value},
-                "param_groups": [hyper_parameters(group, [i]) for i, group in enumerate(groups)],
-            },
+            "base_optimizer_state": base,
             "single_partition_of_fp32_groups": masters,
-            "zero_stage": Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (stage,)),
+            "zero_stage": zero_stage,
             "group_paddings": paddings,
             "partition_count": counts,
             "ds_version": DS_VERSION,
@@ -153,36 +178,15 @@ class Trees:
             **self.clipping(),
         }
 
-    def optimizer_stage_3(self, dp_rank: int, sub_group_size: int) -> dict[str, Any]:
-        """Return the ``optimizer_state_dict`` of one rank of stage 3."""
-        state: dict[int, Any] = {}
-        masters: list[TensorData] = []
-        param_groups: list[dict[str, Any]] = []
-        for group, parts in zip(self.model.groups, self.sub_groups(sub_group_size), strict=True):
-            numbers = list(range(len(masters), len(masters) + len(parts)))
-            param_groups.append(hyper_parameters(group, numbers))
-            for number, names in zip(numbers, parts, strict=True):
-                numels = [prod(self.shape(name)) for name in names]
-                spans = tensor_spans(numels, self.dp, dp_rank)
-                masters.append(self._flat(names, spans, None, "F32"))
-                state[number] = self._state(group, names, spans)
-        return self.scaling() | {
-            "zero_stage": Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (3,)),
-            "partition_count": self.dp,
-            "optimizer_state_dict": {
-                "state": {number: value for number, value in state.items() if value},
-                "param_groups": param_groups,
-            },
-            "fp32_flat_groups": masters,
-        }
-
-    def sub_groups(self, sub_group_size: int) -> list[list[list[str]]]:
-        """Return the names of every sub-group of stage 3, by group."""
-        found = []
+    def sub_groups(self, stage: int, sub_group_size: int) -> list[tuple[Group, Sequence[str]]]:
+        """Return the names in each flat tensor of the optimizer: stage 3 cuts groups."""
+        found: list[tuple[Group, Sequence[str]]] = []
         for group in self.model.groups:
             numels = [prod(self.shape(name)) for name in group.names]
-            parts = sub_groups(numels, self.dp, sub_group_size)
-            found.append([[group.names[index] for index in part] for part in parts])
+            parts = [list(range(len(numels)))]
+            if stage == ZERO3:
+                parts = sub_groups(numels, self.dp, sub_group_size)
+            found += [(group, [group.names[index] for index in part]) for part in parts]
         return found
 
     def plain_optimizer(self) -> dict[str, Any] | None:
@@ -197,8 +201,8 @@ class Trees:
             first += len(numbers)
             param_groups.append(hyper_parameters(group, numbers))
             for number, name in zip(numbers, group.names, strict=True):
-                held = {slot: self.model.slot(name, slot) for slot in group.flat}
-                values = {slot: self.data(entry) for slot, entry in held.items() if entry}
+                held = [s for s in group.flat if TensorKey(name, s) in self.model.tensors]
+                values = {slot: self.data(name, slot=slot) for slot in held}
                 if values or group.scalars:
                     state[number] = _scalars(group) | values
         return {"state": state, "param_groups": param_groups}
@@ -230,28 +234,6 @@ class Trees:
         """Return the dtype of a weight in the target; None: the source's."""
         is_cast = self.model.weight(name).dtype in FLOATS or name not in self.model.frozen
         return self.dtype if is_cast and name not in self.model.buffers else None
-
-    def _state(self, group: Group, names: Sequence[str], spans: Sequence[Span]) -> dict[str, Any]:
-        flat = {slot: self._flat(names, spans, slot, dtype) for slot, dtype in group.flat.items()}
-        return _scalars(group) | flat
-
-    def _flat(
-        self, names: Sequence[str], spans: Sequence[Span], slot: str | None, dtype: str | None
-    ) -> TensorData:
-        """Return one flat tensor, with zeros for a parameter that lacks the slot.
-
-        Without ``slot`` it has the weights; without ``dtype``, that of the first parameter.
-        """
-        ranges: list[Range] = []
-        for span in spans:
-            entry = None
-            if span.tensor != PADDING:
-                name = names[span.tensor]
-                entry = self.model.weight(name) if slot is None else self.model.slot(name, slot)
-            shard = self.shard(entry) if entry is not None else None
-            ranges.append(Range(shard, span.start, span.stop))
-        shape = (sum(span.num_elements for span in spans),)
-        return self.stream(shape, dtype or self.model.weight(names[0]).dtype, ranges)
 
 
 def hyper_parameters(group: Group, params: list[int]) -> dict[str, Any]:
