@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from ucp_core.formats.dcp.container import Blob, Chunk, Container, StoredTensor
 from ucp_core.formats.dcp.recognition import METADATA_NAME, metadata_names
 from ucp_core.formats.refusals import corrupt, missing
-from ucp_core.formats.safetensors_header import TensorRange, read_header
+from ucp_core.formats.safetensors_header import read_header
 from ucp_core.formats.shared import refusing_nonsense
 from ucp_core.geometry import DTYPE_BYTES, Box, packed_strides
 from ucp_core.storage import Store, join
@@ -235,11 +235,18 @@ def find_safetensors(container: Container) -> None:
         chunks = [(item.chunks[place], item.dtype) for _, item, place in members]
         if not _is_safetensors(chunks):
             continue
-        wanted = {key: (item.chunks[place].box, item.dtype) for key, item, place in members}
-        start = chunks[0][0].blob.offset_bytes
-        refs = _refs(container.store, container.directory, file, start, wanted)
+        size = container.store.size(join(container.directory, file))
+        _, refs = _header(container, file, size, chunks[0][0].blob.offset_bytes)
         for key, item, place in members:
-            _put(container, item, item.chunks[place].box, refs[key], place)
+            ref, box = refs.get(key), item.chunks[place].box
+            if ref is None or (ref.dtype, ref.shape) != (item.dtype, box.shape):
+                what = "nothing" if ref is None else f"{ref.dtype}{list(ref.shape)}"
+                raise corrupt(
+                    join(container.directory, file),
+                    f"it has {what} as {key}, the metadata say {item.dtype}{list(box.shape)}: "
+                    "another save overwrote this one, or two boxes of one tensor were saved as one",
+                )
+            _put(container, item, box, ref, place)
 
 
 def sharded_container(store: Store, directory: str, names: Iterable[str]) -> Container | None:
@@ -255,29 +262,23 @@ def sharded_container(store: Store, directory: str, names: Iterable[str]) -> Con
         raise missing(directory, [f"the files of shard {min(lacks)}"])
     container = Container(store, directory, sizes=store.sizes(directory))
     container.metadata_names = tuple(sorted(shards))
-    for file in sorted(shards):
-        path = join(directory, file)
-        header, start = read_header(store, path, container.sizes[file])
-        with refusing_nonsense(path, "torch DCP"):
-            offsets = json.loads(header.metadata["DCP_SHARDING_INFO"])
-            for tensor in header.tensors:
-                low = extents_of(offsets[tensor.name]["saved_offsets"])
-                _add_shard(container, file, start, tensor, low)
+    for file in container.metadata_names:
+        metadata, refs = _header(container, file, container.sizes[file])
+        with refusing_nonsense(join(directory, file), "torch DCP"):
+            offsets = json.loads(metadata["DCP_SHARDING_INFO"])
+            for key, ref in refs.items():
+                _add_shard(container, key, extents_of(offsets[key]["saved_offsets"]), ref)
     return container
 
 
-def _add_shard(
-    container: Container, file: str, start: int, tensor: TensorRange, low: tuple[int, ...]
-) -> None:
-    stop = tuple(a + b for a, b in zip(low, tensor.shape, strict=True))
-    item = container.tensors.setdefault(tensor.name, StoredTensor(tensor.dtype, stop, []))
-    if item.dtype != tensor.dtype or len(item.shape) != len(stop):
-        msg = f"{tensor.name} is {tensor.dtype}{list(tensor.shape)}, {item.dtype} elsewhere"
+def _add_shard(container: Container, key: str, low: tuple[int, ...], ref: TensorRef) -> None:
+    box = _box(low, ref.shape)
+    item = container.tensors.setdefault(key, StoredTensor(ref.dtype, box.stop, []))
+    if item.dtype != ref.dtype or len(item.shape) != len(low):
+        msg = f"{key} is {ref.dtype}{list(ref.shape)}, {item.dtype} elsewhere"
         raise ValueError(msg)
-    item.shape = tuple(map(max, item.shape, stop))
-    box = Box(low, stop)
+    item.shape = tuple(map(max, item.shape, box.stop))
     if not box.is_empty:
-        ref = _ref(tensor, box, file, start)
         _put(container, item, box, ref, len(item.chunks))
 
 
@@ -297,31 +298,13 @@ def _is_safetensors(chunks: Sequence[tuple[Chunk, str]]) -> bool:
     )
 
 
-def _refs(
-    store: Store,
-    directory: str,
-    file: str,
-    offset_bytes: int,
-    wanted: Mapping[str, tuple[Box, str]],
-) -> dict[str, TensorRef]:
-    """Return where the tensors of one file are, by key."""
-    path = join(directory, file)
-    header, start = read_header(store, path, store.size(path), offset_bytes)
-    found = {tensor.name: tensor for tensor in header.tensors}
+def _header(
+    container: Container, file: str, size: int, offset_bytes: int = 0
+) -> tuple[Mapping[str, str], dict[str, TensorRef]]:
+    """Return the metadata of a file that is safetensors from a byte on, and its tensors by key."""
+    path = join(container.directory, file)
+    header, start = read_header(container.store, path, size, offset_bytes)
     refs: dict[str, TensorRef] = {}
-    for key, (box, dtype) in wanted.items():
-        tensor = found.get(key)
-        if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (dtype, box.shape):
-            what = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
-            raise corrupt(
-                path,
-                f"it has {what} as {key}, the metadata say {dtype}{list(box.shape)}: "
-                "another save overwrote this one, or two boxes of one tensor were saved as one",
-            )
-        refs[key] = _ref(tensor, box, file, start)
-    return refs
-
-
-def _ref(tensor: TensorRange, box: Box, file: str, start: int) -> TensorRef:
-    offset = start + tensor.start_byte
-    return TensorRef(tensor.dtype, box.shape, packed_strides(box.shape, 1), file, offset, None)
+    for name, dtype, shape, begin, _ in header.tensors:
+        refs[name] = TensorRef(dtype, shape, packed_strides(shape, 1), file, start + begin, None)
+    return header.metadata, refs

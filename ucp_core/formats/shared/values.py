@@ -7,18 +7,20 @@ its bytes. So they are put into a file in memory, whose name begins with ``@``.
 import re
 import struct
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
-from ucp_core.errors import CheckpointCorruptError, ForeignClassError, StorageError
+from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.formats.refusals import corrupt
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
-from ucp_core.storage import Buffer, ReadRange, Store, join, kept_open
+from ucp_core.storage import Buffer, MemoryStore, Store, join
 from ucp_core.torch_files import TensorData, TensorRef, as_json
 
 #: The usual name of this file.
 INLINE_NAME = "@inline"
+#: Methods of a store that read one file.
+_READS = frozenset(("read", "read_range", "read_ranges", "exists", "size"))
 
 
 def overlay(store: Store, files: Mapping[str, bytes]) -> Store:
@@ -33,48 +35,25 @@ def overlay(store: Store, files: Mapping[str, bytes]) -> Store:
 class _Overlay:
     def __init__(self, store: Store, files: Mapping[str, bytes]) -> None:
         self._store = self.below = store
-        self._files = dict(files)
+        self._files, self._names = MemoryStore(), frozenset(files)
+        for name, data in files.items():
+            self._files.write_atomic(name, data, fsync=False)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._store, name)
+        own: Any = getattr(self._files, name, None)
+        below = getattr(self._store, name)
+        if name == "kept_open":
+            own = nullcontext
+        elif name not in _READS:
+            return below
 
-    def _inline(self, path: str) -> bytes | None:
-        return self._files.get(path.rsplit("/", 1)[-1])
+        def read(path: str, *arguments: Any) -> Any:
+            file = path.rsplit("/", 1)[-1]
+            return own(file, *arguments) if file in self._names else below(path, *arguments)
 
-    def read(self, path: str) -> bytes:
-        data = self._inline(path)
-        return self._store.read(path) if data is None else data
-
-    def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
-        data = self._inline(path)
-        if data is None:
-            return self._store.read_range(path, offset_bytes, size_bytes)
-        stop = offset_bytes + size_bytes
-        if stop > len(data):
-            raise StorageError(f"{path} ends at byte {len(data)}, before {stop}", path=path)
-        return data[offset_bytes:stop]
-
-    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
-        if self._inline(path) is None:
-            self._store.read_ranges(path, ranges)
-            return
-        for start, buffers in ranges:
-            offset_bytes = start
-            for buffer in buffers:
-                buffer[:] = self.read_range(path, offset_bytes, len(buffer))
-                offset_bytes += len(buffer)
-
-    def kept_open(self, path: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._inline(path) is not None else kept_open(self._store, path)
-
-    def exists(self, path: str) -> bool:
-        return self._inline(path) is not None or self._store.exists(path)
-
-    def size(self, path: str) -> int:
-        data = self._inline(path)
-        return self._store.size(path) if data is None else len(data)
+        return read
 
 
 #: A random generator's state has 5 KiB.
