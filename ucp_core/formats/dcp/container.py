@@ -8,8 +8,9 @@ interpret the keys. Source: the classes of ``torch.distributed.checkpoint.metada
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from ucp_core.errors import CheckpointCorruptError
@@ -181,45 +182,33 @@ class Container:
             ordered = sorted(found)
             for low in range(0, len(ordered), _BATCH_BLOBS):
                 batch = ordered[low : low + _BATCH_BLOBS]
-                windows = _Windows(self.store, join(self.directory, file), batch)
-                for blob in batch:
-                    yield blob, windows.reader(blob)
+                read = _windows(self.store, join(self.directory, file), batch)
+                yield from ((blob, partial(read, blob)) for blob in batch)
 
 
-class _Windows:
-    """Reads the two ends of many items of a file at once."""
+def _windows(store: Store, path: str, blobs: Iterable[Blob]) -> Callable[[Blob, int, int], bytes]:
+    """Read the two ends of many items of a file; return a function that reads from an item."""
+    spans: list[list[int]] = []
+    for _, begin, num_bytes in blobs:
+        stop = begin + num_bytes
+        for low, high in (
+            (begin, min(begin + EDGE_BYTES, stop)),
+            (max(begin, stop - EDGE_BYTES), stop),
+        ):
+            if spans and low - spans[-1][1] <= _GAP_BYTES:
+                spans[-1][1] = max(high, spans[-1][1])
+            else:
+                spans.append([low, high])
+    windows = {low: bytearray(high - low) for low, high in spans}
+    store.read_ranges(path, [(low, (memoryview(data),)) for low, data in windows.items()])
+    starts = list(windows)
 
-    def __init__(self, store: Store, path: str, blobs: Sequence[Blob]) -> None:
-        self._store = store
-        self._path = path
-        spans: list[list[int]] = []
-        for blob in blobs:
-            stop = blob.offset_bytes + blob.num_bytes
-            for low, high in (
-                (blob.offset_bytes, min(blob.offset_bytes + EDGE_BYTES, stop)),
-                (max(blob.offset_bytes, stop - EDGE_BYTES), stop),
-            ):
-                if spans and low - spans[-1][1] <= _GAP_BYTES:
-                    spans[-1][1] = max(high, spans[-1][1])
-                else:
-                    spans.append([low, high])
-        self._starts = [low for low, _ in spans]
-        self._data = [bytearray(high - low) for low, high in spans]
-        ranges = [
-            (start, (memoryview(data),))
-            for start, data in zip(self._starts, self._data, strict=True)
-        ]
-        store.read_ranges(path, ranges)
+    def read(blob: Blob, start: int, length: int) -> bytes:
+        low = blob.offset_bytes + start
+        window = starts[max(0, bisect_right(starts, low) - 1)]
+        at = low - window
+        if at >= 0 and at + length <= len(windows[window]):
+            return bytes(windows[window][at : at + length])
+        return store.read_range(path, low, length)
 
-    def reader(self, blob: Blob) -> _Read:
-        """Return a function that reads from the start of ``blob``."""
-
-        def read(start: int, length: int) -> bytes:
-            low = blob.offset_bytes + start
-            index = bisect_right(self._starts, low) - 1
-            at = low - self._starts[index]
-            if index >= 0 and at + length <= len(self._data[index]):
-                return bytes(self._data[index][at : at + length])
-            return self._store.read_range(self._path, low, length)
-
-        return read
+    return read

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ucp_core.formats.huggingface.recognition import (
@@ -22,7 +22,7 @@ from ucp_core.formats.huggingface.recognition import (
     is_torch_file,
 )
 from ucp_core.formats.refusals import corrupt, missing
-from ucp_core.formats.safetensors_header import Header, TensorRange, read_header
+from ucp_core.formats.safetensors_header import Header, read_header
 from ucp_core.formats.shared import Assembly, Files, whole_tensor
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
 from ucp_core.language import Rules
@@ -46,14 +46,6 @@ _FILE_NOTE = "it holds no tensors of the model; copy it if you need it"
 #: Names of the input embedding in the families whose output embedding is tied to it.
 _INPUT_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _OUTPUT_EMBEDDING = "lm_head.weight"
-
-
-class _File(NamedTuple):
-    """One file with its header's content; its data begins at ``data_byte``."""
-
-    file: str
-    data_byte: int
-    header: Header
 
 
 def read(
@@ -90,7 +82,7 @@ def read(
         found.extra[EXTRA_NAME] = documents
     is_safe = files[0].endswith(SUFFIX)
     if is_safe:
-        metadata = _add_shards(found, _shards(store, directory, files, sizes))
+        metadata = _add_safetensors(found, files, sizes)
     else:
         _add_torch_files(found, files, listed)
         metadata = found.ties
@@ -180,37 +172,32 @@ def _finite(text: str) -> float:
     return value
 
 
-def _shards(
-    store: Store, directory: str, files: Sequence[str], sizes: Mapping[str, int]
-) -> list[_File]:
-    """Read all headers, several at once, because each costs a round trip."""
-
-    def shard(file: str) -> _File:
-        header, data_byte = read_header(store, join(directory, file), sizes[file])
-        return _File(file, data_byte, header)
-
-    if len(files) == 1:
-        return [shard(files[0])]
-    with ThreadPoolExecutor(min(_THREADS, len(files)), thread_name_prefix="ucp-header") as pool:
-        return list(pool.map(shard, files))
-
-
-def _add_shards(found: Assembly, shards: Sequence[_File]) -> dict[str, str]:
+def _add_safetensors(
+    found: Assembly, files: Sequence[str], sizes: Mapping[str, int]
+) -> dict[str, str]:
     """Add the tensors of all files; return the metadata of the headers."""
-    entries, directory = found.entries, found.directory
+    entries = found.entries
     metadata: dict[str, str] = {}
-    for shard in shards:
-        metadata.update(shard.header.metadata)
-        for tensor in shard.header.tensors:
-            entry = _entry(shard, tensor)
-            if entry.key in entries:
-                other = entries[entry.key].fragments[0].file
+
+    def header(file: str) -> tuple[Header, int]:
+        return read_header(found.store, join(found.directory, file), sizes[file])
+
+    # Each header costs a round trip.
+    with ThreadPoolExecutor(min(_THREADS, len(files)), thread_name_prefix="ucp-header") as pool:
+        headers = list(pool.map(header, files) if len(files) > 1 else map(header, files))
+    for file, (held, data_byte) in zip(files, headers, strict=True):
+        metadata.update(held.metadata)
+        for name, dtype, shape, start, stop in held.tensors:
+            key = TensorKey(name, "weight")
+            if key in entries:
                 raise corrupt(
-                    directory,
-                    f"tensor {tensor.name!r} is in {other} and in {shard.file}: two "
+                    found.directory,
+                    f"tensor {name!r} is in {entries[key].fragments[0].file} and in {file}: two "
                     "models in one folder, or a file of an older save; remove the wrong one",
                 )
-            entries[entry.key] = entry
+            place = Box.full(shape), file, data_byte + start, stop - start
+            fragments = (Fragment(*place, None, ()),)
+            entries[key] = TensorEntry(key=key, dtype=dtype, shape=shape, fragments=fragments)
     return metadata
 
 
@@ -258,14 +245,6 @@ def _check_index(found: Assembly, listed: Mapping[str, str]) -> None:
                 f"the index says that it holds tensor {name!r}, but "
                 "it does not; the file is from another save",
             )
-
-
-def _entry(shard: _File, tensor: TensorRange) -> TensorEntry:
-    name, dtype, shape, start_byte, stop_byte = tensor
-    begin = shard.data_byte + start_byte
-    fragment = Fragment(Box.full(shape), shard.file, begin, stop_byte - start_byte, None, ())
-    key = TensorKey(name, "weight")
-    return TensorEntry(key=key, dtype=dtype, shape=shape, fragments=(fragment,))
 
 
 def _ties(

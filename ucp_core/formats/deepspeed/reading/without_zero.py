@@ -115,8 +115,7 @@ def add_without_zero(native: Native, modules: Modules) -> None:
             )
             continue
         for index, group in enumerate(names):
-            for param in _params(saved, index, group):
-                _add(saved, modules, param, met)
+            _add_group(saved, modules, index, group, met)
         trained = set(chain.from_iterable(names))
         modules.roles |= {name: "frozen" for name in saved.params if name not in trained}
         unnamed = [{k: v for k, v in g.items() if k != _NAMES} for g in saved.groups]
@@ -286,23 +285,15 @@ def _by_order(saved: _Saved, wanted: Sequence[Sequence[tuple[int, ...] | None]])
     return [found[index] for index in range(len(saved.groups))]
 
 
-class _Param(NamedTuple):
-    """A parameter of an optimizer, and its places in the file."""
-
-    name: str
-    group: int
-    state: Mapping[str, Any]
-    master: TensorRef | None
-    start: int | None  #: The first element in flat tensors; None if the tensors are its own.
-
-
-def _params(saved: _Saved, index: int, names: Sequence[str]) -> Iterator[_Param]:
-    """Yield the parameters of a group."""
+def _add_group(
+    saved: _Saved, modules: Modules, index: int, names: Sequence[str], met: set[tuple[str, int]]
+) -> None:
+    """Add the parameters of a group."""
     numbers = saved.groups[index]["params"]
     if _FLAT not in saved.tree:
         masters = saved.tree[_LISTS][index] if _LISTS in saved.tree else [None] * len(names)
         for name, number, master in zip(names, numbers, masters, strict=True):
-            yield _Param(name, index, saved.state.get(number, {}), master, None)
+            _add(saved, modules, (name, index), met, saved.state.get(number, {}), master)
         return
     flat, state, start = saved.tree[_FLAT][index], saved.state.get(numbers[0], {}), 0
     for slot, ref in state.items():
@@ -312,32 +303,41 @@ def _params(saved: _Saved, index: int, names: Sequence[str]) -> Iterator[_Param]
                 f"{flat.num_elements} flat elements and cannot be resharded"
             )
     for name in names:
-        yield _Param(name, index, state, flat, start)
+        _add(saved, modules, (name, index), met, state, flat, start)
         start += saved.params[name].num_elements
 
 
-def _add(saved: _Saved, modules: Modules, param: _Param, met: set[tuple[str, int]]) -> None:
-    """Add a parameter's master and slots, unless it is in ``met``.
+def _add(
+    saved: _Saved,
+    modules: Modules,
+    param: tuple[str, int],
+    met: set[tuple[str, int]],
+    state: Mapping[str, Any],
+    master: TensorRef | None,
+    start: int | None = None,
+) -> None:
+    """Add the master and the slots of a parameter, by its name and group, unless it is in ``met``.
 
     Expert-parallel ranks repeat the parameters outside experts, and stages repeat tied modules.
+    ``start`` is its first element in flat tensors; None if the tensors are its own.
     """
-    name, master, weight, rank = param.name, param.master, saved.params[param.name], saved.rank
+    name, weight, rank = param[0], saved.params[param[0]], saved.rank
     if master is not None:
-        place = f"group {param.group} belongs to {name}"
-        check_master(modules.store, modules.directory, master, param.start or 0, weight, place)
+        place = f"group {param[1]} belongs to {name}"
+        check_master(modules.store, modules.directory, master, start or 0, weight, place)
     if (name, rank.tp) in met:
         return
     met.add((name, rank.tp))
     if master is not None:
         modules.shards.drop(TensorKey(name, WEIGHT), rank)
-    values = param.state if master is None else {WEIGHT: master, **param.state}
+    values = state if master is None else {WEIGHT: master, **state}
     for slot, value in values.items():
         key = TensorKey(name, slot)
         is_tensor = isinstance(value, TensorRef)
-        if is_tensor and param.start is not None and value.shape:
+        if is_tensor and start is not None and value.shape:
             span = 0, prod(weight.shape)
-            modules.shards.add_flat(key, rank, value, weight.shape, param.start, span)
-        elif is_tensor and param.start is None and (value.shape or not weight.shape):
+            modules.shards.add_flat(key, rank, value, weight.shape, start, span)
+        elif is_tensor and start is None and (value.shape or not weight.shape):
             modules.shards.add_ref(key, rank, value)
         elif isinstance(value, TensorRef | int | float):
             modules.scalars.add(key, value)
