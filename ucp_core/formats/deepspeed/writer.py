@@ -6,9 +6,10 @@ DeepSpeed's universal load loses: frozen parameters, buffers, and hyper-paramete
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import product
+from typing import Any, TypeAlias
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed import writing
@@ -93,68 +94,60 @@ def write(
     _check_groups(model, wanted)
     placements = _placements(model, wanted, rules)
     tag = wanted.tag or f"global_step{model.counters['global_steps']}"
-    pipeline = writing.Pipeline(wanted.stages, wanted.tied_layers) if wanted.stages else None
-    parts = [model] if pipeline is None else pipeline.models(model)
-    info: dict[str, Any] = {}
-    if pipeline is not None or placements is not None:
-        tied = pipeline.tied(model) if pipeline is not None else ()
-        told = writing.universal_info(model.weights, placements, tied=tied)
-        info["universal_checkpoint_info"] = told
-    experts = writing.ExpertShares(model, wanted.ep, apart=wanted.stage > 0)
-    if experts.counts and (wanted.stage == writing.ZERO3 or wanted.tp > 1 or wanted.stages):
-        raise UcpError(
-            "experts of DeepSpeed's MoE are written for stages 0 to 2 without tensor-parallel "
-            "ranks and pipeline: DeepSpeed has no stage 3 for them, and names experts "
-            "differently in the other layouts"
+    stages, files_apart, info = _spread(model, wanted, placements)
+    reader = writing.FlatReader(checkpoint, memory_bytes)
+
+    def held(part: writing.Model, rank: int) -> writing.Trees:
+        return writing.Trees(
+            model=writing.sharded(part, placements, rank) if placements else part,
+            reader=reader,
+            dtype=DTYPES[wanted.dtype or model.precision],
+            dp=wanted.dp,
+            ep=wanted.ep,
         )
-    if experts.counts:
-        info["num_experts"] = experts.counts
-    whole = writing.Trees(
-        model=model,
-        reader=writing.FlatReader(checkpoint, memory_bytes),
-        dtype=DTYPES[wanted.dtype or model.precision],
-        dp=wanted.dp,
-        ep=wanted.ep,
-    )
 
     def files() -> Iterator[tuple[str, Any]]:
-        return _all_files(whole, wanted, parts, placements, info, pipeline, experts)
+        for mp_rank, (models, rank) in enumerate(product(stages, range(wanted.tp))):
+            yield from _files([held(part, rank) for part in models], wanted, mp_rank, info)
+        for rank in range(wanted.tp):
+            module = held(model, rank).module()
+            axis = f"-model_{rank:02d}" if wanted.tp > 1 else ""
+            for file, own in files_apart(module, axis).items():
+                tree = OrderedDict((local, module[name]) for local, name in own.items())
+                yield f"{file}_states.pt", tree
 
     writing.write_files(
         store, directory, tag, files, latest="latest", progress=progress, fsync=fsync
     )
 
 
-def _all_files(
-    whole: writing.Trees,
-    target: Target,
-    parts: Sequence[writing.Model],
-    placements: Mapping[str, Placement] | None,
-    info: Mapping[str, Any],
-    pipeline: writing.Pipeline | None,
-    experts: writing.ExpertShares,
-) -> Iterator[tuple[str, Any]]:
-    """Yield the files of every rank of the stages ``parts``, then those of layers and experts."""
+#: Returns the content of the files of layers and experts: the model's name by the name in the file.
+_Apart: TypeAlias = Callable[[Iterable[str], str], dict[str, dict[str, str]]]
 
-    def held(model: writing.Model, rank: int) -> writing.Trees:
-        return replace(
-            whole, model=writing.sharded(model, placements, rank) if placements else model
+
+def _spread(
+    model: writing.Model, target: Target, placements: Mapping[str, Placement] | None
+) -> tuple[list[list[writing.Model]], _Apart, dict[str, Any]]:
+    """Return the models of every stage's expert-parallel ranks, files apart, and the layout."""
+    info: dict[str, Any] = {}
+    pipeline = writing.Pipeline(target.stages, target.tied_layers) if target.stages else None
+    parts = [model] if pipeline is None else pipeline.models(model)
+    if pipeline is not None or placements is not None:
+        tied = pipeline.tied(model) if pipeline is not None else ()
+        told = writing.universal_info(model.weights, placements, tied=tied)
+        info["universal_checkpoint_info"] = told
+    experts = writing.ExpertShares(model, target.ep, apart=target.stage > 0)
+    if not experts.counts:
+        files = (lambda _names, _axis: {}) if pipeline is None else pipeline.files
+        return [[part] for part in parts], files, info
+    if target.stage == writing.ZERO3 or target.tp > 1 or target.stages:
+        raise UcpError(
+            "experts of DeepSpeed's MoE are written for stages 0 to 2 without tensor-parallel "
+            "ranks and pipeline: DeepSpeed has no stage 3 for them, and names experts "
+            "differently in the other layouts"
         )
-
-    for stage, part in enumerate(parts):
-        for rank in range(target.tp):
-            by_rank = [held(part, rank)]
-            if experts.counts:
-                by_rank = [replace(whole, model=experts.rank(ep)) for ep in range(target.ep)]
-            yield from _files(by_rank, target, stage * target.tp + rank, info)
-    for rank in range(target.tp) if pipeline is not None or experts.counts else ():
-        module = held(whole.model, rank).module()
-        files = experts.files()
-        if pipeline is not None:
-            files = pipeline.files(module, f"-model_{rank:02d}" if target.tp > 1 else "")
-        for file, own in files.items():
-            tree = OrderedDict((local, module[name]) for local, name in own.items())
-            yield f"{file}_states.pt", tree
+    info["num_experts"] = experts.counts
+    return [[experts.rank(ep) for ep in range(target.ep)]], experts.files, info
 
 
 def _check_groups(model: writing.Model, wanted: Target) -> None:

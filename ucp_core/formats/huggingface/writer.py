@@ -160,8 +160,9 @@ def write(  # noqa: PLR0913 - the options of a format
     checkpoint.state_map.prove_coverage()
     documents = _documents(checkpoint, outputs, target)
     adapters = _adapters(outputs) if _ADAPTER_CONFIG in documents else []
-    cut = grouped(outputs, lambda output: output.num_bytes, shard_bytes)
-    shards = [_in_file(shard) for shard in cut]
+    cut = list(grouped(outputs, lambda output: output.num_bytes, shard_bytes))
+    form = f"model-{{:05d}}-of-{len(cut):05d}{SUFFIX}" if len(cut) > 1 else f"model{SUFFIX}"
+    shards = {form.format(number): shard for number, shard in enumerate(cut, start=1)}
     # A tool that ignores the index would take half a model for a whole one.
     with undone(store, directory) as written:
         for name, document in documents.items():
@@ -171,11 +172,8 @@ def write(  # noqa: PLR0913 - the options of a format
                 store.write_atomic(path, _print(document), fsync=fsync)
         total_bytes = sum(output.entry.num_bytes for output in (*outputs, *adapters))
         writer = _WeightFiles(checkpoint, store, memory_bytes, progress, total_bytes)
-        if adapters:
-            written.append(join(directory, _ADAPTER_NAME))
-            writer.file(written[-1], adapters, fsync=fsync)
-        for number, shard in enumerate(shards, start=1):
-            written.append(join(directory, _file_name(number, len(shards))))
+        for name, shard in ({_ADAPTER_NAME: adapters} | shards if adapters else shards).items():
+            written.append(join(directory, name))
             writer.file(written[-1], shard, fsync=fsync)
         if len(shards) > 1:
             written.append(join(directory, f"model{INDEX_SUFFIX}"))
@@ -215,15 +213,6 @@ def _outputs(checkpoint: Checkpoint, target: str | None, *, keep_tied: bool) -> 
     return sorted(found, key=lambda output: output.name)
 
 
-def _in_file(outputs: Sequence[_Output]) -> list[_Output]:
-    """Return the tensors of a file in an order that aligns each of them without gaps."""
-    return sorted(outputs, key=lambda output: (-DTYPE_BYTES[output.dtype], output.name))
-
-
-def _file_name(number: int, count: int) -> str:
-    return f"model{SUFFIX}" if count == 1 else f"model-{number:05d}-of-{count:05d}{SUFFIX}"
-
-
 def _adapters(outputs: Sequence[_Output]) -> list[_Output]:
     """Return the adapters again, under the names that ``peft`` gives them in a file."""
     found: list[_Output] = []
@@ -233,16 +222,12 @@ def _adapters(outputs: Sequence[_Output]) -> list[_Output]:
             end = "" if match["kind"] == "lora_magnitude_vector" else match["end"]
             name = f"base_model.model.{match['module']}.{match['kind']}{end}"
             found.append(output._replace(name=name))
-    return _in_file(found)
+    return found
 
 
-def _index(shards: Sequence[Sequence[_Output]]) -> dict[str, Any]:
-    files = {
-        output.name: _file_name(number, len(shards))
-        for number, shard in enumerate(shards, start=1)
-        for output in shard
-    }
-    total = sum(output.num_bytes for shard in shards for output in shard)
+def _index(shards: Mapping[str, Sequence[_Output]]) -> dict[str, Any]:
+    files = {output.name: file for file, shard in shards.items() for output in shard}
+    total = sum(output.num_bytes for shard in shards.values() for output in shard)
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
 
 
@@ -280,7 +265,8 @@ class _WeightFiles:
     done_bytes: int = 0
 
     def file(self, path: str, shard: Sequence[_Output], *, fsync: bool) -> None:
-        """Write one file as a stream."""
+        """Write one file as a stream, in an order that aligns each tensor without gaps."""
+        shard = sorted(shard, key=lambda output: (-DTYPE_BYTES[output.dtype], output.name))
         names = {output.name for output in shard}
         metadata = {"format": "pt"} | {
             alias: owner

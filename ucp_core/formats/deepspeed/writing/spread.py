@@ -106,8 +106,7 @@ class ExpertShares:
         self._model = model
         self._ep = ep
         numbers: dict[str, set[int]] = {}
-        self._names = model.weights
-        for match in filter(None, map(EXPERT.fullmatch, self._names)):
+        for match in filter(None, map(EXPERT.fullmatch, model.weights)):
             numbers.setdefault(match[1], set()).add(int(match[2]))
         self._counts = {layer: len(held) for layer, held in numbers.items()}
         self.counts = list(self._counts.values())  #: Experts of each layer.
@@ -133,11 +132,11 @@ class ExpertShares:
             groups += [replace(group, names=tuple(part)) for part in parts]
         return part_of(replace(self._model, groups=tuple(groups)), local)
 
-    def files(self) -> dict[str, dict[str, str]]:
+    def files(self, names: Iterable[str], _axis: str) -> dict[str, dict[str, str]]:
         """Return the content of every expert's file, whose tensors have the model's names."""
         layers = {layer: number for number, layer in enumerate(self._counts)}
         files: dict[str, dict[str, str]] = {}
-        for name in (*self._names, *self._model.ties):
+        for name in names:
             match = EXPERT.fullmatch(name)
             if match is not None:
                 file = f"layer_{layers[match[1]]}_expert_{int(match[2])}_mp_rank_00_model"
