@@ -5,7 +5,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp_core.formats.deepspeed.writing.partitions import (
+from ucp_core.formats.deepspeed.writing.spread import (
     PADDING,
     Span,
     group_spans,

@@ -97,24 +97,28 @@ def _split(rest: str, suffixes: Collection[str]) -> tuple[str, str]:
     return head, tail
 
 
+def _below(path: tuple[Any, ...] | None, part: str) -> tuple[Any, str] | None:
+    """Return what follows ``part`` in a path: one key, and the rest as a name; None: too little."""
+    at = path.index(part) + 1 if path is not None and part in path else 0
+    return (
+        (path[at], ".".join(map(str, path[at + 1 :]))) if path and 0 < at < len(path) - 1 else None
+    )
+
+
 def _state_name(
     rest: str, path: tuple[Any, ...] | None, suffixes: Collection[str]
 ) -> tuple[str, str]:
-    if path is not None and "state" in path:
-        at = path.index("state")
-        if len(path) > at + 2:
-            return str(path[at + 1]), ".".join(map(str, path[at + 2 :]))
-    return _split(rest, suffixes)
+    below = _below(path, "state")
+    return _split(rest, suffixes) if below is None else (str(below[0]), below[1])
 
 
 def _group_name(
     rest: str, root: str, path: tuple[Any, ...] | None, values: Collection[str]
 ) -> tuple[int | str, str]:
     """Return the group's index and the name; two strings if the group belongs to one fqn."""
-    if path is not None and "param_groups" in path:
-        at = path.index("param_groups")
-        if len(path) > at + 2 and type(path[at + 1]) is int:
-            return path[at + 1], ".".join(map(str, path[at + 2 :]))
+    below = _below(path, "param_groups")
+    if below is not None and type(below[0]) is int:
+        return below
     match = _GROUP.fullmatch(rest)
     if match and f"{root}.{match[1]}.params" in values:
         return int(match[1]), match[2]

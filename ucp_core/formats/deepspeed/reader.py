@@ -83,8 +83,8 @@ def _add_zero(native: reading.Native, found: reading.Modules) -> None:
         if shapes is None:
             shapes = reading.shapes_by_mappings(native, mp, states)
         stage = reading.Stage(native.rank(mp), states, shapes, where, data_before_expert=before)
-        (reading.add_zero3 if native.is_zero3 else reading.add_zero12)(stage, found)
-        saved, names = states[0].groups, stage.names
+        names = (reading.add_zero3 if native.is_zero3 else reading.add_zero12)(stage, found)
+        saved = states[0].groups
         more = len(names) - len(saved)
         found.add_groups([*saved, *[{}] * more], [*names, *[[]] * -more], native.optim[0, mp])
         if mp == 0:

@@ -16,7 +16,7 @@ from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats.deepspeed import reading
 from ucp_core.formats.deepspeed.recognition import ZERO, Folder, sort_names
 from ucp_core.formats.refusals import corrupt, missing
-from ucp_core.formats.shared import Files, Shards, reading_pool, whole_tensor
+from ucp_core.formats.shared import Files, Shards, in_parallel, whole_tensor
 from ucp_core.geometry import TensorKey
 from ucp_core.manifest import Item
 from ucp_core.native import Checkpoint
@@ -89,8 +89,7 @@ def _open(found: _Folder) -> None:
     store, directory = found.store, found.directory
     zero = join(directory, ZERO)
     names = [name for name in store.list(zero) if name != _OPTIMIZER]
-    with reading_pool(len(names)) as pool:
-        listed = list(pool.map(lambda name: store.list(join(zero, name)), names))
+    listed = in_parallel(lambda name: store.list(join(zero, name)), names)
     found.slots = {
         name: frozenset(file.removesuffix(_SUFFIX) for file in inside if file.endswith(_SUFFIX))
         for name, inside in zip(names, listed, strict=True)

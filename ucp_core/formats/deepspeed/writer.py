@@ -104,6 +104,8 @@ def write(
             dtype=DTYPES[wanted.dtype or model.precision],
             dp=wanted.dp,
             ep=wanted.ep,
+            stage=wanted.stage,
+            sub_group_size=wanted.sub_group_size,
         )
 
     def files() -> Iterator[tuple[str, Any]]:
@@ -208,12 +210,9 @@ def _files(
             expert_rank, ep_rank = divmod(dp_rank, target.ep)
             if trees.model.config.get("use_data_before_expert_parallelism"):
                 ep_rank, expert_rank = divmod(dp_rank, target.dp // target.ep)
-            size = target.sub_group_size
             held = by_rank[ep_rank if len(by_rank) > 1 else 0]
             tree = {
-                "optimizer_state_dict": held.optimizer(
-                    stage, dp_rank, expert_rank=expert_rank, sub_group_size=size
-                ),
+                "optimizer_state_dict": held.optimizer(dp_rank, expert_rank),
                 "ds_config": _config(trees.model, target),
                 "ds_version": writing.DS_VERSION,
             }
@@ -237,7 +236,7 @@ def _model_states(trees: writing.Trees, target: Target, dp_rank: int) -> dict[st
     model, is_zero3 = trees.model, target.stage == writing.ZERO3
     module = trees.module(empty=(*model.parameters, *model.frozen) if is_zero3 else ())
     fragments = sizes = None
-    groups = [names for _, names in trees.sub_groups(target.stage, target.sub_group_size)]
+    groups = [names for _, names in trees.sub_groups()]
     if is_zero3:
         fragments = trees.frozen_fragments(dp_rank)
     elif target.stage == 2 or model.frozen:  # noqa: PLR2004 - ZeRO's

@@ -8,7 +8,6 @@ files of its index.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from typing import Any
 
@@ -23,7 +22,7 @@ from ucp_core.formats.huggingface.recognition import (
 )
 from ucp_core.formats.refusals import corrupt, missing
 from ucp_core.formats.safetensors_header import Header, read_header
-from ucp_core.formats.shared import Assembly, Files, whole_tensor
+from ucp_core.formats.shared import Assembly, Files, in_parallel, whole_tensor
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
 from ucp_core.language import Rules
 from ucp_core.manifest import Item
@@ -39,7 +38,6 @@ _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _INDEX_BYTES_MAX = 100_000_000
 #: A model's configuration is a few KiB, its tokenizer some MiB.
 _DOCUMENT_BYTES_MAX = 64 << 10
-_THREADS = 8
 _PICKLES = (".pt", ".pth", ".bin", ".pkl")
 _PICKLE_NOTE = "a pickle beside the weights; training state in it is not read"
 _FILE_NOTE = "it holds no tensors of the model; copy it if you need it"
@@ -183,8 +181,7 @@ def _add_safetensors(
         return read_header(found.store, join(found.directory, file), sizes[file])
 
     # Each header costs a round trip.
-    with ThreadPoolExecutor(min(_THREADS, len(files)), thread_name_prefix="ucp-header") as pool:
-        headers = list(pool.map(header, files) if len(files) > 1 else map(header, files))
+    headers = in_parallel(header, files)
     for file, (held, data_byte) in zip(files, headers, strict=True):
         metadata.update(held.metadata)
         for name, dtype, shape, start, stop in held.tensors:

@@ -34,6 +34,7 @@ from ucp_core.formats.shared import (
     Place,
     Rank,
     Shards,
+    arguments_of,
     assign,
     check_master,
     is_master_of,
@@ -48,7 +49,7 @@ from ucp_core.language import Pattern, Replicated, Rules, Unique, builtin_rules
 from ucp_core.manifest import Item
 from ucp_core.native import Checkpoint
 from ucp_core.storage import Store, join
-from ucp_core.torch_files import Opaque, TensorRef, current_budget
+from ucp_core.torch_files import TensorRef, current_budget
 
 WEIGHT = "weight"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
@@ -474,7 +475,7 @@ def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str
     files = Files(store, path)
     files.open(f"{name}/{MODEL_FILE}" for name in folders)
     first = files.trees[f"{folders[0]}/{MODEL_FILE}"]
-    values = _arguments(first)
+    values = arguments_of(first)
     tp = values.get("tensor_model_parallel_size")
     pp = values.get("pipeline_model_parallel_size")
     matches = [match for name in folders if (match := RANK.fullmatch(name))]
@@ -508,12 +509,6 @@ def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str
         ranks.append(RankFile(rank, file, tree, beside if name in distributed else None, expert))
     _check_agreement(path, ranks)
     return files, ranks, values
-
-
-def _arguments(tree: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = tree.get("args")
-    values = arguments.state if isinstance(arguments, Opaque) else None
-    return values if isinstance(values, dict) else {}
 
 
 def _check_agreement(path: str, ranks: Sequence[RankFile]) -> None:

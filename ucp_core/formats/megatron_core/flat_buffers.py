@@ -36,14 +36,6 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 
 
-class _Placed(NamedTuple):
-    """A parameter in a buffer: its bucket and its first element."""
-
-    param: Param
-    bucket: BucketKey
-    start: int
-
-
 def decoded(
     container: Container,
     buckets: Mapping[BucketKey, str],
@@ -69,11 +61,11 @@ def decoded(
         params = _by_group(container, chain, weights)
         for group in sorted({bucket.group for bucket in chain}):
             own = {bucket: buffer for bucket, buffer in chain.items() if bucket.group == group}
-            for placed in _laid_out(container, group, own, params.get(group, ())):
+            for param, master, start in _laid_out(container, group, own, params.get(group, ())):
                 for bucket, buffer in own.items():
-                    if bucket[:3] == placed.bucket[:3]:
-                        name = TensorKey(placed.param.key, bucket.slot)
-                        fragments[name] += _fragments(placed, buffer)
+                    if bucket[:3] == master[:3]:
+                        name = TensorKey(param.key, bucket.slot)
+                        fragments[name] += _fragments(param, start, buffer)
     entries = []
     for name, found in fragments.items():
         whole = model[name.fqn]
@@ -241,8 +233,8 @@ def _laid_out(
     group: str,
     buffers: Mapping[BucketKey, Buffer],
     params: Sequence[Param],
-) -> list[_Placed]:
-    """Return where each parameter of a rank is, checked by length and values."""
+) -> list[tuple[Param, BucketKey, int]]:
+    """Return the bucket and the first element of a rank's parameters, by length and values."""
     masters = sorted(bucket for bucket in buffers if bucket.slot == "weight")
     if not masters:
         raise _refused(container, group, "the buffers hold no fp32 weights")
@@ -261,12 +253,12 @@ def _laid_out(
         lambda number, place: buffers[masters[place.bucket]].holds(place.start, params[number]),
         refused=refused,
     )
-    return [_Placed(params[n], masters[at.bucket], at.start) for n, at in places.items()]
+    return [(params[n], masters[at.bucket], at.start) for n, at in places.items()]
 
 
-def _fragments(placed: _Placed, buffer: Buffer) -> Iterator[Fragment]:
-    """Yield one parameter's fragments in a buffer of its bucket."""
-    param, low, itemsize = placed.param, placed.start, DTYPE_BYTES[buffer.dtype]
+def _fragments(param: Param, low: int, buffer: Buffer) -> Iterator[Fragment]:
+    """Yield one parameter's fragments in a buffer of its bucket, from an element on."""
+    itemsize = DTYPE_BYTES[buffer.dtype]
     for box in param.boxes:
         for start, stop, file, at in buffer.cut(low, low + box.num_elements):
             offset = at

@@ -22,13 +22,19 @@ from ucp_core.formats.megatron import TRACKER, assigned, located
 from ucp_core.formats.megatron_core import flat_buffers, key_names
 from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, NAME, is_checkpoint
 from ucp_core.formats.refusals import missing
-from ucp_core.formats.shared import Assembly, refusing_nonsense, tells_padding, vocabulary_of
+from ucp_core.formats.shared import (
+    Assembly,
+    arguments_of,
+    refusing_nonsense,
+    tells_padding,
+    vocabulary_of,
+)
 from ucp_core.geometry import TensorKey
 from ucp_core.language import Cut, Rules, place, strip_padding
 from ucp_core.manifest import Item
 from ucp_core.native import Checkpoint
 from ucp_core.storage import Store, join
-from ucp_core.torch_files import Opaque, read_torch_file
+from ucp_core.torch_files import read_torch_file
 
 _COMMON_KEY = "common_state/shard_0_1"
 _BACKENDS = ("torch_dist",)
@@ -212,9 +218,7 @@ class _ContainerReader(Assembly):
 
     def _strip_padding(self) -> None:
         """Drop the rows after a vocabulary's tokens, in every slot."""
-        arguments = self.common.get("args")
-        values = arguments.state if isinstance(arguments, Opaque) else arguments
-        vocabulary = vocabulary_of(values if isinstance(values, dict) else {})
+        vocabulary = vocabulary_of(arguments_of(self.common))
         for key, entry in self.entries.items():
             if not entry.shape:
                 continue

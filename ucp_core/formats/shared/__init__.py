@@ -4,11 +4,16 @@
 ``assembly`` makes a checkpoint of everything that a reader finds. ``values`` converts small values
 of pickles to JSON and back, and serves numbers as files. ``optimizer_order`` finds the parameter
 for a number in an optimizer. ``flat_buffers`` finds parameters in Megatron's flat buffers, and
-checks masters. ``stacked_experts`` finds the experts of ``transformers`` that are one tensor.
+checks masters. ``contents`` answers the questions of writers.
 """
 
 from ucp_core.formats.shared.assembly import Assembly
-from ucp_core.formats.shared.contents import tensors_of, weights_of
+from ucp_core.formats.shared.contents import (
+    check_equal_shares,
+    stacked_experts,
+    tensors_of,
+    weights_of,
+)
 from ucp_core.formats.shared.flat_buffers import Buffer, Param, Place, is_master_of, lay_out
 from ucp_core.formats.shared.optimizer_order import (
     assign,
@@ -17,8 +22,7 @@ from ucp_core.formats.shared.optimizer_order import (
     unclear,
 )
 from ucp_core.formats.shared.shards import Layouts, Rank, Shards
-from ucp_core.formats.shared.stacked_experts import check_equal_shares, stacked_experts
-from ucp_core.formats.shared.torch_files import Files, reading_pool
+from ucp_core.formats.shared.torch_files import Files, in_parallel
 from ucp_core.formats.shared.values import (
     NUMBER_DTYPES,
     json_value,
@@ -27,4 +31,4 @@ from ucp_core.formats.shared.values import (
     restored,
     whole_tensor,
 )
-from ucp_core.formats.shared.vocabulary import tells_padding, vocabulary_of
+from ucp_core.formats.shared.vocabulary import arguments_of, tells_padding, vocabulary_of

@@ -1,15 +1,16 @@
 """Opens the torch files of one folder in parallel, because each needs its own requests."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import repeat
-from typing import Any
+from typing import Any, TypeVar
 
 from ucp_core.formats.refusals import corrupt
 from ucp_core.geometry import Extent
 from ucp_core.storage import Store, join
 from ucp_core.torch_files import TorchFile, current_budget, read_torch_file, use_budget
+
+_T = TypeVar("_T")
 
 #: Unpickling holds the interpreter lock, so threads help only while requests wait.
 THREADS_MAX = 16
@@ -28,11 +29,7 @@ class Files:
     def open(self, names: Iterable[str], *, kinds: tuple[type, ...] = (dict,)) -> None:
         """Read the pickles of more files in parallel, but no tensors."""
         wanted = [name for name in dict.fromkeys(names) if name not in self.trees]
-        if len(wanted) <= 1:
-            found = [self._read(name, kinds) for name in wanted]
-        else:
-            with reading_pool(len(wanted)) as pool:
-                found = list(pool.map(self._read, wanted, repeat(kinds)))
+        found = in_parallel(lambda name: self._read(name, kinds), wanted)
         for name, file in zip(wanted, found, strict=True):
             self.trees[name] = file.tree
             self.extents[name] = file.extents
@@ -52,7 +49,10 @@ class Files:
         return join(self.directory, name)
 
 
-def reading_pool(num_files: int) -> ThreadPoolExecutor:
-    """Return a pool for this many files, whose threads use the caller's memory budget."""
-    threads = min(THREADS_MAX, max(1, num_files))
-    return ThreadPoolExecutor(threads, initializer=use_budget, initargs=(current_budget(),))
+def in_parallel(read: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
+    """Return what ``read`` returns for each name; threads use the caller's memory budget."""
+    if len(names) <= 1:
+        return list(map(read, names))
+    threads, budget = min(THREADS_MAX, len(names)), (current_budget(),)
+    with ThreadPoolExecutor(threads, "ucp-read", use_budget, budget) as pool:
+        return list(pool.map(read, names))

@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.language import Cut, Pattern
 from ucp_core.manifest import Item
+from ucp_core.torch_files import Opaque
 
 _NAMES = re.compile(
     r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.(weight|bias)"
@@ -62,6 +63,13 @@ class Vocabulary:
         else:
             return {}
         return {"vocabulary": Item("reshard", note)}
+
+
+def arguments_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Megatron's ``args`` in a pickle; empty if it has none."""
+    found = tree.get("args")
+    values = found.state if isinstance(found, Opaque) else found
+    return values if isinstance(values, dict) else {}
 
 
 def vocabulary_of(arguments: Mapping[str, Any]) -> Vocabulary:

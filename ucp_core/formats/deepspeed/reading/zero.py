@@ -8,7 +8,6 @@ cuts each shard into parts of ``ceil(size / ranks)`` elements and concatenates t
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from types import MappingProxyType
@@ -54,8 +53,7 @@ class RankState(NamedTuple):
     rest: Mapping[str, Any]  #: All other values in the file.
 
 
-@dataclass(slots=True)
-class Stage:
+class Stage(NamedTuple):
     """One model-parallel rank: the open files of its data-parallel ranks."""
 
     rank: Rank  #: Stage and tensor-parallel rank.
@@ -63,7 +61,6 @@ class Stage:
     shapes: Sequence[Shapes]  #: Shapes of the parameters by group, in the order of flattening.
     where: str  #: The file with the shapes, for messages.
     data_before_expert: bool = False  #: Whether expert-parallel ranks are not neighbours.
-    names: list[list[str]] = field(default_factory=list)  #: The parameters found, by group.
 
 
 def param_shapes(tree: Mapping[str, Any], where: str) -> list[dict[str, tuple[int, ...]]] | None:
@@ -181,26 +178,38 @@ def _partition(
     return Partition(file, group, flat, scalars)
 
 
-def add_zero12(stage: Stage, found: Assembly) -> None:
-    """Add the runs of stage 1 or 2; ``stage.names`` gets the parameters of each group."""
+def add_zero12(stage: Stage, found: Assembly) -> list[list[str]]:
+    """Add the runs of stage 1 or 2; return the parameters of each group."""
+    names: list[list[str]] = []
     for index, shapes in enumerate(stage.shapes):
         if any(index >= len(state.partitions) for state in stage.states):
             raise corrupt(stage.where, "it has parameters of more groups than one of ZeRO's files")
-        parts = [state.partitions[index] for state in stage.states]
-        names: list[str] = []
-        for members, rename in _families(stage, parts, shapes):
-            _add_group(stage, found, members, shapes, rename)
-            names += [rename.get(name, name) for name in shapes]
-        stage.names.append(names)
+        names.append([])
+        all_parts = [state.partitions[index] for state in stage.states]
+        for parts, fqns in _families(stage, all_parts, shapes):
+            names[-1] += fqns.values()
+            done = dict.fromkeys(shapes, 0)
+            for name, shape in shapes.items():
+                for slot, ref in parts[0].flat.items():
+                    found.shards.add_flat(TensorKey(fqns[name], slot), stage.rank, ref, shape)
+            for part in parts:
+                if strange := part.mapping.keys() - shapes.keys():
+                    why = f"it has elements of {min(strange)}, which is not in {stage.where}"
+                    raise two_saves(part.file, why)
+                for name, (start, count) in part.mapping.items():
+                    span = done[name], done[name] + count
+                    done[name] += count
+                    _add(stage, found, part, fqns[name], shapes[name], start, span)
+    return names
 
 
 def _families(
     stage: Stage, parts: Sequence[Partition], shapes: Shapes
 ) -> Iterator[tuple[Sequence[Partition], dict[str, str]]]:
-    """Yield the parts of each flat buffer, and new names of its parameters.
+    """Yield the parts of each flat buffer, in order, and the fqns of its parameters by name.
 
     A group of experts is cut over the ranks that hold the same experts. Every rank numbers its
-    experts from 0, so the new names have the numbers in the whole layer.
+    experts from 0, so the fqns have the numbers in the whole layer.
     """
     dp, num_ranks = len(parts), parts[0].num_ranks or len(parts)
     matches = {name: match for name in shapes if (match := EXPERT.fullmatch(name))}
@@ -212,7 +221,7 @@ def _families(
             f"are {dp} data-parallel ranks",
         )
     if not matches:
-        yield parts, {}
+        yield parts, {name: name for name in shapes}
         return
     # Layers may have different numbers of experts, and DeepSpeed may cut a large group within a
     # layer.
@@ -224,34 +233,9 @@ def _families(
         together = parts[ep_rank * num_ranks : (ep_rank + 1) * num_ranks]
         yield (
             together if stage.data_before_expert else apart,
-            {n: f"{m[1]}{ep_rank * local[m[1]] + int(m[2])}{m[3]}" for n, m in matches.items()},
+            {name: name for name in shapes}
+            | {n: f"{m[1]}{ep_rank * local[m[1]] + int(m[2])}{m[3]}" for n, m in matches.items()},
         )
-
-
-def _add_group(
-    stage: Stage,
-    found: Assembly,
-    parts: Sequence[Partition],
-    shapes: Shapes,
-    rename: Mapping[str, str],
-) -> None:
-    """Add one flat buffer, which ``parts`` hold in order."""
-    done = dict.fromkeys(shapes, 0)
-    for name, shape in shapes.items():
-        for slot, ref in parts[0].flat.items():
-            key = TensorKey(rename.get(name, name), slot)
-            found.shards.add_flat(key, stage.rank, ref, shape)
-    for part in parts:
-        mapping = part.mapping
-        if strange := mapping.keys() - shapes.keys():
-            raise two_saves(
-                part.file, f"it has elements of {min(strange)}, which is not in {stage.where}"
-            )
-        for name, (start, count) in mapping.items():
-            span = done[name], done[name] + count
-            done[name] += count
-            fqn, shape = rename.get(name, name), shapes[name]
-            _add(stage, found, part, fqn, shape, start, span)
 
 
 def _add(
@@ -283,15 +267,15 @@ def share(total: int, degree: int, rank: int) -> tuple[int, tuple[int, int]]:
     return size, (min(total, rank * size), min(total, (rank + 1) * size))
 
 
-def add_zero3(stage: Stage, found: Assembly) -> None:
-    """Add the runs of stage 3; ``stage.names`` gets the parameters of each group."""
+def add_zero3(stage: Stage, found: Assembly) -> list[list[str]]:
+    """Add the runs of stage 3; return the parameters of each group."""
+    names: dict[int, list[str]] = defaultdict(list)
     for dp_rank, state in enumerate(stage.states):
-        names: dict[int, list[str]] = defaultdict(list)
         for part, fqn, shape, start, span in _subgroups(stage, state, dp_rank):
             _add(stage, found, part, fqn, shape, start, span)
-            names[part.group].append(fqn)
-        if dp_rank == 0:
-            stage.names += [names[index] for index in range(max(names, default=-1) + 1)]
+            if dp_rank == 0:
+                names[part.group].append(fqn)
+    return [names[index] for index in range(max(names, default=-1) + 1)]
 
 
 def _subgroups(

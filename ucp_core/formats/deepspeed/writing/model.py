@@ -1,21 +1,133 @@
-"""Takes the content of a DeepSpeed checkpoint from any checkpoint, and checks it.
+"""Takes the content of a DeepSpeed checkpoint from any checkpoint, checks it, and reads it.
 
-The writers of both forms use it before they write anything.
+The writers of both forms use it before they write anything. Elements come as streams in any order:
+whole tensors, flat ranges, one rank's shards. A stream needs two buffers of ``SLAB_BYTES_MAX``,
+independent of its ranges.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from operator import add, sub
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed import keys
-from ucp_core.formats.deepspeed.writing.streams import Source, read_scalars, whole
 from ucp_core.formats.shared import restored, tensors_of, weights_of
-from ucp_core.geometry import DTYPE_BYTES, TensorEntry, TensorKey
-from ucp_core.language import Placement
-from ucp_core.native import Checkpoint
-from ucp_core.numerics import FLOATS
+from ucp_core.geometry import DTYPE_BYTES, Box, TensorEntry, TensorKey, flat_range, slabs
+from ucp_core.language import Placement, ShardPiece
+from ucp_core.native import Checkpoint, Slab, SlabReader, TensorBox
+from ucp_core.numerics import FLOATS, cast, grouped
+
+#: Reads and writes of this size are as fast as larger ones; casting more at once only costs memory.
+SLAB_BYTES_MAX = 8 << 20
+#: A slab, its scratch buffer, the gathered elements and the result of casting.
+_BUFFERS = 8
+
+
+class Source(NamedTuple):
+    """A tensor of the source, or the part of it that a tensor of the target holds."""
+
+    entry: TensorEntry
+    shape: tuple[int, ...]
+    #: Boxes of the part and their places in the whole tensor, which may have more dims in front;
+    #: all other elements are zero.
+    pieces: tuple[ShardPiece, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype in the source."""
+        return self.entry.dtype
+
+
+#: Elements ``start <= i < stop`` of a flattened tensor, or as many zeros.
+Range: TypeAlias = tuple[Source | None, int, int]
+
+
+def whole(entry: TensorEntry) -> Source:
+    """Return all elements of a tensor."""
+    return Source(entry, entry.shape, (ShardPiece(Box.full(entry.shape), (0,) * len(entry.shape)),))
+
+
+class _Box(NamedTuple):
+    """The next box of a shard: its shape, and pieces with their places in it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[TensorBox, Box], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class FlatReader:
+    """Reads one checkpoint as streams of elements, each within ``memory_bytes``."""
+
+    def __init__(self, checkpoint: Checkpoint, memory_bytes: int) -> None:
+        self._slab_bytes = min(SLAB_BYTES_MAX, memory_bytes // _BUFFERS)
+        self._reader = SlabReader(checkpoint, self._slab_bytes)
+
+    def stream(self, ranges: Iterable[Range], dtype: str) -> Iterator[memoryview]:
+        """Yield the elements of all ranges as ``dtype``; a chunk is valid until the next one."""
+        runs = _runs(ranges, dtype, self._slab_bytes)
+        for group in grouped(runs, lambda run: run.num_bytes, self._slab_bytes):
+            slabs = iter(self._reader.read([piece for run in group for piece, _ in run.pieces]))
+            for run in group:
+                yield _elements(run, slabs, dtype)
+
+
+def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Box]:
+    for source, start, stop in ranges:
+        if source is None:
+            bound = max(1, slab_bytes // DTYPE_BYTES[dtype])
+            for low in range(start, stop, bound):
+                yield _Box(dtype, (min(bound, stop - low),), ())
+            continue
+        if source.dtype != dtype and not {source.dtype, dtype} <= set(FLOATS):
+            raise UcpError(f"{source.entry.key}: {source.dtype} cannot be written as {dtype}")
+        bound = max(1, slab_bytes // max(DTYPE_BYTES[source.dtype], DTYPE_BYTES[dtype]))
+        for outer in flat_range(source.shape, start, stop):
+            for box in slabs(outer, bound):
+                yield _Box(source.dtype, box.shape, tuple(_pieces(source, box)))
+
+
+def _pieces(source: Source, box: Box) -> Iterator[tuple[TensorBox, Box]]:
+    """Yield the boxes of the whole tensor that lie in ``box`` of the part, with their places."""
+    for piece in source.pieces:
+        inner = box.intersect(piece.local)
+        if inner is not None:
+            lead = piece.start[: len(piece.start) - len(inner.start)]
+            start = (
+                *lead,
+                *map(add, piece.start[len(lead) :], map(sub, inner.start, piece.local.start)),
+            )
+            extents = *(1 for _ in lead), *inner.shape
+            moved = Box(start, tuple(map(add, start, extents)))
+            yield TensorBox(source.entry, moved), inner.relative_to(box)
+
+
+def _elements(run: _Box, slabs: Iterator[Slab], dtype: str) -> memoryview:
+    if not run.pieces:
+        return memoryview(bytes(prod(run.shape) * DTYPE_BYTES[dtype]))
+    if len(run.pieces) == 1 and run.pieces[0][1].shape == run.shape:
+        return cast(next(slabs).data, run.dtype, dtype)
+    unit = np.dtype(f"V{DTYPE_BYTES[run.dtype]}")
+    gathered = np.zeros(run.shape, unit)
+    for _, inner in run.pieces:
+        place = tuple(slice(a, b) for a, b in zip(inner.start, inner.stop, strict=True))
+        gathered[place] = np.frombuffer(next(slabs).data, unit).reshape(inner.shape)
+    return cast(memoryview(gathered.reshape(-1).view(np.uint8).data), run.dtype, dtype)
+
+
+def read_scalars(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> list[bytes]:
+    """Return the bytes of 0-d tensors, all read together."""
+    reader = SlabReader(checkpoint, SLAB_BYTES_MAX)
+    pieces = [TensorBox(entry, Box.full(entry.shape)) for entry in entries]
+    return [bytes(slab.data) for slab in reader.read(pieces)]
+
 
 #: The keys that DeepSpeed itself writes at the top level of a model_states file.
 _RESERVED = {*keys.MODEL, *keys.COUNTERS, *keys.STATES, "ds_config"}
@@ -151,12 +263,14 @@ def describe(checkpoint: Checkpoint) -> Model:
     # No optimizer trains integers, so without one these are buffers.
     counts = {name for name in rest if weights[name].dtype not in FLOATS}
     empty = {name for name in grouped if 0 in shapes[name]}
-    scalar_slots = _scalar_slots(entries, shapes)
+    # A slot may be one number although its parameter has more elements.
+    flat = {key.slot for key, entry in entries.items() if entry.shape}
+    scalars = {k.slot for k in entries if k.slot == "step" or prod(shapes[k.fqn]) > 1} - flat
     groups = []
     for names, group in zip(named, manifest.param_groups, strict=True):
         kept = tuple(name for name in names if name not in empty)
         hyper = {key: value for key, value in group.items() if key != "params"}
-        groups.append(_group(checkpoint, kept, hyper, scalar_slots))
+        groups.append(_group(checkpoint, kept, hyper, scalars - {WEIGHT}))
     frozen = [name for name in weights if roles.get(name) == "frozen" or name in empty]
     return Model(
         tensors={key: whole(entry) for key, entry in entries.items()},
@@ -176,27 +290,11 @@ def _names(group: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(name for name in owners if name not in roles)
 
 
-def _scalar_slots(
-    entries: Mapping[TensorKey, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
-) -> frozenset[str]:
-    """Return the slots that are one number although a parameter of the group has more elements."""
-    found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for key, entry in entries.items():
-        if key.slot != WEIGHT:
-            found.setdefault(key.slot, []).append((entry.shape, shapes[key.fqn]))
-    return frozenset(
-        slot
-        for slot, pairs in found.items()
-        if all(shape == () for shape, _ in pairs)
-        and (slot == "step" or any(prod(whole) > 1 for _, whole in pairs))
-    )
-
-
 def _group(
     checkpoint: Checkpoint,
     names: tuple[str, ...],
     hyper: Mapping[str, Any],
-    scalar_slots: frozenset[str],
+    scalar_slots: Collection[str],
 ) -> Group:
     entries = checkpoint.state_map.entries
     by_slot: dict[str, list[TensorEntry]] = {}
@@ -241,7 +339,8 @@ def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
     clip_grad = _dict(extra.pop("optimizer", None)).get("clip_grad")
     kept = {name: restored(extra.pop(name, None)) for name in keys.STATES}
     scaler = _dict(extra.pop("loss_scaler", None))
-    values: dict[str, Any] = {
+    client = extra | _dict(extra.pop("client_state", None))
+    return {
         "counters": counters,
         "kept": kept,
         "precision": _precision(checkpoint, config),
@@ -249,10 +348,8 @@ def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
         # As the reader keeps it: ``{class, state}``.
         "scaler": scaler if "class" in scaler and isinstance(scaler.get("state"), dict) else None,
         "clip_grad": clip_grad if isinstance(clip_grad, int | float) else None,
+        "client_state": {k: restored(v) for k, v in sorted(client.items()) if k not in _RESERVED},
     }
-    merged = extra | _dict(extra.pop("client_state", None))
-    client = {k: restored(v) for k, v in sorted(merged.items()) if k not in _RESERVED}
-    return values | {"client_state": client}
 
 
 def _precision(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Spreads tensors over pipeline stages and layers, and experts over expert-parallel ranks. Pure.
+"""Spreads tensors over stages, layers and ranks, and says so in the checkpoint. Pure.
 
 ``3.mlp.weight`` of a ``PipelineModule`` belongs to layer 3, ``tied_modules.embed.weight`` to every
 layer of the tied module ``embed``. A layer file belongs to the whole run, not to a stage.
@@ -8,6 +8,13 @@ count through the whole layer. Under ZeRO a group of the optimizer has only expe
 groups of experts are cut over the ranks that hold the same experts (DeepSpeed 0.19,
 ``moe/utils.py``, ``utils/groups.py``). In ``transformers`` 5 all experts of a layer are one tensor,
 which is split into their matrices.
+
+ZeRO's stages cut flattened parameters among data-parallel ranks as in DeepSpeed 0.19
+(``runtime/zero/stage_1_and_2.py`` and ``stage3.py``) without ``parameter_alignment`` and
+``round_robin_gradients``.
+
+``universal_checkpoint_info`` says how tensors are sharded. Without it DeepSpeed's own converter can
+silently combine shards wrongly. ``ucp_core.formats.deepspeed.reading.tensor_parallel`` reads it.
 """
 
 import re
@@ -17,14 +24,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
+from typing import Any, NamedTuple
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.keys import EXPERT
-from ucp_core.formats.deepspeed.writing.model import Group, Model, part_of
-from ucp_core.formats.deepspeed.writing.streams import Source
+from ucp_core.formats.deepspeed.writing.model import Group, Model, Source, part_of
 from ucp_core.formats.shared import check_equal_shares, stacked_experts
 from ucp_core.geometry import Box, TensorKey
-from ucp_core.language import ShardPiece
+from ucp_core.language import Placement, ShardPiece
 from ucp_core.numerics import grouped
 
 _NAME = re.compile(r"(?:(\d+)|tied_modules\.([^.]+))\.(.+)")
@@ -236,3 +243,169 @@ def _parts(
                 own = ShardPiece(Box.full((rows, width)), (expert, number * rows, 0))
                 part = Source(held.entry, (rows, width), (own,))
             yield f"{prefix}.{matrix}.weight", part
+
+
+#: Stages 1 and 2 pad a group to a multiple of this times the ranks: in 16 bit, every rank's range
+#: begins at a multiple of four bytes.
+_ALIGNMENT = 2
+
+#: The ``tensor`` of a span of zeros.
+PADDING = -1
+
+
+class Span(NamedTuple):
+    """Elements ``start <= i < stop`` of one flattened tensor, or this many zeros."""
+
+    tensor: int  #: Index of the tensor in its group, or ``PADDING``.
+    start: int  #: First element.
+    stop: int  #: One past the last element.
+
+    @property
+    def num_elements(self) -> int:
+        """Return how many elements it has."""
+        return self.stop - self.start
+
+
+def group_spans(numels: Sequence[int], dp: int, rank: int) -> tuple[Span, ...]:
+    """Return the spans of a group that ``rank`` holds in stages 1 and 2, side by side.
+
+    The tensors are flattened one after the other, padded at the end, and cut into ``dp`` equal
+    ranges; a range may begin and end anywhere in a tensor.
+    """
+    total = sum(numels)
+    extent = -(-total // (_ALIGNMENT * dp)) * _ALIGNMENT
+    low, high = rank * extent, (rank + 1) * extent
+    spans: list[Span] = []
+    begin = 0
+    for index, numel in enumerate(numels):
+        start, stop = max(low, begin), min(high, begin + numel)
+        if start < stop:
+            spans.append(Span(index, start - begin, stop - begin))
+        begin += numel
+    padding = high - max(low, min(high, total))
+    if padding:
+        spans.append(Span(PADDING, 0, padding))
+    return tuple(spans)
+
+
+def tensor_spans(numels: Sequence[int], dp: int, rank: int) -> tuple[Span, ...]:
+    """Return the spans of a sub-group that ``rank`` holds in stage 3, which cuts each tensor.
+
+    A tensor of n elements gives every rank ``ceil(n / dp)`` elements, the last ones with padding.
+    """
+    spans: list[Span] = []
+    for index, numel in enumerate(numels):
+        extent = -(-numel // dp)
+        start, stop = min(rank * extent, numel), min((rank + 1) * extent, numel)
+        parts = (Span(index, start, stop), Span(PADDING, 0, extent - (stop - start)))
+        spans += filter(lambda span: span.num_elements, parts)
+    return tuple(spans)
+
+
+def sub_groups(numels: Sequence[int], dp: int, sub_group_size: int) -> list[list[int]]:
+    """Return the indices of a group's tensors by sub-group of stage 3.
+
+    A sub-group ends where its tensors' parts on one rank reach ``sub_group_size`` elements.
+    """
+    parts = [-(-numel // dp) for numel in numels]
+    if sub_group_size >= sum(parts):
+        return [list(range(len(parts)))]
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for index, part in enumerate(parts):
+        groups[-1].append(index)
+        filled += part
+        if filled >= sub_group_size and index + 1 < len(parts):
+            groups.append([])
+            filled = 0
+    return groups
+
+
+_VERSION = 0.4
+_AFFINE_VERSION = 1
+
+
+def universal_info(
+    names: Iterable[str],
+    placements: Mapping[str, Placement] | None,
+    *,
+    tied: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return the document for parameters and buffers.
+
+    ``placements`` is None with one tensor-parallel rank; several pipeline stages hold ``tied``.
+    """
+    replicated: list[str] = []
+    averaged: list[str] = []
+    rows: list[str] = []
+    padded: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    affine: dict[str, Any] = {}
+    for name in names if placements else ():
+        placement, regex = (placements or {})[name], _regex(name)
+        is_replica, shards = placement.relation == "replica", placement.shards
+        held = sum(piece.local.num_elements for mine in placement.pieces for piece in mine)
+        if placement.relation == "average":
+            averaged.append(regex)
+        elif not is_replica and held < sum(map(prod, shards)):
+            key = placement.shape[0], tuple(shape[0] for shape in shards)
+            padded.setdefault(key, []).append(regex)
+        else:
+            affine[regex] = _affine(placement)
+            if is_replica and all(shape == placement.shape for shape in shards):
+                replicated.append(regex)
+            elif not is_replica and placement.shape[1:2] != shards[0][1:2]:
+                rows.append(regex)
+    info: dict[str, Any] = {
+        "universal_checkpoint_version": _VERSION,
+        "pipeline_replicated_parameter_patterns": [_regex(name) for name in tied],
+        "tp_replicated_parameter_patterns": replicated,
+        "parameter_to_average_patterns": averaged,
+        "parameter_with_row_parallelism_patterns": rows,
+        "affine_map": {"version": _AFFINE_VERSION, "params": affine},
+        "vocabulary_parameter_patterns": [],
+    }
+    if padded:
+        # The document can state only one size.
+        (extent, heights), first = next(iter(padded.items()))
+        others = [regex for key, group in padded.items() if group is not first for regex in group]
+        info |= {
+            "vocabulary_parameter_patterns": first,
+            "original_vocab_size": extent,
+            "padded_vocab_size": sum(heights),
+            "autotp_unsupported_parameter_patterns": dict.fromkeys(
+                others, "padded differently from the vocabulary"
+            ),
+        }
+    return info
+
+
+def _regex(name: str) -> str:
+    return f"^{re.escape(name)}$"
+
+
+def _affine(placement: Placement) -> dict[str, Any]:
+    holders: dict[Any, list[int]] = {}
+    for rank, pieces in enumerate(placement.pieces):
+        for piece in pieces:
+            holders.setdefault((piece.start, piece.local.shape), []).append(rank)
+    ranks: dict[int, Any] = {}
+    for rank, (shape, pieces) in enumerate(zip(placement.shards, placement.pieces, strict=True)):
+        ranks[rank] = {
+            "shard_shape": list(shape),
+            "pieces": [
+                {
+                    "shape": list(piece.local.shape),
+                    "source": _strided(placement.shape, piece.start),
+                    "dest": _strided(shape, piece.local.start),
+                    "locations": holders[piece.start, piece.local.shape],
+                }
+                for piece in pieces
+            ],
+        }
+    return {"logical_shape": list(placement.shape), "ranks": ranks}
+
+
+def _strided(shape: Sequence[int], start: Sequence[int]) -> list[Any]:
+    """Return the flat position of ``start`` in a tensor, and the tensor's strides, in elements."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return [sum(a * b for a, b in zip(start, strides, strict=True)), strides]

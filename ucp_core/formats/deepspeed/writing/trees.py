@@ -12,15 +12,14 @@ from math import prod
 from typing import Any
 
 from ucp_core.errors import UcpError
-from ucp_core.formats.deepspeed.writing.model import WEIGHT, Group, Model
-from ucp_core.formats.deepspeed.writing.partitions import (
+from ucp_core.formats.deepspeed.writing.model import WEIGHT, FlatReader, Group, Model
+from ucp_core.formats.deepspeed.writing.spread import (
     PADDING,
     Span,
     group_spans,
     sub_groups,
     tensor_spans,
 )
-from ucp_core.formats.deepspeed.writing.streams import FlatReader
 from ucp_core.formats.shared import number_of
 from ucp_core.geometry import TensorKey
 from ucp_core.native import refuse_taken
@@ -70,6 +69,8 @@ class Trees:
     dtype: str  #: Dtype of the model's weights in the target.
     dp: int = 1  #: Data-parallel ranks of the target.
     ep: int = 1  #: Expert-parallel ranks of the target.
+    stage: int = 0  #: ZeRO's stage.
+    sub_group_size: int = 0  #: Setting of stage 3.
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter or buffer."""
@@ -77,35 +78,28 @@ class Trees:
 
     def data(self, name: str, dtype: str | None = None, slot: str = WEIGHT) -> TensorData:
         """Return a tensor, cast to ``dtype`` if one is given; zeros if it lacks the slot."""
-        span = Span(0, 0, prod(self.shape(name)))
-        return self._stream(self.shape(name), [name], [span], slot, dtype)
+        shape = self.shape(name)
+        return self._made([name], [Span(0, 0, prod(shape))], slot, dtype, shape)
 
-    def _stream(
-        self,
-        shape: tuple[int, ...],
-        names: Sequence[str],
-        spans: Sequence[Span],
-        slot: str,
-        dtype: str | None,
-    ) -> TensorData:
-        """Return a tensor made of spans of a slot, with zeros for a parameter that lacks it.
-
-        Without ``dtype`` it has that of the first parameter's slot.
-        """
-        held = [self.model.tensors.get(TensorKey(name, slot)) for name in names]
-        ranges = [(None if s.tensor == PADDING else held[s.tensor], s.start, s.stop) for s in spans]
-        kind = dtype or (held[0] or self.model.weight(names[0])).dtype
-        return TensorData(kind, shape, lambda: self.reader.stream(ranges, kind))
-
-    def _flat(
+    def _made(
         self,
         names: Sequence[str],
         spans: Sequence[Span],
         slot: str = WEIGHT,
         dtype: str | None = None,
+        shape: tuple[int, ...] | None = None,
     ) -> TensorData:
-        shape = (sum(span.num_elements for span in spans),)
-        return self._stream(shape, names, spans, slot, dtype)
+        """Return a tensor made of spans of a slot, with zeros for a parameter that lacks it.
+
+        Without ``dtype`` it has that of the first parameter's slot, without ``shape`` it is flat.
+        """
+        held = [self.model.tensors.get(TensorKey(name, slot)) for name in names]
+        ranges = [(None if s.tensor == PADDING else held[s.tensor], s.start, s.stop) for s in spans]
+        kind = dtype or (held[0] or self.model.weight(names[0])).dtype
+        flat = (sum(span.num_elements for span in spans),)
+        return TensorData(
+            kind, flat if shape is None else shape, lambda: self.reader.stream(ranges, kind)
+        )
 
     def groups_of_shapes(self, groups: Iterable[Sequence[str]]) -> list[Any]:
         """Return ``param_shapes``: names in the order of flattening, by group."""
@@ -128,39 +122,38 @@ class Trees:
 
     def frozen_fragments(self, dp_rank: int) -> OrderedDict[str, TensorData]:
         """Return the part of every frozen parameter that a rank of stage 3 holds."""
-        fragments: OrderedDict[str, TensorData] = OrderedDict()
-        for name in self.model.frozen:
-            spans = tensor_spans([prod(self.shape(name))], self.dp, dp_rank)
-            fragments[name] = self._flat([name], spans, dtype=self._dtype_of(name))
-        return fragments
 
-    def optimizer(
-        self, stage: int, dp_rank: int, *, expert_rank: int, sub_group_size: int
-    ) -> dict[str, Any]:
+        def part(name: str) -> TensorData:
+            spans = tensor_spans([prod(self.shape(name))], self.dp, dp_rank)
+            return self._made([name], spans, dtype=self._dtype_of(name))
+
+        return OrderedDict((name, part(name)) for name in self.model.frozen)
+
+    def optimizer(self, dp_rank: int, expert_rank: int) -> dict[str, Any]:
         """Return the ``optimizer_state_dict`` of one rank of stages 1 to 3.
 
         ``expert_rank`` is its number among the ranks that hold the same experts.
         """
-        groups, parts = self.model.groups, self.sub_groups(stage, sub_group_size)
+        groups, parts, is_zero3 = self.model.groups, self.sub_groups(), self.stage == ZERO3
         counts = [self.dp // self.ep if group.is_expert else self.dp for group, _ in parts]
-        cut = tensor_spans if stage == ZERO3 else group_spans
+        cut = tensor_spans if is_zero3 else group_spans
         state, masters, mappings, paddings = {}, [], [], []
         for number, ((group, names), count) in enumerate(zip(parts, counts, strict=True)):
             numels = [prod(self.shape(name)) for name in names]
             spans = cut(numels, count, expert_rank if group.is_expert else dp_rank)
             held = [span for span in spans if span.tensor != PADDING]
-            masters.append(self._flat(names, spans if stage == ZERO3 else held, dtype="F32"))
+            masters.append(self._made(names, spans if is_zero3 else held, dtype="F32"))
             paddings.append(sum(s.num_elements for s in spans if s.tensor == PADDING))
             mappings.append(_addresses(names, held))
             items = group.flat.items()
-            flat = {slot: self._flat(names, spans, slot, dtype) for slot, dtype in items}
+            flat = {slot: self._made(names, spans, slot, dtype) for slot, dtype in items}
             if values := _scalars(group) | flat:
                 state[number] = values
         numbers = [[n for n, (own, _) in enumerate(parts) if own is group] for group in groups]
         param_groups = list(map(hyper_parameters, groups, numbers))
         base = {"state": state, "param_groups": param_groups}
-        zero_stage = Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (stage,))
-        if stage == ZERO3:
+        zero_stage = Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (self.stage,))
+        if is_zero3:
             return self.scaling() | {
                 "zero_stage": zero_stage,
                 "partition_count": self.dp,
@@ -178,14 +171,14 @@ class Trees:
             **self.clipping(),
         }
 
-    def sub_groups(self, stage: int, sub_group_size: int) -> list[tuple[Group, Sequence[str]]]:
+    def sub_groups(self) -> list[tuple[Group, Sequence[str]]]:
         """Return the names in each flat tensor of the optimizer: stage 3 cuts groups."""
         found: list[tuple[Group, Sequence[str]]] = []
         for group in self.model.groups:
             numels = [prod(self.shape(name)) for name in group.names]
             parts = [list(range(len(numels)))]
-            if stage == ZERO3:
-                parts = sub_groups(numels, self.dp, sub_group_size)
+            if self.stage == ZERO3:
+                parts = sub_groups(numels, self.dp, self.sub_group_size)
             found += [(group, [group.names[index] for index in part]) for part in parts]
         return found
 
@@ -295,12 +288,6 @@ def write_files(
         raise UcpError(f"tag={tag!r} is not the name of a folder")
     refuse_taken(directory, store.list(directory))
     done_bytes = total_bytes = 0
-    if progress is not None:
-        for _, tree in files():
-            # Each tensor of a file counts once.
-            tensors: dict[int, TensorData] = {}
-            _mapped(tree, lambda tensor: tensor, tensors)
-            total_bytes += sum(tensor.num_bytes for tensor in tensors.values())
 
     def chunks(tensor: TensorData) -> Iterator[Buffer]:
         nonlocal done_bytes
@@ -313,6 +300,12 @@ def write_files(
     def counted(tensor: TensorData) -> TensorData:
         return TensorData(tensor.dtype, tensor.shape, lambda: chunks(tensor))
 
+    if progress is not None:
+        for _, tree in files():
+            # Each tensor of a file counts once.
+            tensors: dict[int, TensorData] = {}
+            _mapped(tree, counted, tensors)
+            total_bytes += sum(tensor.num_bytes for tensor in tensors.values())
     folder = join(directory, tag)
     with undone(store, directory) as written:
         # A user can load a folder without ``latest`` by its tag.
