@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -52,7 +53,10 @@ def target_files(state_map: StateMap, roles: Mapping[str, str]) -> tuple[TargetF
             # safetensors requires aligned tensors without gaps.
             group.sort(key=lambda entry: (-DTYPE_BYTES[entry.dtype], entry.key.fqn))
             name = f"{family}-{number:05d}-of-{len(groups):05d}.safetensors"
-            files.append(_target_file(name, group))
+            tensors = [(entry.key.fqn, entry.dtype, entry.shape) for entry in group]
+            header = print_header(tensors, {"format": "pt"})
+            ends = list(accumulate((entry.num_bytes for entry in group), initial=len(header)))
+            files.append(TargetFile(name, header, tuple(map(TargetTensor, group, ends)), ends[-1]))
     return tuple(files)
 
 
@@ -79,18 +83,6 @@ def small_files(files: Sequence[TargetFile], extra: Mapping[str, Any]) -> dict[s
 def extra_file(name: str) -> str:
     """Return the file of an extra value."""
     return f"extra/{_file_name(name)}.json"
-
-
-def _target_file(name: str, entries: Sequence[TensorEntry]) -> TargetFile:
-    header = print_header(
-        [(entry.key.fqn, entry.dtype, entry.shape) for entry in entries], {"format": "pt"}
-    )
-    offset_bytes = len(header)
-    tensors: list[TargetTensor] = []
-    for entry in entries:
-        tensors.append(TargetTensor(entry, offset_bytes))
-        offset_bytes += entry.num_bytes
-    return TargetFile(name, header, tuple(tensors), offset_bytes)
 
 
 def _family(slot: str) -> str:

@@ -97,24 +97,19 @@ def _is_small(container: Container, key: str) -> bool:
 
 def _number(container: Container, key: str, *, exact: bool = False) -> Any:
     """Return a small tensor as a number, or with the base64 of its bytes."""
-    entries, _ = container.entries({key: TensorKey(key, "weight")})
-    ref = _ref(entries[TensorKey(key, "weight")])
-    return container.as_json(ref, key, exact=exact)
-
-
-def _ref(entry: TensorEntry) -> TensorRef:
-    """Return the only fragment of a small tensor as a contiguous tensor."""
+    name = TensorKey(key, "weight")
+    entry = container.entries({key: name})[0][name]
     (fragment,) = entry.fragments
     strides = packed_strides(entry.shape, 1)
-    return TensorRef(entry.dtype, entry.shape, strides, fragment.file, fragment.offset_bytes, None)
+    ref = TensorRef(entry.dtype, entry.shape, strides, fragment.file, fragment.offset_bytes, None)
+    return container.as_json(ref, key, exact=exact)
 
 
 def _name_numbers(container: Container, names: KeyNames) -> None:
     """Name the parameters that the optimizer's state knows only by number."""
     fqns = {fqn for fqn, _ in names.states.values()}
-    if not fqns or not all(fqn.isdecimal() for fqn in fqns):
-        return
-    if fqns <= set(names.weights.values()):
+    is_numbered = all(fqn.isdecimal() for fqn in fqns)
+    if not is_numbered or fqns <= set(names.weights.values()):
         return
     shapes: dict[int, tuple[int, ...]] = {}
     for key, (fqn, _) in names.states.items():

@@ -77,7 +77,10 @@ def read_universal(
         _add_groups(found, held)
     _add_buffers(found)
     first: Mapping[str, Any] = {} if native is None else native.first
-    found.step = _step(found, first, folder)
+    step, match = first.get("global_steps"), _STEP_IN_TAG.fullmatch(folder.tag)
+    if not isinstance(step, int) or step < 0:
+        step = found.counted_step() or (int(match[1]) if match else 0)
+    found.step = step
     found.layout = {"dp": 1, "tp": 1, "pp": 1}
     version = str(first.get("ds_version") or tree.get("ds_version") or "")
     return found.checkpoint(
@@ -240,14 +243,6 @@ def _names_by_group(
             names[group_of.get(index, 0)].append(item[0])
             room -= -(-prod(item[1]) // found.native.dp)
     return names
-
-
-def _step(found: _Folder, first: Mapping[str, Any], folder: Folder) -> int:
-    step = first.get("global_steps")
-    if isinstance(step, int) and step >= 0:
-        return step
-    match = _STEP_IN_TAG.fullmatch(folder.tag)
-    return found.counted_step() or (int(match[1]) if match else 0)
 
 
 def _add_buffers(found: _Folder) -> None:

@@ -23,7 +23,7 @@ from ucp_core.formats.deepspeed.writer import DTYPES, common_state
 from ucp_core.language import Affine, Cut, Grid, Rules
 from ucp_core.native import Checkpoint, check_memory
 from ucp_core.storage import Store
-from ucp_core.torch_files import Instance, Size
+from ucp_core.torch_files import Instance
 
 #: Slots that DeepSpeed keeps as one number; its folder has only the step.
 _STEP = "step"
@@ -168,7 +168,7 @@ def _optimizer_state(trees: writing.Trees) -> dict[str, Any]:
             # Stage 3 gives group 0's values to all groups.
             "param_groups": [common | {"params": [0]}],
         },
-        **trees.clipping(),
+        **trees.model.clipping,
     }
 
 
@@ -181,8 +181,8 @@ def _model_states(trees: writing.Trees, *, with_tensors: bool) -> dict[str, Any]
         "module": module,
         "buffer_names": list(model.buffers),
         "optimizer": None,
-        "param_shapes": trees.groups_of_shapes(group.names for group in model.groups),
-        "frozen_param_shapes": OrderedDict((n, Size(trees.shape(n))) for n in model.frozen),
+        "param_shapes": [trees.shapes(group.names) for group in model.groups],
+        "frozen_param_shapes": trees.shapes(model.frozen),
         "frozen_param_fragments": frozen,
         "shared_params": dict(model.ties),
         "ds_config": dict(model.config),

@@ -16,7 +16,6 @@ from ucp_core.formats.deepspeed import writing
 from ucp_core.language import Placement, Rules, split
 from ucp_core.native import Checkpoint, check_memory
 from ucp_core.storage import Store
-from ucp_core.torch_files import Size
 
 #: Names of dtypes as DeepSpeed's configuration has them.
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -236,7 +235,7 @@ def _model_states(trees: writing.Trees, target: Target, dp_rank: int) -> dict[st
     model, is_zero3 = trees.model, target.stage == writing.ZERO3
     module = trees.module(empty=(*model.parameters, *model.frozen) if is_zero3 else ())
     fragments = sizes = None
-    groups = [names for _, names in trees.sub_groups()]
+    shapes = [trees.shapes(names) for _, names in trees.sub_groups()]
     if is_zero3:
         fragments = trees.frozen_fragments(dp_rank)
     elif target.stage == 2 or model.frozen:  # noqa: PLR2004 - ZeRO's
@@ -244,7 +243,7 @@ def _model_states(trees: writing.Trees, target: Target, dp_rank: int) -> dict[st
         # and 1, and its zero_to_fp32 then loses them.
         fragments = OrderedDict((name, module[name]) for name in model.frozen)
     if fragments is not None:
-        sizes = OrderedDict((name, Size(trees.shape(name))) for name in model.frozen)
+        sizes = trees.shapes(model.frozen)
     # DeepSpeed fills it on rank 0 only.
     shared = dict(model.ties) if dp_rank == 0 else {}
     # Tensors of a pipeline and of experts have their own files.
@@ -254,7 +253,7 @@ def _model_states(trees: writing.Trees, target: Target, dp_rank: int) -> dict[st
         "buffer_names": list(model.buffers),
         "optimizer": trees.plain_optimizer() if target.stage == 0 else None,
         # DeepSpeed omits shapes at stage 0, where nothing else names the numbered parameters.
-        "param_shapes": trees.groups_of_shapes(groups) or None,
+        "param_shapes": shapes or None,
         "shared_params": shared if target.stage > 0 else None,
         "frozen_param_shapes": sizes,
         "frozen_param_fragments": fragments,

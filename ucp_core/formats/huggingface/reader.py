@@ -78,8 +78,7 @@ def read(
     config = documents.get("config.json", {})
     if documents:
         found.extra[EXTRA_NAME] = documents
-    is_safe = files[0].endswith(SUFFIX)
-    if is_safe:
+    if files[0].endswith(SUFFIX):
         metadata = _add_safetensors(found, files, sizes)
     else:
         _add_torch_files(found, files, listed)

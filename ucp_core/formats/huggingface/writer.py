@@ -7,7 +7,7 @@ the export.
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,11 +50,19 @@ def kept_in_float32(checkpoint: Checkpoint, dtype: str | None) -> Kept:
         for key, entry in checkpoint.state_map.entries.items()
         if key.slot == "weight" and entry.dtype == "F32"
     ]
-    buffers = [name for name in wide if roles.get(name) == "buffer"]
-    reasons = [_told(buffers, "buffers")] if buffers else []
+    lists = ["_keep_in_fp32_modules_strict"]
+    lists += ["_keep_in_fp32_modules"] if dtype == "F16" else []
+    kept: list[str] = []
+    reasons: list[str] = []
+
+    def keep(names: Iterable[str], why: str) -> None:
+        own = [name for name in names if name not in kept]
+        kept.extend(own)
+        reasons.extend([f"{shortened(own, _TOLD)} stay float32 ({why})"] if own else [])
+
+    keep((name for name in wide if roles.get(name) == "buffer"), "buffers")
     documents = checkpoint.extra.get(EXTRA_NAME, {})
     config = documents.get("config.json") if isinstance(documents, dict) else None
-    found: list[str] = []
     for kind in _classes(config) if isinstance(config, dict) else ():
         if isinstance(kind, str):
             told = (
@@ -63,24 +71,12 @@ def kept_in_float32(checkpoint: Checkpoint, dtype: str | None) -> Kept:
             )
             reasons.append(f"{told} in float32 is unknown, and was cast")
             continue
-        patterns = _patterns(kind, dtype)
-        own = [name for name in wide if any(one.search(name) for one in patterns)]
-        own = [name for name in own if name not in {*buffers, *found}]
-        found += own
-        reasons += [_told(own, f"{kind.__name__} keeps them in float32")] if own else []
-    return Kept(frozenset((*buffers, *found)), tuple(reasons))
-
-
-def _told(names: list[str], why: str) -> str:
-    return f"{shortened(names, _TOLD)} stay float32 ({why})"
-
-
-def _patterns(kind: Any, dtype: str) -> list[re.Pattern[str]]:
-    """Return the expressions that ``transformers`` (5.24) searches in names when it loads."""
-    lists = ["_keep_in_fp32_modules_strict"]
-    lists += ["_keep_in_fp32_modules"] if dtype == "F16" else []
-    globs = [glob for name in lists for glob in getattr(kind, name, None) or ()]
-    return [re.compile(glob.replace("*", ".*")) for glob in globs]
+        # ``transformers`` (5.24) searches them in names when it loads.
+        globs = [glob for name in lists for glob in getattr(kind, name, None) or ()]
+        patterns = [re.compile(glob.replace("*", ".*")) for glob in globs]
+        own = (name for name in wide if any(one.search(name) for one in patterns))
+        keep(own, f"{kind.__name__} keeps them in float32")
+    return Kept(frozenset(kept), tuple(reasons))
 
 
 def _classes(config: Mapping[str, Any]) -> Iterator[Any]:
@@ -171,10 +167,10 @@ def write(  # noqa: PLR0913 - the options of a format
                 written.append(path)
                 store.write_atomic(path, _print(document), fsync=fsync)
         total_bytes = sum(output.entry.num_bytes for output in (*outputs, *adapters))
-        writer = _WeightFiles(checkpoint, store, memory_bytes, progress, total_bytes)
+        writer = _WeightFiles(checkpoint, memory_bytes, progress, total_bytes)
         for name, shard in ({_ADAPTER_NAME: adapters} | shards if adapters else shards).items():
             written.append(join(directory, name))
-            writer.file(written[-1], shard, fsync=fsync)
+            store.write_file(written[-1], writer.chunks(shard), fsync=fsync)
         if len(shards) > 1:
             written.append(join(directory, f"model{INDEX_SUFFIX}"))
             store.write_atomic(written[-1], _print(_index(shards)), fsync=fsync)
@@ -258,14 +254,13 @@ def _print(document: Any) -> bytes:
 @dataclass(slots=True)
 class _WeightFiles:
     checkpoint: Checkpoint
-    store: Store
     memory_bytes: int
     progress: Callable[[int, int], None] | None
     total_bytes: int
     done_bytes: int = 0
 
-    def file(self, path: str, shard: Sequence[_Output], *, fsync: bool) -> None:
-        """Write one file as a stream, in an order that aligns each tensor without gaps."""
+    def chunks(self, shard: Sequence[_Output]) -> Iterator[Buffer]:
+        """Yield one file, in an order that aligns each tensor without gaps."""
         shard = sorted(shard, key=lambda output: (-DTYPE_BYTES[output.dtype], output.name))
         names = {output.name for output in shard}
         metadata = {"format": "pt"} | {
@@ -273,11 +268,7 @@ class _WeightFiles:
             for alias, owner in self.checkpoint.manifest.ties.items()
             if owner in names and alias not in names
         }
-        header = print_header([(o.name, o.dtype, o.entry.shape) for o in shard], metadata)
-        self.store.write_file(path, self._chunks(header, shard), fsync=fsync)
-
-    def _chunks(self, header: bytes, shard: Sequence[_Output]) -> Iterator[Buffer]:
-        yield header
+        yield print_header([(o.name, o.dtype, o.entry.shape) for o in shard], metadata)
         dtypes = {output.entry.key: output.dtype for output in shard}
         entries = [output.entry for output in shard]
         for slab in stream(self.checkpoint, entries, memory_bytes=self.memory_bytes):

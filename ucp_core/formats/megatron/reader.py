@@ -322,8 +322,12 @@ def _add_distributed(
             if step is not None:
                 model.scalars.add(TensorKey(name, "step"), step)
         trained |= starts.keys()
-    own = [param for param in part.params if param[0] in trained]
-    return _names_by_decay(model, own, hyper)
+    shapes = {name: ref.shape for name, ref in part.params if name in trained}
+    named, unsure = assigned(hyper, shapes)
+    if unsure:
+        note = "the distributed optimizer does not say which group each parameter is in"
+        model.items["param_groups"] = Item("drop", note)
+    return [[] if unsure else group["params"] for group in named]
 
 
 def _buffers(
@@ -378,17 +382,6 @@ def _starts(
     sizes = [ref.num_elements for _, ref in params]
     places = lay_out(sizes, [flat.num_elements], holds, refused=refused, is_joined=True)
     return {params[number][0]: place.start for number, place in places.items()}
-
-
-def _names_by_decay(
-    model: Model, params: Sequence[tuple[str, TensorRef]], hyper: Sequence[Mapping[str, Any]]
-) -> list[list[str]]:
-    """Return the names of each group by Megatron's rule; none if the rule does not tell."""
-    named, unsure = assigned(hyper, {name: ref.shape for name, ref in params})
-    if unsure:
-        note = "the distributed optimizer does not say which group each parameter is in"
-        model.items["param_groups"] = Item("drop", note)
-    return [[] if unsure else group["params"] for group in named]
 
 
 def layouts_of(

@@ -107,14 +107,6 @@ def refusing_nonsense(where: str, framework: str) -> Iterator[None]:
         ) from error
 
 
-def number(store: Store, directory: str, ref: TensorRef) -> float | int | bool | None:
-    """Return the only element of a tensor; None if Python has no such number (bfloat16)."""
-    if ref.dtype not in _FORMATS or ref.num_elements != 1:
-        return None
-    data = store.read_range(join(directory, ref.file), ref.offset_bytes, ref.num_bytes)
-    return number_of(data, ref.dtype)
-
-
 def number_of(data: Buffer, dtype: str) -> float | int | bool:
     """Return the number in the bytes of a tensor; ``dtype`` is one of ``NUMBER_DTYPES``."""
     value: float | int | bool = struct.unpack(f"<{_FORMATS[dtype]}", data)[0]
@@ -129,8 +121,13 @@ def json_value(value: Any, store: Store, directory: str, where: str, *, exact: b
         exact: Mark all values that JSON lacks, so that ``restored`` converts them back.
     """
 
+    def read(ref: TensorRef) -> bytes:
+        return store.read_range(join(directory, ref.file), ref.offset_bytes, ref.num_bytes)
+
     def tensor(ref: TensorRef) -> Any:
-        found = None if ref.shape else number(store, directory, ref)
+        found = None
+        if not ref.shape and ref.dtype in NUMBER_DTYPES:  # Python has no bfloat16
+            found = number_of(read(ref), ref.dtype)
         if found is not None and not exact:
             return found
         if found is not None and abs(found) < float("inf"):
@@ -140,11 +137,10 @@ def json_value(value: Any, store: Store, directory: str, where: str, *, exact: b
                 f"a tensor {ref.dtype}{list(ref.shape)} in {ref.file} is too large for a small "
                 "value"
             )
-        data = store.read_range(join(directory, ref.file), ref.offset_bytes, ref.num_bytes)
         made: dict[str, Any] = {"dtype": ref.dtype, "shape": list(ref.shape)}
         if ref.byte_strides is not None:
             made["strides"] = list(ref.strides)
-        return {**made, "base64": b64encode(data).decode()}
+        return {**made, "base64": b64encode(read(ref)).decode()}
 
     return as_json(value, where=join(directory, where), tensor=tensor, exact=exact)
 

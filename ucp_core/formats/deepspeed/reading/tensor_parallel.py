@@ -64,12 +64,7 @@ class Names:
 
 
 class Info:
-    """The checkpoint's ``universal_checkpoint_info``.
-
-    Attributes:
-        tells: Whether the document says anything about tensor parallelism.
-        original_vocab_size: Rows of the vocabulary without padding, or None.
-    """
+    """The checkpoint's ``universal_checkpoint_info``."""
 
     def __init__(self, info: Mapping[str, Any], where: str) -> None:
         self.version = float(info.get("universal_checkpoint_version", 0.0))
@@ -78,7 +73,9 @@ class Info:
                 f"{where} has version {self.version}, this program reads up to "
                 f"{_VERSION_MAX}: update everstep"
             )
+        #: Whether the document says anything about tensor parallelism.
         self.tells = any(info.get(key) for key in _TELLING)
+        #: Rows of the vocabulary without padding, or None.
         self.original_vocab_size: int | None = info.get("original_vocab_size")
         self.widths: dict[str, Any] = info.get(_WIDTHS) or {}
         patterns = {key: info.get(key) or () for key in (*_TELLING, _UNSUPPORTED)}

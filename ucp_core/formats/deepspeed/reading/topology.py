@@ -182,9 +182,8 @@ def _optim(
         return {}
     kinds = {prefix: name for (prefix, _, _), name in listed.items()}
     prefix = next(iter(kinds), "")
-    if len(kinds) > 1:
-        shown = sorted(kinds.items())
-        _refuse_two_kinds(directory, dict(shown[:1]), dict(shown[1:]))
+    shown = sorted(kinds.items())
+    _refuse_two_kinds(directory, dict(shown[:1]), dict(shown[1:]))
     found = {(dp, mp): name for (kind, dp, mp), name in listed.items() if kind == prefix}
     return _taken(directory, found, ranks, f"{prefix}{_ZERO}optim_states.pt")
 

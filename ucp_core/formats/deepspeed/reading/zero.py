@@ -154,19 +154,18 @@ def _partition(
     flat = {WEIGHT: weight}
     scalars: dict[str, TensorRef | float] = {}
     for name, value in state.items():
-        is_flat = False
-        if isinstance(value, int | float):
-            scalars[name] = value
-            continue
+        is_number = isinstance(value, int | float)
         if isinstance(value, TensorRef):
-            if not value.shape or (name == "step" and value.num_elements == 1):
-                scalars[name] = value
-                continue
-            is_flat = len(value.shape) == 1 and value.byte_strides is None
-            fits = value.shape[0] in (size, size + (padding or 0))
-            fits = fits or (padding is None and value.shape[0] >= size)
-            is_flat = is_flat and fits
-        if is_flat:
+            is_number = not value.shape or (name == "step" and value.num_elements == 1)
+        if is_number:
+            scalars[name] = value
+        elif (
+            isinstance(value, TensorRef)
+            and len(value.shape) == 1
+            and value.byte_strides is None
+            and value.shape[0] >= size
+            and (padding is None or value.shape[0] in (size, size + padding))
+        ):
             flat[name] = value
         elif value is not None:
             shape = list(value.shape) if isinstance(value, TensorRef) else type(value).__name__

@@ -165,7 +165,7 @@ class Model:
     #: States of ``lr_scheduler``, ``data_sampler`` and ``random_ltd``, or None.
     kept: Mapping[str, Any]
     scaler: Mapping[str, Any] | None  #: The loss scaler's class and state, or None.
-    clip_grad: float | None  #: The limit of the gradient's norm, or None if unknown.
+    clipping: Mapping[str, float]  #: The limit of the gradient's norm, if it is known.
     precision: str  #: The dtype that the source was trained in: ``fp32``, ``bf16`` or ``fp16``.
     config: Mapping[str, Any]  #: The source's configuration of DeepSpeed, or empty.
     client_state: Mapping[str, Any]  #: Everything else, by name.
@@ -187,10 +187,11 @@ class Model:
 
 def sharded(model: Model, placements: Mapping[str, Placement], rank: int) -> Model:
     """Return the model of a tensor-parallel rank; a slot is sharded like its parameter."""
-    tensors: dict[TensorKey, Source] = {}
-    for key, held in model.tensors.items():
-        placement = placements[key.fqn]
-        tensors[key] = Source(held.entry, placement.shards[rank], placement.pieces[rank])
+    placed = {key: placements[key.fqn] for key in model.tensors}
+    tensors = {
+        key: Source(held.entry, placed[key].shards[rank], placed[key].pieces[rank])
+        for key, held in model.tensors.items()
+    }
     return replace(model, tensors=tensors)
 
 
@@ -249,7 +250,10 @@ def describe(checkpoint: Checkpoint) -> Model:
     # The loading module would refuse an unknown name.
     entries, weights = tensors_of(checkpoint), weights_of(checkpoint)
     shapes = {name: entry.shape for name, entry in weights.items()}
-    named = [_names(group, checkpoint) for group in manifest.param_groups]
+    named: list[tuple[str, ...]] = []
+    for group in manifest.param_groups:
+        owners = dict.fromkeys(manifest.ties.get(name, name) for name in group.get("params", ()))
+        named.append(tuple(name for name in owners if name not in roles))
     grouped = {name for names in named for name in names}
     named_ones = {key.fqn for key in entries} | grouped | {*manifest.ties.values()}
     if strange := named_ones - shapes.keys():
@@ -281,13 +285,6 @@ def describe(checkpoint: Checkpoint) -> Model:
         ties=dict(sorted(manifest.ties.items())),
         **_small_values(checkpoint),
     )
-
-
-def _names(group: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the parameters that a group trains, each by its owner's name."""
-    ties, roles = checkpoint.manifest.ties, checkpoint.manifest.roles
-    owners = dict.fromkeys(ties.get(name, name) for name in group.get("params", ()))
-    return tuple(name for name in owners if name not in roles)
 
 
 def _group(
@@ -347,7 +344,7 @@ def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
         "config": config,
         # As the reader keeps it: ``{class, state}``.
         "scaler": scaler if "class" in scaler and isinstance(scaler.get("state"), dict) else None,
-        "clip_grad": clip_grad if isinstance(clip_grad, int | float) else None,
+        "clipping": {"clip_grad": clip_grad} if isinstance(clip_grad, int | float) else {},
         "client_state": {k: restored(v) for k, v in sorted(client.items()) if k not in _RESERVED},
     }
 

@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -209,40 +209,34 @@ def with_single_experts(model: Model, ep: int) -> Model:
         return model
     fused = stacked_experts({name: model.weight(name).shape for name in model.weights})
     layers = {match["layer"] for match in fused.values()}
-    routers = {
-        name: f"{match['layer']}.deepspeed_moe.gate.{_ROUTERS.get(match['rest'], match['rest'])}"
-        for name in model.weights
-        if (match := _ROUTER.fullmatch(name)) and match["layer"] in layers
+    #: The names of each tensor, and their places if it is a stack.
+    names: dict[str, dict[str, ShardPiece | None]] = {
+        name: dict(_matrices(match, model.weight(name).shape)) for name, match in fused.items()
     }
-    # The tensor keeps its name in the source for reading, whatever its name here.
-    tensors: dict[TensorKey, Source] = {}
-    renamed: dict[str, dict[str, None]] = {}
-    for key, held in model.tensors.items():
-        if key.fqn not in fused:
-            tensors[TensorKey(routers.get(key.fqn, key.fqn), key.slot)] = held
-            continue
-        for own, part in _parts(fused[key.fqn], held, model.weight(key.fqn).shape):
-            tensors[TensorKey(own, key.slot)] = part
-            renamed.setdefault(key.fqn, {})[own] = None
+    for name in model.weights:
+        if (match := _ROUTER.fullmatch(name)) and match["layer"] in layers:
+            own = _ROUTERS.get(match["rest"], match["rest"])
+            names[name] = {f"{match['layer']}.deepspeed_moe.gate.{own}": None}
+    # The tensor keeps its name in the source for reading, whatever its name here. All matrices
+    # share a slot that is one number.
+    tensors = {
+        TensorKey(own, key.slot): Source(held.entry, piece.local.shape, (piece,))
+        if piece is not None and held.shape == model.weight(key.fqn).shape
+        else held
+        for key, held in model.tensors.items()
+        for own, piece in names.get(key.fqn, {key.fqn: None}).items()
+    }
+    return part_of(model, lambda name: names.get(name, [name]), tensors)
 
-    return part_of(model, lambda n: renamed.get(n, [routers.get(n, n)]), tensors)
 
-
-def _parts(
-    match: re.Match[str], held: Source, shape: tuple[int, ...]
-) -> Iterator[tuple[str, Source]]:
-    """Yield the name and values of each matrix; all matrices share a slot that is one number."""
-    matrices = _MATRICES[match["kind"]]
+def _matrices(match: re.Match[str], shape: tuple[int, ...]) -> Iterator[tuple[str, ShardPiece]]:
+    """Yield the name of each matrix of a stack, and its place."""
+    kinds = _MATRICES[match["kind"]]
     num_experts, num_rows, width = shape
-    rows = num_rows // len(matrices)
-    for expert in range(num_experts):
-        prefix = f"{match['layer']}.deepspeed_moe.experts.deepspeed_experts.{expert}"
-        for number, matrix in enumerate(matrices):
-            part = held
-            if held.shape == shape:
-                own = ShardPiece(Box.full((rows, width)), (expert, number * rows, 0))
-                part = Source(held.entry, (rows, width), (own,))
-            yield f"{prefix}.{matrix}.weight", part
+    rows = num_rows // len(kinds)
+    for expert, (number, kind) in product(range(num_experts), enumerate(kinds)):
+        name = f"{match['layer']}.deepspeed_moe.experts.deepspeed_experts.{expert}.{kind}.weight"
+        yield name, ShardPiece(Box.full((rows, width)), (expert, number * rows, 0))
 
 
 #: Stages 1 and 2 pad a group to a multiple of this times the ranks: in 16 bit, every rank's range

@@ -8,6 +8,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -101,9 +102,9 @@ class Trees:
             kind, flat if shape is None else shape, lambda: self.reader.stream(ranges, kind)
         )
 
-    def groups_of_shapes(self, groups: Iterable[Sequence[str]]) -> list[Any]:
-        """Return ``param_shapes``: names in the order of flattening, by group."""
-        return [OrderedDict((n, Size(self.shape(n))) for n in names) for names in groups]
+    def shapes(self, names: Iterable[str]) -> OrderedDict[str, Size]:
+        """Return the shapes of parameters, in this order."""
+        return OrderedDict((name, Size(self.shape(name))) for name in names)
 
     def module(self, empty: Iterable[str] = ()) -> OrderedDict[str, TensorData]:
         """Return the weights in the model's dtype, frozen parameters, buffers and aliases.
@@ -168,7 +169,7 @@ class Trees:
             "partition_count": counts,
             "ds_version": DS_VERSION,
             "param_slice_mappings": mappings,
-            **self.clipping(),
+            **self.model.clipping,
         }
 
     def sub_groups(self) -> list[tuple[Group, Sequence[str]]]:
@@ -188,10 +189,9 @@ class Trees:
             return None
         state: dict[int, Any] = {}
         param_groups: list[dict[str, Any]] = []
-        first = 0
         for group in self.model.groups:
+            first = sum(len(other["params"]) for other in param_groups)
             numbers = list(range(first, first + len(group.names)))
-            first += len(numbers)
             param_groups.append(hyper_parameters(group, numbers))
             for number, name in zip(numbers, group.names, strict=True):
                 held = [s for s in group.flat if TensorKey(name, s) in self.model.tensors]
@@ -217,11 +217,6 @@ class Trees:
             "dynamic_loss_scale": state["dynamic"],
             "overflow": False,
         }
-
-    def clipping(self) -> dict[str, Any]:
-        """Return the limit of the gradient's norm, if it is known."""
-        clip_grad = self.model.clip_grad
-        return {} if clip_grad is None else {"clip_grad": clip_grad}
 
     def _dtype_of(self, name: str) -> str | None:
         """Return the dtype of a weight in the target; None: the source's."""
@@ -254,16 +249,12 @@ def number(dtype: str, data: bytes) -> TensorData | int:
 
 def _addresses(names: Sequence[str], spans: Sequence[Span]) -> OrderedDict[str, Instance]:
     """Return ``param_slice_mappings``: where each parameter is in the rank's range."""
-    addresses: OrderedDict[str, Instance] = OrderedDict()
-    start = 0
-    for span in spans:
-        addresses[names[span.tensor]] = Instance(
-            "deepspeed.utils.tensor_fragment.fragment_address",
-            (),
-            {"numel": span.num_elements, "start": start},
-        )
-        start += span.num_elements
-    return addresses
+    address = "deepspeed.utils.tensor_fragment.fragment_address"
+    starts = accumulate((span.num_elements for span in spans), initial=0)
+    return OrderedDict(
+        (names[s.tensor], Instance(address, (), {"numel": s.num_elements, "start": start}))
+        for s, start in zip(spans, starts, strict=False)
+    )
 
 
 _TAG = re.compile(r"[^/\\\x00-\x1f]+")
@@ -289,16 +280,16 @@ def write_files(
     refuse_taken(directory, store.list(directory))
     done_bytes = total_bytes = 0
 
-    def chunks(tensor: TensorData) -> Iterator[Buffer]:
-        nonlocal done_bytes
-        for chunk in tensor.chunks():
-            yield chunk
-            done_bytes += memoryview(chunk).nbytes
-            if progress is not None:
-                progress(done_bytes, total_bytes)
-
     def counted(tensor: TensorData) -> TensorData:
-        return TensorData(tensor.dtype, tensor.shape, lambda: chunks(tensor))
+        def chunks() -> Iterator[Buffer]:
+            nonlocal done_bytes
+            for chunk in tensor.chunks():
+                yield chunk
+                done_bytes += memoryview(chunk).nbytes
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+
+        return TensorData(tensor.dtype, tensor.shape, chunks)
 
     if progress is not None:
         for _, tree in files():
