@@ -1,4 +1,4 @@
-"""What writers of other frameworks' formats ask about a checkpoint. Pure.
+"""Answers the questions of writers of other frameworks' formats about a checkpoint. Pure.
 
 ``transformers`` 5 has one tensor for the experts of a layer: ``gate_up_proj`` is
 ``[experts, 2 * rows, width]``, gate above up, and ``down_proj`` ``[experts, width, rows]`` in
