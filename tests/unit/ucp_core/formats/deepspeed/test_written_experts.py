@@ -106,6 +106,25 @@ def test_experts_with_gate_and_up_in_turn_are_refused() -> None:
         write(source.save(store, "s"), store, "out", memory_bytes=MEMORY_BYTES, dp=2, ep=2)
 
 
+def test_experts_of_one_tensor_become_matrices_of_their_own() -> None:
+    """Every slot is cut alike: gate above up, and an expert after the other."""
+    store = MemoryStore()
+    shapes = {"mlp.experts.gate_up_proj": (4, 6, 5), "mlp.experts.down_proj": (4, 5, 3)}
+    source = adam_state(shapes).save(store, "s")
+    wholes = loaded(source)
+
+    found = loaded(_written(source, store, "out", stage=1, dp=2, ep=2))
+
+    for slot in ("weight", "exp_avg", "exp_avg_sq"):
+        up = wholes["mlp.experts.gate_up_proj", slot]
+        down = wholes["mlp.experts.down_proj", slot]
+        for expert in range(4):
+            name = f"mlp{_EXPERTS}{expert}"
+            assert (found[f"{name}.gate_proj.weight", slot] == up[expert, :3]).all()
+            assert (found[f"{name}.up_proj.weight", slot] == up[expert, 3:]).all()
+            assert (found[f"{name}.down_proj.weight", slot] == down[expert]).all()
+
+
 def test_groups_that_were_cut_for_their_size_are_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with fewer experts has fewer groups of them, as DeepSpeed makes them."""
     monkeypatch.setattr(spread, "_GROUP_ELEMENTS_MAX", 40)
