@@ -31,7 +31,8 @@ class ActorPool:
         name: Callable[[str], str],
         boot: Mapping[str, Any],
     ) -> None:
-        self._kind = kind
+        #: Made once: Ray exports and keeps for ever each class that it is given.
+        self._kind: Any = ray.remote(kind)
         self._options = options
         self._names = names
         self._name = name
@@ -84,7 +85,7 @@ class ActorPool:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         }
         directory = self._names.shared_directory(node)
-        made: Any = ray.remote(self._kind).options(**options)
+        made = self._kind.options(**options)
         return made.remote(directory=directory, **arguments, **self._boot)
 
 
