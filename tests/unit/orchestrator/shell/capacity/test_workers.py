@@ -91,6 +91,8 @@ def test_no_worker_starts_beside_one_that_may_still_live(
         posted.append(event)
         seen[event.worker, type(event)].set()
 
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=boot))
+    monkeypatch.setattr("ray.remote", lambda _: actor)
     workers = workers_of(_node_with(kill=Call(kill)), post)
 
     async def play() -> None:
@@ -106,8 +108,6 @@ def test_no_worker_starts_beside_one_that_may_still_live(
         await asyncio.wait_for(seen["w0003", ev.WorkerReady].wait(), 120.0)
         await workers.close()
 
-    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=boot))
-    monkeypatch.setattr("ray.remote", lambda _: actor)
     monkeypatch.setattr("ray.kill", lambda *_, **__: None)
     asyncio.run(play())
 
@@ -141,6 +141,8 @@ def test_a_silent_ray_delays_no_start_and_its_late_workers_are_ended(
         killed.append(found)
         has_killed.set()
 
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=boot))
+    monkeypatch.setattr("ray.remote", lambda _: actor)
     workers = workers_of(_node_with(), posted.append)
 
     async def play() -> None:
@@ -153,8 +155,6 @@ def test_a_silent_ray_delays_no_start_and_its_late_workers_are_ended(
             assert await asyncio.to_thread(has_killed.wait, 120.0)
         await workers.close()
 
-    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=boot))
-    monkeypatch.setattr("ray.remote", lambda _: actor)
     monkeypatch.setattr("ray.kill", end)
     asyncio.run(play())
 
@@ -201,15 +201,15 @@ def test_a_death_is_reported_with_the_cause_as_far_as_it_is_known(
         return known if pid == 77 else Ending("")
 
     posted: asyncio.Queue[ev.Event] = asyncio.Queue()
-    workers = workers_of(_node_with(ending=Call(ending)), posted.put_nowait)
     handle = SimpleNamespace(hello=Call(refuse), hold=Call(refuse))
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: handle))
+    monkeypatch.setattr("ray.remote", lambda _: actor)
+    workers = workers_of(_node_with(ending=Call(ending)), posted.put_nowait)
 
     async def play() -> ev.Event:
         workers.start("w0001", NODE)
         return await asyncio.wait_for(posted.get(), 120.0)
 
-    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: handle))
-    monkeypatch.setattr("ray.remote", lambda _: actor)
     monkeypatch.setattr("ray.kill", lambda *_, **__: None)
     event = asyncio.run(play())
     assert isinstance(event, ev.WorkerExited)
