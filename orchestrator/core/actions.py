@@ -1,7 +1,5 @@
 """Orders to the shell, in the imperative. The shell reports back by events."""
 
-from collections.abc import Sequence
-
 from orchestrator.core.state import Pair, RunOutcome
 from orchestrator.core.values import value
 from orchestrator.policies import RedundancyPlan
@@ -170,7 +168,7 @@ class StartAttempt(Action):
     """
 
     attempt: int
-    members: Sequence[tuple[str, str, int]]
+    members: tuple[tuple[str, str, int], ...]
     layout: ParallelLayout
     resume_step: int
     resume_attempt: int

@@ -146,11 +146,13 @@ def drop_worker(transition: Transition, number: int) -> None:
     put_node(transition, worker.node, node._replace(workers=rest))
 
 
-def unbind(transition: Transition, numbers: Iterable[int]) -> None:
-    """Note that workers no longer use reservations."""
+def unbind(transition: Transition, numbers: Iterable[int]) -> bool:
+    """Note that workers no longer use reservations; return whether one did."""
     fleet = transition.run.fleet
-    if bound := fleet.bound.those_in(numbers):
+    bound = [number for number in numbers if number in fleet.bound]
+    if bound:
         fleet.bound = fleet.bound.without(*bound)
+    return bool(bound)
 
 
 def kill_worker(transition: Transition, number: int, reason: str) -> None:

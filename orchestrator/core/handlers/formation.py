@@ -21,11 +21,11 @@ from orchestrator.core.state import (
     Phase,
     Reads,
     RunOutcome,
+    Table,
     WorkerStatus,
     worker_name,
 )
 from orchestrator.core.transition import Transition
-from orchestrator.core.values import Later
 from orchestrator.policies import (
     bad_sources,
     choose,
@@ -202,8 +202,7 @@ def _start(transition: Transition) -> None:
         nodes=nodes,
         num_nodes=len(chosen),
         plan=protection.plan(transition, nodes, layout),
-        # Only members have a reservation.
-        inside=run.fleet.bound.filled(False),
+        inside=Table.of(zip(members, repeat(False))),
         num_inside=len(members),
         num_unformed=len(members),
         started_s=transition.now_s,
@@ -288,10 +287,8 @@ def _ready(
     ready: dict[int, Sequence[int]] = {}
     for number, members in before.items():
         node = nodes[number]
-        if members == node.workers and node.usable == len(members) and number not in out:
-            # Nearly all nodes are like this: all workers are ready, and in order.
-            ready[number] = members
-        elif node.usable and number not in out and not set(members).isdisjoint(node.workers):
+        stays = members == node.workers or not set(members).isdisjoint(node.workers)
+        if stays and node.usable and number not in out:
             ready[number] = _ready_on(transition, node, members)
     for number, node in nodes.items():
         if node.usable and number not in ready and number not in out:
@@ -338,6 +335,7 @@ def _ready_on(transition: Transition, node: Node, members: tuple[int, ...]) -> S
         members: The members of the last attempt there, in rank order.
     """
     if node.usable == len(node.workers) and members in ((), node.workers):
+        # Nearly all nodes are like this: all workers are ready, and in order.
         return node.workers
     workers = transition.run.fleet.workers
     ready = [w for w in node.workers if workers[w].status is WorkerStatus.READY]
@@ -350,7 +348,7 @@ def _bind(
     transition: Transition,
     chosen: Mapping[int, Sequence[int]],
     before: Mapping[int, tuple[int, ...]],
-) -> tuple[tuple[int, ...], Sequence[tuple[str, str, int]], tuple[int, ...]]:
+) -> tuple[tuple[int, ...], tuple[tuple[str, str, int], ...], tuple[int, ...]]:
     """Give every member a reservation on its node; most have kept theirs.
 
     Returns:
@@ -359,49 +357,29 @@ def _bind(
     """
     run = transition.run
     # A worker that is left out releases its reservation to its node first.
-    left = {
-        on: run.fleet.bound.those_in(set(had).difference(chosen.get(on, ())))
-        for on, had in before.items()
-        if had != chosen.get(on)
-    }
-    fleet.unbind(transition, chain.from_iterable(left.values()))
-    for on, unbound in left.items():
-        if unbound:
-            fleet.put_node(transition, on, run.fleet.nodes[on])
+    for on, had in before.items():
+        if had != chosen.get(on):
+            left = set(had).difference(chosen.get(on, ()))
+            if fleet.unbind(transition, left):
+                fleet.put_node(transition, on, run.fleet.nodes[on])
     # The largest runs have 80,000 members, and nothing else happens meanwhile.
     members = (*chain.from_iterable(chosen.values()),)
-    if len(run.fleet.bound) < len(members):
-        changed = {on: those for on, those in chosen.items() if before.get(on) != those}
-        new = _unbound(transition, changed)
-        if len(run.fleet.bound) + len(new) < len(members):
-            # A member may have lost its reservation.
-            new = _unbound(transition, chosen)
-        run.fleet.bound = run.fleet.bound.update(new)
-    assert len(run.fleet.bound) == len(members), "a member has no reservation"
-    names, sizes = run.fleet.nodes, [*map(len, chosen.values())]
-    bound = run.fleet.bound
-
-    def placed() -> Iterator[tuple[str, str, int]]:
-        nodes = _each([names[on].name for on in chosen], sizes)
-        reservations = map(bound.to_dict().__getitem__, members)
-        return zip(map(worker_name, members), nodes, reservations, strict=True)
-
-    return members, Later(placed), tuple(_each(chosen, sizes))
-
-
-def _unbound(transition: Transition, chosen: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """Return the members without a reservation, each with a free one on its node."""
-    run, new = transition.run, dict[int, int]()
-    bound = set(run.fleet.bound.those_in(chain.from_iterable(chosen.values())))
-    for on, workers in chosen.items():
-        unbound = [number for number in workers if number not in bound]
-        if unbound:
-            node = run.fleet.nodes[on]
-            # If no worker of the node has a reservation, all are free.
-            is_new = len(unbound) == len(node.workers)
-            free = node.reservations if is_new else fleet.free_reservations(transition, node)
-            new.update(zip(unbound, free, strict=False))
-    return new
+    bound = run.fleet.bound.to_dict()
+    if not all(map(bound.__contains__, members)):
+        new: dict[int, int] = {}
+        for on, workers in chosen.items():
+            unbound = [number for number in workers if number not in bound]
+            if unbound:
+                node = run.fleet.nodes[on]
+                # If no worker of the node has a reservation, all are free.
+                is_new = len(unbound) == len(node.workers)
+                free = node.reservations if is_new else fleet.free_reservations(transition, node)
+                new.update(zip(unbound, free, strict=False))
+        run.fleet.bound, bound = run.fleet.bound.update(new), bound | new
+    nodes, sizes = [run.fleet.nodes[on].name for on in chosen], [*map(len, chosen.values())]
+    reservations = map(bound.__getitem__, members)
+    placed = zip(map(worker_name, members), _each(nodes, sizes), reservations, strict=True)
+    return members, tuple(placed), tuple(_each(chosen, sizes))
 
 
 def _each(values: Iterable[T], times: Iterable[int]) -> Iterator[T]:

@@ -66,9 +66,10 @@ def order_keepers(transition: Transition, _: KeepersOutdated) -> None:
 def _facts(
     transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
 ) -> RedundancyFacts:
-    known = transition.run.fleet.nodes.to_dict()
-    used = [known[number] for number in dict.fromkeys(nodes)]
-    names = {number: node.name for number, node in known.items()}
+    fleet = transition.run.fleet
+    found = {number: fleet.nodes[number] for number in dict.fromkeys(nodes)}
+    names = {number: node.name for number, node in found.items()}
+    used = found.values()
     return RedundancyFacts(
         nodes=tuple(map(names.__getitem__, nodes)),
         budgets_bytes={node.name: node.budget_bytes for node in used if node.budget_bytes},

@@ -4,7 +4,7 @@
 fails for a type that it does not support.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -13,7 +13,6 @@ from types import NoneType, UnionType
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from orchestrator.core.state import Table
-from orchestrator.core.values import Later
 
 #: Decodes a JSON value. It raises ``TypeError``, ``ValueError``, ``KeyError``, ``AttributeError``
 #: or ``AssertionError`` if the value does not fit the type.
@@ -31,7 +30,7 @@ def encode(value: Any) -> Any:
         return value
     if kind is float:
         return value if isfinite(value) else str(value)
-    if kind is tuple or kind is list or kind is Later:
+    if kind is tuple or kind is list:
         # Inlined for speed: a large run starts with a hundred thousand names.
         return [part if type(part) in _PLAIN else encode(part) for part in value]
     if kind is dict:
@@ -55,13 +54,12 @@ def decoder(hint: Any) -> Decoder:
         return _float
     if origin is tuple and args[-1] is not Ellipsis:
         return _pair(*map(decoder, args))
-    if origin in (tuple, list, Sequence):
-        make: Any = list if origin is list else tuple
+    if origin in (tuple, list):
         if args[0] in _PLAIN:
             # Without a call for each: events of a large run have thousands of names.
-            return lambda value: make(_all_exactly(args[0], value))
+            return lambda value: origin(_all_exactly(args[0], value))
         part = decoder(args[0])
-        return lambda value: make(map(part, _exactly(list, value)))
+        return lambda value: origin(map(part, _exactly(list, value)))
     if origin is dict and args[0] is str:
         part = decoder(args[1])
         return lambda value: {name: part(each) for name, each in value.items()}

@@ -109,9 +109,9 @@ def left_out(
 
     The nodes that stay have the most workers together; among equals, the most ``preferred`` ones,
     then the first by name. ``weights`` are the workers by node. Pairs with a node that it does not
-    list do not count, and nodes in no pair always stay. The controller has more than all workers.
+    list do not count, and nodes in no pair always stay.
     """
-    weights = {CONTROLLER: sum(weights.values()) + 1, **weights}
+    weights = {**weights, CONTROLLER: sum(weights.values()) + 1}
     foes = _foes(pair for pair in pairs if all(weights.get(end) for end in pair))
     worth = {node: (weights[node], node in preferred) for node in foes}
     out: set[str] = set()

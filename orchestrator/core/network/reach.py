@@ -1,12 +1,11 @@
 """Decide which nodes can train together when links between some of them are lost."""
 
 from collections import Counter
-from collections.abc import Collection
 
 from orchestrator.core.network import links
 from orchestrator.core.state import CONTROLLER, Node, Pair, Phase
 from orchestrator.core.transition import Transition
-from orchestrator.policies import Rooms, choose, num_workers
+from orchestrator.policies import Rooms, choose, rooms_of
 from ucp_core.layout import ParallelLayout
 
 _EPSILON = 1e-6
@@ -17,21 +16,19 @@ def offered(transition: Transition, *, leaving: bool = False) -> Rooms:
 
     ``leaving`` includes draining nodes, except those that the provider takes about now.
     """
-    return _rooms(transition, left_out(transition, leaving=leaving), leaving=leaving)
-
-
-def _rooms(transition: Transition, out: Collection[int], *, leaving: bool) -> Rooms:
-    """Return the room on all nodes but ``out``; ``leaving`` as in ``offered``."""
     fleet = transition.run.fleet
+    gone: list[Node] = []
+    if transition.run.network.links:
+        gone += (fleet.nodes[number] for number in left_out(transition, leaving=leaving))
     is_more = leaving and bool(fleet.leaving)
-    if not out and not is_more:
+    if not gone and not is_more:
         return fleet.staying
     rooms = Counter(dict(fleet.staying))
-    rooms.subtract(fleet.nodes[number].usable for number in out)
     if is_more:
         rooms.update(dict(fleet.leaving))
-        rooms.subtract(node.usable for node in due(transition).values())
-    return tuple(sorted((room, num) for room, num in rooms.items() if room and num > 0))
+        gone += due(transition).values()
+    rooms.subtract(node.usable for node in gone)
+    return rooms_of(rooms.elements())
 
 
 def layout(transition: Transition, *, leaving: bool = False) -> ParallelLayout | None:
@@ -78,20 +75,20 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
     out: frozenset[int] = frozenset()
     if not run.network.links:
         return out
-    fleet, too_late = run.fleet, due(transition)
+    too_late = due(transition)
     for paused in (True, False):
         pairs = _apart(transition, paused=paused)
         if not pairs:
             return frozenset()
-        ends = {fleet.node_ids[end] for pair in pairs for end in pair if end != CONTROLLER}
-        nodes = [fleet.nodes[number] for number in ends - too_late.keys()]
-        weights = {node.name: node.usable for node in nodes if leaving or not node.draining}
-        weights[CONTROLLER] = num_workers(_rooms(transition, (), leaving=leaving)) + 1
-        members = ends.intersection(run.attempt.nodes)
-        preferred = {fleet.nodes[number].name for number in members}
-        names = links.left_out(weights, pairs, preferred=preferred)
-        out = frozenset(fleet.node_ids[name] for name in names)
-        rooms = _rooms(transition, out, leaving=leaving)
+        nodes = {
+            node.name: node.usable
+            for number, node in run.fleet.nodes.items()
+            if node.usable and (leaving or not node.draining) and number not in too_late
+        }
+        members = {run.fleet.nodes[number].name for number in set(run.attempt.nodes)}
+        names = links.left_out(nodes, pairs, preferred=members)
+        out = frozenset(run.fleet.node_ids[name] for name in names)
+        rooms = rooms_of(room for name, room in nodes.items() if name not in names)
         if choose(rooms, transition.max_workers, transition.layout_rules, min_workers):
             break
     return out

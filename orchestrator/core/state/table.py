@@ -114,10 +114,6 @@ class Table(Generic[V]):
             del chunk[key]
         return Table(tuple(chunks))
 
-    def filled(self, value: K) -> Table[K]:
-        """Return the table of the same keys, each with ``value``."""
-        return Table(tuple(_Chunk(dict.fromkeys(chunk, value)) for chunk in self._chunks))
-
     def where(self, is_so: Callable[[V], object]) -> list[tuple[int, V]]:
         """Return ``(key, value)`` where ``is_so(value)`` is true, in the order of ``items``.
 

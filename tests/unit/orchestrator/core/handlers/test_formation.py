@@ -8,7 +8,7 @@ from orchestrator.core import Bounds, RunRules, RunState, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import LayoutRules
-from tests.support.run_events import begun_on, left_by
+from tests.support.run_events import begun_on
 
 PINNED = RunRules(
     run="r",
@@ -71,28 +71,3 @@ def test_what_is_not_pinned_gives_way() -> None:
 
     assert str(started.layout) == "dp_shard=2"
     assert started.other_layouts == (("tp=2", "needs 1 x 2 workers, each on one node"),)
-
-
-def test_a_survivor_whose_reservation_moved_gets_the_next_one_on_its_node() -> None:
-    """Its node has the same members as before, but one of them has no reservation."""
-    rules = RunRules(run="r", min_workers=1, max_workers=2, total_steps=10)
-    state, found = RunState(), list[act.Action]()
-    read = ev.CommittedRead(
-        at_s=7.0, attempt=1, step=0, committed_by=0, skipped=(), number=1, source="", stored=0
-    )
-    for event in (
-        *begun_on(["a", "b"], granted_s=1.0, ready_s=2.0),
-        ev.ReservationGranted(at_s=3.0, reservation=1, node="b"),
-        ev.ReservationGranted(at_s=4.0, reservation=3, node="a"),
-        ev.WorkerExited(at_s=5.0, worker="w0002", cause="crash", detail="signal 9"),
-        *left_by(["w0001"], at_s=6.0, step=0),
-        read,
-        replace(read, number=2),
-        ev.Ticked(at_s=20.0),
-    ):
-        state, actions = step(state, event, rules=rules)
-        found += actions
-
-    first, second = (each for each in found if isinstance(each, act.StartAttempt))
-    assert list(first.members) == [("w0001", "a", 1), ("w0002", "b", 2)]
-    assert list(second.members) == [("w0001", "a", 3)]

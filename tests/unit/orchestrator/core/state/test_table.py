@@ -135,10 +135,3 @@ def test_values_are_counted_by_kind_after_any_change() -> None:
 
     assert changed.counted(_is_odd) == {False: 132, True: 66}
     assert table.counted(_is_odd) == {False: 133, True: 67}
-
-
-def test_a_filled_table_has_the_same_keys_in_the_same_order() -> None:
-    """A new attempt's members are those with a reservation, and none has formed."""
-    table = Table.of([(70, 1), (3, 2), (65, 3)]).set(2, 4)
-
-    assert list(table.filled(False).items()) == [(3, False), (2, False), (70, False), (65, False)]
