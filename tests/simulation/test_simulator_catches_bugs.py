@@ -236,7 +236,7 @@ BUGS = {
         "_members",
         _forget_the_attempt_number,
         ("S1", "S3", "invariant"),
-        first_seed=150,
+        first_seed=175,
     ),
     "blames who reports first": Bug(TABLE, ev.WorkerLeft, row(_blame_who_reports_first), ("S5",)),
     "kills who lost its peers": Bug(TABLE, ev.WorkerLeft, row(_kill_who_lost_its_peers), ("S5",)),

@@ -227,8 +227,8 @@ def _reconcile_workers(
             answered = alive[worker.name] != UNKNOWN_ATTEMPT
             is_out = answered and alive[worker.name] != run.attempt.number and has_entered
             if number in run.attempt.inside and is_out:
+                # It has told only the dead controller why. Its answer to a fence says it again.
                 left.append(worker.name)
-                fleet.leave(transition, [number])
         else:
             # No controller ran in the meantime, so the bounds restart.
             is_dying = worker.status is WorkerStatus.DYING

@@ -223,16 +223,12 @@ class SimCluster(World):
             damaged, unread = given.damaged.get(worker.name), given.unread.get(worker.name)
             found = {"damaged": damaged or (), "unread": unread or ()}
             how = ev.Leaving.UNLOADABLE if damaged or unread else how
-        self.post(
-            ev.WorkerLeft,
-            attempt=number,
-            worker=worker.name,
-            how=how,
-            step=worker.completed,
-            detail=self._why(worker, how),
-            unreached=unreached,
-            **found,
-        )
+        found |= {"how": how, "step": worker.completed, "detail": self._why(worker, how)}
+        self._tell(worker, ev.WorkerLeft, attempt=number, unreached=unreached, **found)
+
+    def _tell(self, worker: SimWorker, kind: type, **values: Any) -> None:
+        worker.left = (kind, {"worker": worker.name, **values})
+        self.post(kind, **worker.left[1])
 
     def _why(self, worker: SimWorker, how: ev.Leaving) -> str:
         if how != ev.Leaving.COMPLETED:
@@ -315,6 +311,9 @@ class SimCluster(World):
                 step=0,
                 detail="never entered",
             )
+        elif worker.left is not None and worker.left[1]["attempt"] == number:
+            # A restarted controller may not have heard it.
+            self.post(worker.left[0], **worker.left[1])
 
     def _yield_attempt(self, action: act.YieldAttempt) -> None:
         for name in action.workers:
@@ -624,15 +623,8 @@ class SimCluster(World):
         if worker.node.cut_off:
             return
         self.monitor.left(self, attempt.number, worker.name)
-        self.post(
-            ev.WorkerRaised,
-            attempt=attempt.number,
-            worker=worker.name,
-            step=step,
-            error=error,
-            traceback=f"Traceback: {error}",
-            **found,
-        )
+        found |= {"step": step, "error": error, "traceback": f"Traceback: {error}"}
+        self._tell(worker, ev.WorkerRaised, attempt=attempt.number, **found)
 
     def _leave_together(self, attempt: SimAttempt, how: ev.Leaving, stored: bool) -> None:  # noqa: FBT001
         """Leave once the step is committed; where a part is missing everybody waits."""

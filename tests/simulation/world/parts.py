@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from orchestrator.core import actions as act
 from orchestrator.policies import RedundancyPlan
@@ -79,6 +79,7 @@ class SimWorker:
         "hung",
         "hung_as",
         "hung_at_s",
+        "left",
         "name",
         "node",
         "ready",
@@ -105,6 +106,8 @@ class SimWorker:
         self.compiled = -100
         self.attempt = 0
         self.refuses = 0
+        # How it left its last attempt: the kind of the event, and its values.
+        self.left: tuple[type, dict[str, Any]] | None = None
         self.completed = 0
         self.formed = False
 

@@ -6,6 +6,7 @@ from orchestrator.core import Phase, RunRules, RunState, resume_event, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import (
+    FenceAttempt,
     FinishRun,
     KillWorker,
     ReadCommitted,
@@ -152,3 +153,26 @@ def test_a_machine_that_erred_is_left_though_its_process_is_gone() -> None:
     assert (corrupt.incident, corrupt.places) == ("corrupt", ((1, "w0002", "b"),))
     assert {node for _, node, _ in history.of(StartAttempt)[-1].members} == {"a", "c"}
     assert history.of(ReadCommitted)[-1].lineage == ((1, 0), (2, 5))
+
+
+def test_an_error_that_was_found_while_the_controller_was_away_is_heard_after_it() -> None:
+    """Seen: members that had left counted as heard, and the machine that errs trained on."""
+    history = History(4, 8)
+    history.send(ev.ControllerStarted(at_s=11.0, incarnation=2))
+    history.send(
+        ev.WorkersSurveyed(
+            at_s=11.1,
+            alive=tuple(zip(WORKERS, "abc", (0, 0, 0), strict=True)),
+            reservations=((1, "a"), (2, "b"), (3, "c")),
+            pending_reservations=(),
+        )
+    )
+    assert history.of(FenceAttempt)[-1].workers == WORKERS
+
+    history.raised(1, sound_step=5)
+    history.read(4)
+
+    last = history.of(StartAttempt)[-1]
+    assert (last.resume_step, {node for _, node, _ in last.members}) == (4, {"a", "c"})
+    (incident,) = history.of(ReportIncident)
+    assert (incident.incident, incident.guilty) == ("corrupt", ("w0002",))

@@ -281,7 +281,11 @@ def test_a_second_fault_before_the_first_step_is_an_incident_of_its_own() -> Non
 
 
 def test_steps_that_were_done_while_the_controller_was_away_are_counted() -> None:
-    """The members' leaving was not reported: their commits show how far they came."""
+    """Only the members' answers to the fence of the new controller show how far they came."""
+    left = (
+        ev.WorkerLeft(at_s=20.2, attempt=1, worker=w, how=ev.Leaving.COMPLETED, step=12, detail="")
+        for w in ("w0001", "w0002")
+    )
     ended = (
         ev.ControllerStarted(at_s=20.0, incarnation=2),
         ev.WorkersSurveyed(
@@ -290,7 +294,7 @@ def test_steps_that_were_done_while_the_controller_was_away_are_counted() -> Non
             reservations=((1, "a"), (2, "b")),
             pending_reservations=(),
         ),
-        ev.CommittedRead(at_s=20.2, attempt=1, step=12, committed_by=1, skipped=()),
+        *left,
     )
     stats = _stats((*START, *ended))
 
