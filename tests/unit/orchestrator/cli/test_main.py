@@ -296,18 +296,20 @@ def test_a_signal_ends_every_command_with_the_documented_code(
     number: signal.Signals, code: int
 ) -> None:
     """A script that waits for a command must not take Ctrl-C for a failure of the run."""
-    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
-    # A shell that has put the tests into the background may have them ignore it.
+    # In the background of a shell, or under nohup, tests ignore one of these.
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
 
     try:
         with pytest.raises(typer.Exit) as caught:
             _edge(lambda: signal.raise_signal(number))()
+        assert {one: signal.getsignal(one) for one in before} == before
     finally:
         signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGHUP, hangup)
 
     assert caught.value.exit_code == code
-    assert {one: signal.getsignal(one) for one in before} == before
 
 
 def test_the_exit_codes_are_in_the_help_once_for_all_commands() -> None:
