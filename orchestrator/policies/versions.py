@@ -238,7 +238,7 @@ def _dependencies(version: Version) -> frozenset[_Dependency]:
 
 
 def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str]) -> int:
-    """Return how many nodes may be lost so that one of several versions is left, at most two.
+    """Return how many lost nodes, at most two, always leave one of several versions.
 
     ``fatal`` has the result of ``_Dependency.fatal`` for every version.
     """

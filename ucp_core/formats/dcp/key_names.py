@@ -56,7 +56,9 @@ def classify(
     for key, match in optimizer.items():
         root, rest = match["root"], match["rest"]
         if match["part"] == "state":
-            names.states[key] = _state_name(rest, paths.get(key), suffixes)
+            below = _below(paths.get(key), "state")
+            named = (str(below[0]), below[1]) if below else _split(rest, suffixes)
+            names.states[key] = named
         else:
             group, name = _group_name(rest, f"{root}.param_groups", paths.get(key), values)
             if isinstance(group, str):
@@ -103,13 +105,6 @@ def _below(path: tuple[Any, ...] | None, part: str) -> tuple[Any, str] | None:
     return (
         (path[at], ".".join(map(str, path[at + 1 :]))) if path and 0 < at < len(path) - 1 else None
     )
-
-
-def _state_name(
-    rest: str, path: tuple[Any, ...] | None, suffixes: Collection[str]
-) -> tuple[str, str]:
-    below = _below(path, "state")
-    return _split(rest, suffixes) if below is None else (str(below[0]), below[1])
 
 
 def _group_name(

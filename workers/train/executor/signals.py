@@ -22,7 +22,7 @@ class Signals:
     lacks_room: bool = False  #: It lacks memory for whole gradients.
     stops: bool = False  #: Its script requested the end of the run.
     leaves: bool = False  #: It received a request to leave.
-    leaves_durably: bool = False  #: The state with which it leaves must be in storage.
+    leaves_durably: bool = False  #: Before it leaves, its state must be in storage.
     no_memory: bool = False  #: It lacks memory for a snapshot.
     behind: bool = False  #: Its last snapshot is not complete, or a peer has not copied it yet.
     storage_busy: bool = False  #: One of its snapshots waits to be stored.
