@@ -367,12 +367,14 @@ def _claimed(path: str) -> _SaveFolder:
     if folder in _Saves.folders:
         return _Saves.folders[folder]
 
-    number = next_claim(store, folder)
-    if number == 1:
-        # Checkpoints without claims may be there: those of a run, or copies.
-        number += last_attempt(store, folder, store.list(folder))
-    proposal = f"{number} {_Saves.resumed.get(folder, 0)} {secrets.token_hex(8)}"
-    agreed = _agreed(f"claim {_Saves.claimed[folder]} {folder}", proposal)
+    def propose() -> str:
+        number = next_claim(store, folder)
+        if number == 1:
+            # Checkpoints without claims may be there: those of a run, or copies.
+            number += last_attempt(store, folder, store.list(folder))
+        return f"{number} {_Saves.resumed.get(folder, 0)} {secrets.token_hex(8)}"
+
+    agreed = _agreed(f"claim {_Saves.claimed[folder]} {folder}", propose)
     number, resume = map(int, agreed.split()[:2])
     found = _find(store, folder)
     if found is not None and found.step > resume:
@@ -418,7 +420,7 @@ def _opened(path: str) -> tuple[Checkpoint, str]:
     name = f"{checkpoint_name(found.step)} {found.attempt}"
     # An earlier job may commit between the reads of two ranks.
     _Saves.loaded[folder] += 1
-    agreed = _agreed(f"load {_Saves.loaded[folder]} {folder}", name)
+    agreed = _agreed(f"load {_Saves.loaded[folder]} {folder}", lambda: name)
     if agreed == name:
         return found.checkpoint, folder
     log.warning("%s: this rank found %s and loads %s, as another rank does", path, name, agreed)
@@ -428,11 +430,14 @@ def _opened(path: str) -> tuple[Checkpoint, str]:
     return checkpoint, folder
 
 
-def _agreed(what: str, proposal: str) -> str:
+def _agreed(what: str, propose: Callable[[], str]) -> str:
     """Return the proposal of the first rank that calls this; no rank waits for another."""
     if _place(is_alone=not dist.is_initialized())[1] == 1:
-        return proposal
-    return default_store().compare_set(f"everstep.checkpoint {what}", "", proposal).decode()
+        return propose()
+    store, key = default_store(), f"everstep.checkpoint {what}"
+    if store.check([key]):
+        return store.get(key).decode()
+    return store.compare_set(key, "", propose()).decode()
 
 
 def _fill(
