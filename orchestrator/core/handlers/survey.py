@@ -227,7 +227,7 @@ def _reconcile_workers(
             answered = alive[worker.name] != UNKNOWN_ATTEMPT
             is_out = answered and alive[worker.name] != run.attempt.number and has_entered
             if number in run.attempt.inside and is_out:
-                # It has told only the dead controller why. Its answer to a fence says it again.
+                # Perhaps it told only the dead controller why. Its answer to a fence repeats it.
                 left.append(worker.name)
         else:
             # No controller ran in the meantime, so the bounds restart.

@@ -31,7 +31,7 @@ class ActorPool:
         name: Callable[[str], str],
         boot: Mapping[str, Any],
     ) -> None:
-        #: Made once: Ray exports and keeps for ever each class that it is given.
+        #: Made once, because Ray keeps every class that it exports until the controller ends.
         self._kind: Any = ray.remote(kind)
         self._options = options
         self._names = names
