@@ -35,6 +35,7 @@ def test_every_promise_holds_in_every_history(first: int) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
+        pytest.param(9619341, id="who was given up finishes a version before it leaves"),
         pytest.param(72498, id="a bug meets a layout that is alone left, behind a dead link"),
         pytest.param(3687, id="a start behind a damaged version is forgotten by a resume"),
         pytest.param(72862, id="a node is cut off while all others raise in a new layout"),

@@ -248,9 +248,17 @@ def heard_late(transition: Transition, event: WorkerFormed | WorkerLeft) -> None
 
 
 def heard_late_waiting(transition: Transition, event: WorkerFormed | WorkerLeft) -> None:
-    """Exclude them and read again: the version that was read may be one of them."""
-    if event.attempt == transition.run.attempt.number and _leave_out_of(transition, event):
+    """Exclude them and read again: the version that was read may be one of them.
+
+    Read again, too, if a member that was given up finished a newer step before it left.
+    """
+    run = transition.run
+    if event.attempt != run.attempt.number:
+        return
+    is_newer = isinstance(event, WorkerLeft) and event.step > run.committed[0]
+    if _leave_out_of(transition, event) or is_newer:
         _read_again(transition)
+        run.reads.final_from = run.reads.num + 1
         advance(transition)
 
 
@@ -440,8 +448,8 @@ def fence_bound(transition: Transition, _: BoundReached) -> None:
 def give_up(transition: Transition, number: int) -> None:
     """Forget a killed process that was not reported as gone.
 
-    It cannot commit alone, and its files belong to an attempt that no longer counts. Its node gets
-    no strike: the order or its answer may only be late.
+    If it still finishes a version and leaves, ``heard_late_waiting`` reads again. Its node gets no
+    strike: the order or its answer may only be late.
     """
     fleet.drop_worker(transition, number)
 
