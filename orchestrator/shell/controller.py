@@ -73,7 +73,7 @@ class Controller:
             if ray.get_runtime_context().was_current_actor_reconstructed:
                 _give_way("the controller ends because it cannot start", error)
             raise
-        collect_seldom(config["workers"]["max"])
+        collect_seldom()
         threading.Thread(target=self._serve, name="run", daemon=True).start()
 
     # Even an empty answer would take a tenth of the call's time, and no caller waits for it.
@@ -115,15 +115,15 @@ class Controller:
         ray.kill(self._self, no_restart=True)
 
 
-def collect_seldom(num_workers: int) -> None:
+def collect_seldom() -> None:
     """Make garbage collection rare, and exclude what exists by now.
 
     Reports and decisions leave no cycles, so reference counts free them. With Python's thresholds,
-    collections took a third of the time that the reports of 80,000 ranks cost. The start of an
-    attempt makes an object for each worker, and a collection in it made it a third longer.
+    collections took a third of the time that the reports of 80,000 ranks cost. A collection of
+    240,000 new objects stopped the loop for 85 ms.
     """
     gc.freeze()
-    gc.set_threshold(max(50_000, 3 * num_workers), 20, 50)
+    gc.set_threshold(20_000, 200, 50)
 
 
 def _give_way(what: str, error: Exception) -> NoReturn:

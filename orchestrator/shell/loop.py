@@ -339,13 +339,14 @@ class Run:
         self._parts.workers.fence(action.attempt, action.workers)
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
-        members = tuple(worker for worker, _, _ in action.members)
-        self._parts.observer.begin(action.attempt, members, action.resume_step, action.layout)
+        members = action.members
+        workers = tuple(worker for worker, _, _ in members)
+        self._parts.observer.begin(action.attempt, workers, action.resume_step, action.layout)
         self._parts.orders.give(
             act.OrderKeepers(
                 attempt=action.attempt,
                 lineage=action.lineage,
-                nodes=tuple(node for _, node, _ in action.members),
+                nodes=tuple(node for _, node, _ in members),
                 plan=action.plan,
                 bad=action.bad,
             )

@@ -354,7 +354,7 @@ def main() -> None:
     parser.add_argument("--histories", type=int, default=0, help="of small runs, simulated")
     options = parser.parse_args()
     # As in the controller's process.
-    collect_seldom(options.nodes * NUM_RANKS)
+    collect_seldom()
     report: dict[str, Any] = {"nodes": options.nodes, "ranks": options.nodes * NUM_RANKS}
     if "detection" in options.parts:
         report["detection"] = watch(options.nodes, options.seconds)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config import RunConfig
+from orchestrator.core.state import worker_name
 from orchestrator.report import read_run
 from ucp_core.storage import join, open_store, read_appended
 from workers.protocol import METRICS
@@ -109,6 +110,6 @@ def check_lost_steps(
 
 def _first_rank_left(directory: str, attempt: int) -> bool:
     records = [each for each in read_run(directory).journal if each["attempt"] == attempt]
-    first = next(each["members"][0][0] for each in records if each["kind"] == "StartAttempt")
+    first = next(each["placed"][0][1][0] for each in records if each["kind"] == "StartAttempt")
     left = [each for each in records if each["kind"] in ("WorkerLeft", "WorkerRaised")]
-    return any(first in (each["worker"], *each.get("others", ())) for each in left)
+    return any(worker_name(first) in (each["worker"], *each.get("others", ())) for each in left)

@@ -159,10 +159,10 @@ class Journaled:
                         number=number,
                     )
                 ]
-            case act.StartAttempt(members=members):
+            case act.StartAttempt():
                 return [
                     ev.WorkerFormed(at_s=at_s, attempt=action.attempt, worker=w)
-                    for w, _, _ in members
+                    for w, _, _ in action.members
                 ]
             case act.SurveyWorkers():
                 return [self._surveyed()]

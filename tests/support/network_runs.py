@@ -170,7 +170,7 @@ class NetworkRun:
     def nodes(self) -> list[str]:
         """Return Ray's id of the node of each rank of the newest attempt."""
         started = [record for record in self.journal() if record["kind"] == "StartAttempt"]
-        return [node for _, node, _ in started[-1]["members"]]
+        return [node for node, workers, _ in started[-1]["placed"] for _ in workers]
 
     def ranks(self) -> list[int]:
         """Return the machine of each rank of the newest attempt."""

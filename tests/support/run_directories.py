@@ -86,12 +86,12 @@ def write_run(
 def _attempt(
     begun_s: float, formed_s: float, attempt: int, workers: int, step: int
 ) -> list[dict[str, Any]]:
-    members = [[f"w{rank:04d}", f"n{rank}", rank] for rank in range(workers)]
-    start = {"at_s": begun_s, "kind": "StartAttempt", "attempt": attempt, "members": members}
+    placed = [[f"n{rank}", [rank], [rank]] for rank in range(workers)]
+    start = {"at_s": begun_s, "kind": "StartAttempt", "attempt": attempt, "placed": placed}
     formed = {"at_s": formed_s, "kind": "WorkerFormed", "attempt": attempt}
     return [
         {**start, "resume_step": step, "layout": {"dp_shard": workers}},
-        *({**formed, "worker": worker} for worker, _, _ in members),
+        *({**formed, "worker": f"w{rank:04d}"} for rank in range(workers)),
     ]
 
 

@@ -258,7 +258,7 @@ def end_needless_keepers(transition: Transition) -> None:
     fleet = transition.run.fleet
     if not fleet.emptied:
         return
-    used, kept, ended = set(transition.run.attempt.nodes), list[int](), dict[int, Node]()
+    used, kept, ended = dict(transition.run.attempt.placed), list[int](), dict[int, Node]()
     for number in fleet.emptied:
         node = fleet.nodes[number]
         if node.reservations or node.workers:

@@ -1,10 +1,8 @@
 """Decide which workers train next, with which ranks and reservations; start the attempt."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain, repeat
 from math import inf
-from typing import TypeVar
 
 from orchestrator.core.actions import StartAttempt
 from orchestrator.core.consequences import (
@@ -23,7 +21,6 @@ from orchestrator.core.state import (
     RunOutcome,
     Table,
     WorkerStatus,
-    worker_name,
 )
 from orchestrator.core.transition import Transition
 from orchestrator.policies import (
@@ -36,8 +33,6 @@ from orchestrator.policies import (
 )
 from ucp_core.layout import ParallelLayout
 from ucp_core.numerics import counted
-
-T = TypeVar("T")
 
 
 def capacity(transition: Transition) -> int:
@@ -179,13 +174,14 @@ def _start(transition: Transition) -> None:
     layout_rules = transition.layout_rules
     layout = choose(rooms, transition.max_workers, layout_rules, rules.min_workers)
     assert layout is not None, f"no layout fits {rooms}"
-    had = _members_by_node(run.attempt)
+    had = dict(run.attempt.placed)
     chosen = _best(transition, layout, had, leaving=leaving)
     others = other_layouts(layout, rooms, transition.max_workers, layout_rules, rules.min_workers)
     resume_step, resume_attempt = run.committed
     number = run.attempt.number + 1
     unreached = reach.unreached(transition)
-    members, placed, nodes = _bind(transition, chosen, had)
+    placed = _bind(transition, chosen, had)
+    members, on_nodes = (*chain.from_iterable(chosen.values()),), (*chosen.items(),)
     # The run may have gone back as if this attempt had resumed earlier.
     before = (one for one in run.lineage if one[0] < number)
     run.lineage = (*before, (number, resume_step))
@@ -199,9 +195,8 @@ def _start(transition: Transition) -> None:
         layout=layout,
         other_layouts=others,
         members=members,
-        nodes=nodes,
-        num_nodes=len(chosen),
-        plan=protection.plan(transition, nodes, layout),
+        placed=on_nodes,
+        plan=protection.plan(transition, on_nodes, layout),
         inside=Table.of(zip(members, repeat(False))),
         num_inside=len(members),
         num_unformed=len(members),
@@ -216,7 +211,7 @@ def _start(transition: Transition) -> None:
     transition.actions.append(
         StartAttempt(
             attempt=run.attempt.number,
-            members=placed,
+            placed=placed,
             layout=layout,
             other_layouts=others,
             resume_step=resume_step,
@@ -231,7 +226,7 @@ def _start(transition: Transition) -> None:
 
 def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: bool) -> list[int]:
     """Return the workers that would train in ``layout``, in rank order; see ``_best``."""
-    before = _members_by_node(transition.run.attempt)
+    before = dict(transition.run.attempt.placed)
     return [*chain.from_iterable(_best(transition, layout, before, leaving=leaving).values())]
 
 
@@ -241,7 +236,7 @@ def _best(
     before: Mapping[int, tuple[int, ...]],
     *,
     leaving: bool,
-) -> dict[int, Sequence[int]]:
+) -> dict[int, tuple[int, ...]]:
     """Return the workers that would train in ``layout``, by node, all in rank order.
 
     Survivors keep their order, so that their state stays on their nodes. Workers of one node have
@@ -278,13 +273,13 @@ def _best(
 
 def _ready(
     transition: Transition, before: Mapping[int, tuple[int, ...]], *, leaving: bool
-) -> dict[int, Sequence[int]]:
+) -> dict[int, tuple[int, ...]]:
     """Return the workers that may train, by node: those of survivors first, in their order."""
     run = transition.run
     nodes = run.fleet.nodes.to_dict()
     out = reach.left_out(transition, leaving=leaving)
     out |= reach.due(transition).keys() if run.fleet.leaving else frozenset()
-    ready: dict[int, Sequence[int]] = {}
+    ready: dict[int, tuple[int, ...]] = {}
     for number, members in before.items():
         node = nodes[number]
         stays = members == node.workers or not set(members).isdisjoint(node.workers)
@@ -300,25 +295,15 @@ def _ready(
     return ready
 
 
-def _members_by_node(attempt: Attempt) -> dict[int, tuple[int, ...]]:
-    """Return the members on each node of an attempt. Those of a node are neighbours."""
-    found: dict[int, tuple[int, ...]] = {}
-    rank = 0
-    for number, num in Counter(attempt.nodes).items():
-        found[number] = attempt.members[rank : rank + num]
-        rank += num
-    return found
-
-
-def _in_order(transition: Transition, used: Mapping[int, Sequence[int]]) -> Iterable[int]:
+def _in_order(transition: Transition, used: Mapping[int, tuple[int, ...]]) -> Iterable[int]:
     """Return the nodes that workers are used on, in the best order for the network."""
     run = transition.run
-    nodes, ids, size = run.fleet.nodes.to_dict(), run.fleet.node_ids, len(run.attempt.nodes)
+    nodes, ids, size = run.fleet.nodes.to_dict(), run.fleet.node_ids, len(run.attempt.members)
     racks = {number: nodes[number].rack for number in used}
     slow = {(ids[a], ids[b]) for a, b, _ in run.network.slow if a in ids and b in ids}
     if not slow and node_order.is_by_rack(racks.values()):
         return used
-    counts = Counter(run.attempt.nodes)
+    counts = {number: len(members) for number, members in run.attempt.placed}
     ends = accumulate(counts.values())
     held = {
         number: ((end - num) / size, end / size)
@@ -328,7 +313,7 @@ def _in_order(transition: Transition, used: Mapping[int, Sequence[int]]) -> Iter
     return node_order.chosen(sizes, racks=racks, slow=slow, held=held)
 
 
-def _ready_on(transition: Transition, node: Node, members: tuple[int, ...]) -> Sequence[int]:
+def _ready_on(transition: Transition, node: Node, members: tuple[int, ...]) -> tuple[int, ...]:
     """Return the workers of ``node`` that may train, survivors first, one per reservation.
 
     Args:
@@ -341,19 +326,17 @@ def _ready_on(transition: Transition, node: Node, members: tuple[int, ...]) -> S
     ready = [w for w in node.workers if workers[w].status is WorkerStatus.READY]
     # ``node.workers`` is in ascending order, which decides among newcomers.
     ready.sort(key=lambda w: members.index(w) if w in members else len(members))
-    return ready[: node.usable]
+    return tuple(ready[: node.usable])
 
 
 def _bind(
     transition: Transition,
-    chosen: Mapping[int, Sequence[int]],
+    chosen: Mapping[int, tuple[int, ...]],
     before: Mapping[int, tuple[int, ...]],
-) -> tuple[tuple[int, ...], tuple[tuple[str, str, int], ...], tuple[int, ...]]:
+) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
     """Give every member a reservation on its node; most have kept theirs.
 
-    Returns:
-        Number, then worker, node and reservation, then number of the node of each member, in rank
-        order.
+    Return the members as ``StartAttempt.placed``.
     """
     run = transition.run
     # A worker that is left out releases its reservation to its node first.
@@ -363,25 +346,16 @@ def _bind(
             if fleet.unbind(transition, left):
                 fleet.put_node(transition, on, run.fleet.nodes[on])
     # The largest runs have 80,000 members, and nothing else happens meanwhile.
-    members = (*chain.from_iterable(chosen.values()),)
-    bound = run.fleet.bound.to_dict()
-    if not all(map(bound.__contains__, members)):
-        new: dict[int, int] = {}
-        for on, workers in chosen.items():
-            unbound = [number for number in workers if number not in bound]
-            if unbound:
-                node = run.fleet.nodes[on]
-                # If no worker of the node has a reservation, all are free.
-                is_new = len(unbound) == len(node.workers)
-                free = node.reservations if is_new else fleet.free_reservations(transition, node)
-                new.update(zip(unbound, free, strict=False))
-        run.fleet.bound, bound = run.fleet.bound.update(new), bound | new
-    nodes, sizes = [run.fleet.nodes[on].name for on in chosen], [*map(len, chosen.values())]
-    reservations = map(bound.__getitem__, members)
-    placed = zip(map(worker_name, members), _each(nodes, sizes), reservations, strict=True)
-    return members, tuple(placed), tuple(_each(chosen, sizes))
-
-
-def _each(values: Iterable[T], times: Iterable[int]) -> Iterator[T]:
-    """Return an iterator over ``values``, each repeated as often as ``times`` says."""
-    return chain.from_iterable(map(repeat, values, times))
+    nodes, bound, new = run.fleet.nodes.to_dict(), run.fleet.bound.to_dict(), dict[int, int]()
+    placed: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    for on, workers in chosen.items():
+        if None in map(bound.get, workers):
+            node, unbound = nodes[on], [number for number in workers if number not in bound]
+            # If no worker of the node has a reservation, all are free.
+            is_new = len(unbound) == len(node.workers)
+            free = node.reservations if is_new else fleet.free_reservations(transition, node)
+            bound.update(zip(unbound, free, strict=False))
+            new |= {number: bound[number] for number in unbound}
+        placed.append((nodes[on].name, workers, (*map(bound.__getitem__, workers),)))
+    run.fleet.bound = run.fleet.bound.update(new)
+    return tuple(placed)

@@ -2,23 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from math import inf
+from typing import TypeAlias
 
 from orchestrator.core.actions import OrderKeepers
 from orchestrator.core.consequences import KeepersOutdated
 from orchestrator.core.events import MemoryMeasured, MemoryProtected
 from orchestrator.core.handlers import fleet
+from orchestrator.core.state import Node
 from orchestrator.core.transition import Transition
 from orchestrator.policies import RedundancyFacts, RedundancyPlan, plan_redundancy, revise
 from orchestrator.traffic import FLOW_AXES, Link, Topology, load_of, step_flows, way_cost
 from ucp_core.layout import ParallelLayout
 
+#: Nodes, each with its members, in rank order.
+Placed: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
-def plan(
-    transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
-) -> RedundancyPlan:
-    """Return how to protect the snapshots of an attempt with ranks on ``nodes``."""
-    return plan_redundancy(_facts(transition, nodes, layout), transition.rules.snapshot)
+
+def plan(transition: Transition, placed: Placed, layout: ParallelLayout | None) -> RedundancyPlan:
+    """Return how to protect the snapshots of an attempt whose members are ``placed``."""
+    return plan_redundancy(_facts(transition, placed, layout), transition.rules.snapshot)
 
 
 def memory_measured(transition: Transition, event: MemoryMeasured) -> None:
@@ -38,7 +42,7 @@ def memory_measured_training(transition: Transition, event: MemoryMeasured) -> N
     memory_measured(transition, event)
     attempt = transition.run.attempt
     if transition.run.state_bytes and not attempt.plan.is_final:
-        facts = _facts(transition, attempt.nodes, attempt.layout)
+        facts = _facts(transition, attempt.placed, attempt.layout)
         attempt.plan = revise(attempt.plan, facts, transition.rules.snapshot)
         transition.follow(KeepersOutdated())
 
@@ -64,24 +68,27 @@ def order_keepers(transition: Transition, _: KeepersOutdated) -> None:
 
 
 def _facts(
-    transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
+    transition: Transition, placed: Placed, layout: ParallelLayout | None
 ) -> RedundancyFacts:
-    fleet = transition.run.fleet
-    found = {number: fleet.nodes[number] for number in dict.fromkeys(nodes)}
-    names = {number: node.name for number, node in found.items()}
-    used = found.values()
+    run = transition.run
+    used = [run.fleet.nodes[number] for number, _ in placed]
+    names = (repeat(node.name, len(on)) for node, (_, on) in zip(used, placed, strict=True))
+    nodes = (*chain.from_iterable(names),)
     return RedundancyFacts(
-        nodes=tuple(map(names.__getitem__, nodes)),
+        nodes=nodes,
         budgets_bytes={node.name: node.budget_bytes for node in used if node.budget_bytes},
-        rank_bytes=-(-transition.run.state_bytes // len(nodes)),
+        rank_bytes=-(-run.state_bytes // len(nodes)),
         layout=layout,
         racks={node.name: node.rack for node in used if node.rack},
-        met=_met(transition, nodes, layout),
+        met=_met(transition, used, nodes, layout),
     )
 
 
 def _met(
-    transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
+    transition: Transition,
+    used: Sequence[Node],
+    nodes: Sequence[str],
+    layout: ParallelLayout | None,
 ) -> Callable[[str, str], float] | None:
     """Return the cost of a copy on each way between nodes; None if all ways are alike.
 
@@ -90,15 +97,14 @@ def _met(
     run, known = transition.run, transition.rules.topology
     if layout is None or (known is None and not run.network.slow):
         return None
-    used = [run.fleet.nodes[number] for number in nodes]
     topology = replace(
         known or Topology(racks={}, node_bytes_s=inf),
         racks={node.name: node.rack for node in used if node.rack},
         slow={_link(sender, receiver): rate for sender, receiver, rate in run.network.slow},
     )
     sent = dict(run.sent) or dict.fromkeys(FLOW_AXES, 1.0)
-    copy_bytes = run.state_bytes / len(set(nodes)) if run.sent else 0.0
-    flows = step_flows(layout, [node.name for node in used], sent, topology.rails)
+    copy_bytes = run.state_bytes / len(used) if run.sent else 0.0
+    flows = step_flows(layout, nodes, sent, topology.rails)
     return way_cost(
         topology, load_of(topology, flows.values()).busy_s, num_bytes=max(1.0, copy_bytes)
     )

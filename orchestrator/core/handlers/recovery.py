@@ -111,7 +111,7 @@ def cause_of(failed: AttemptFailed, at_s: float) -> Cause:
 def _collect_evidence(transition: Transition, *, is_awaited: bool) -> None:
     """Collect evidence of the attempt; if ``is_awaited``, before anything is killed."""
     run = transition.run
-    nodes = (run.fleet.nodes[number] for number in dict.fromkeys(run.attempt.nodes))
+    nodes = (run.fleet.nodes[number] for number, _ in run.attempt.placed)
     order = CollectEvidence(
         attempt=run.attempt.number,
         nodes=tuple(node.name for node in nodes if node.alive),

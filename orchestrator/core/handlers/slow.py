@@ -83,7 +83,7 @@ def _nodes(transition: Transition) -> list[Node]:
     run = transition.run
     if not run.fleet.leaving or not run.fleet.nodes.where(_is_slow):
         return []
-    nodes = (run.fleet.nodes[number] for number in dict.fromkeys(run.attempt.nodes))
+    nodes = (run.fleet.nodes[number] for number, _ in run.attempt.placed)
     return [node for node in nodes if node.is_slow and node.alive]
 
 
@@ -117,7 +117,7 @@ def _judge(transition: Transition, one: Suspicion) -> None:
         if is_same and left != node.name:
             _withdraw(transition, one, left)
             return
-    facts = _facts(transition, one, node, run.attempt.nodes.count(number))
+    facts = _facts(transition, one, node, len(dict(run.attempt.placed)[number]))
     decision = slow.decide(facts, rules.slow, rules.growth)
     if not decision.convict:
         run.deadline_s = min(run.deadline_s, decision.retry_at_s)

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, cast
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.log.codec import encode, known_fields
-from orchestrator.core.log.stats import RunStats
+from orchestrator.core.log.stats import RunStats, placed
 from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import RunState
@@ -109,6 +109,8 @@ def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
         )
     try:
         kind = _KINDS[record["kind"]]
+        if kind is act.StartAttempt:
+            record = {**record, "placed": placed(record)}
         # A field with a default may be missing from an older record.
         item: ev.Event | act.Action = kind(**known_fields(kind, record))
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:

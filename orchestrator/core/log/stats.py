@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar
 
 from orchestrator.core.log.incident import Incident, incident_folder, suspicion
 from orchestrator.core.log.suspected import busy, in_few_lines
 from orchestrator.core.log.time_parts import TimeParts
-from orchestrator.core.state import Table
+from orchestrator.core.state import Table, worker_name, worker_number
 from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import cost_share
 from ucp_core.layout import ParallelLayout
@@ -87,8 +88,8 @@ class RunStats:
     #: Members of the newest attempt that have not formed. The values mean nothing.
     _unformed: dict[str, bool] = field(default_factory=dict)
     _first_rank: str = ""
-    #: Rank and node of each member of the newest attempt, by worker.
-    _members: dict[str, tuple[int, str]] = field(default_factory=dict)
+    #: Node and numbers of the members of the newest attempt, in rank order.
+    _placed: list[tuple[str, list[int]]] = field(default_factory=list)
     #: Last steps of the newest attempt, by reports of members that left: of rank 0, and of any
     #: member.
     _said_by_first: int | None = None
@@ -323,11 +324,12 @@ class RunStats:
         last.layout_after = ""
         last.t_fence_s = record["fenced_s"]
         last.rule, last.verdict = record.get("rule", ""), record.get("verdict", "")
-        guilty = set(last.guilty)
+        guilty = set(map(worker_number, last.guilty))
+        members = ((node, number) for node, numbers in self._placed for number in numbers)
         last.places = tuple(map(tuple, record.get("places", ()))) or tuple(
-            (rank, worker, node)
-            for worker, (rank, node) in self._members.items()
-            if worker in guilty
+            (rank, worker_name(number), node)
+            for rank, (node, number) in enumerate(members if guilty else ())
+            if number in guilty
         )
         last.killed = tuple(map(tuple, record.get("killed", ())))
         last.suspects = tuple(self._suspects)
@@ -357,12 +359,10 @@ class RunStats:
         self._skipped = []
         self.attempt = record["attempt"]
         self.layout = str(ParallelLayout.from_json(dict(record["layout"])))
-        self.num_workers = len(record["members"])
-        self._first_rank = record["members"][0][0]
-        self._members = {
-            worker: (rank, node) for rank, (worker, node, _) in enumerate(record["members"])
-        }
-        self._unformed = dict.fromkeys(self._members, True)
+        self._placed = [(node, workers) for node, workers, _ in placed(record)]
+        numbers = chain.from_iterable(workers for _, workers in self._placed)
+        self._unformed = dict.fromkeys(map(worker_name, numbers), True)
+        self.num_workers, self._first_rank = len(self._unformed), next(iter(self._unformed))
         num_lost = self._resume(record["resume_step"])
         self.lost_steps += num_lost
         for incident in self._open_incidents():
@@ -578,6 +578,16 @@ def _keep(points: list[tuple[float, int]], point: tuple[float, int]) -> None:
 def _add(sums: dict[str, int], sources: Iterable[tuple[str, int]]) -> None:
     for source, num_bytes in sources:
         sums[source] = sums.get(source, 0) + num_bytes
+
+
+def placed(start: Mapping[str, Any]) -> list[Any]:
+    """Return ``StartAttempt.placed`` as a record has it; an older record names each member."""
+    by_node: dict[str, list[Any]] = {}
+    for worker, node, reservation in start.get("members", ()):
+        _, workers, reservations = by_node.setdefault(node, [node, [], []])
+        workers.append(worker_number(worker))
+        reservations.append(reservation)
+    return [*by_node.values()] or start["placed"]
 
 
 def _numbers(record: Mapping[str, Any]) -> range:

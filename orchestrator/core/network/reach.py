@@ -85,7 +85,7 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
             for number, node in run.fleet.nodes.items()
             if node.usable and (leaving or not node.draining) and number not in too_late
         }
-        members = {run.fleet.nodes[number].name for number in set(run.attempt.nodes)}
+        members = {run.fleet.nodes[number].name for number, _ in run.attempt.placed}
         names = links.left_out(nodes, pairs, preferred=members)
         out = frozenset(run.fleet.node_ids[name] for name in names)
         rooms = rooms_of(room for name, room in nodes.items() if name not in names)

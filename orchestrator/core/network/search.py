@@ -40,7 +40,7 @@ def begin(transition: Transition) -> None:
     Keepers that members could not read from take part, too.
     """
     run = transition.run
-    members = (run.fleet.nodes[number].name for number in dict.fromkeys(run.attempt.nodes))
+    members = (run.fleet.nodes[number].name for number, _ in run.attempt.placed)
     holders = (node for _, _, node, *_ in run.attempt.unread if _is_there(transition, node))
     names = tuple(name for name in dict.fromkeys((*members, *holders)) if name)
     if transition.now_s < run.network.until_s < inf or len(names) < 2:  # noqa: PLR2004
@@ -145,7 +145,7 @@ def is_program(transition: Transition) -> bool:
     member left when fenced. Otherwise the fault may pass: the run waits, longer each time.
     """
     attempt, network = transition.run.attempt, transition.run.network
-    names = {transition.run.fleet.nodes[number].name for number in set(attempt.nodes)}
+    names = {transition.run.fleet.nodes[number].name for number, _ in attempt.placed}
     is_sound = network.is_sound or len(names) == 1
     # An unstable link may be whole when it is probed.
     flaps = any(names >= set(link.ends) for link in network.links)

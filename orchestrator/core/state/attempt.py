@@ -20,8 +20,8 @@ class Attempt(StatePart):
     #: Layouts that were not chosen, each with the reason, for people.
     other_layouts: tuple[tuple[str, str], ...] = ()
     members: tuple[int, ...] = ()  #: Its workers in rank order, also dead ones.
-    nodes: tuple[int, ...] = ()  #: Their nodes, by rank.
-    num_nodes: int = 0  #: How many different nodes these are.
+    #: ``(node, its members)`` in rank order: members of one node are neighbours.
+    placed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     #: How its snapshots are protected.
     plan: RedundancyPlan = field(default_factory=RedundancyPlan)
     #: Members that have neither left nor died, by number, each with whether it has formed.
@@ -61,6 +61,16 @@ class Attempt(StatePart):
     #: When a worker beyond the members first became usable; infinity if none did.
     newcomer_since_s: float = inf
     trained_since_s: float = 0.0  #: When it completed its first step.
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Return the node of each member, by rank."""
+        return tuple(node for node, members in self.placed for _ in members)
+
+    @property
+    def num_nodes(self) -> int:
+        """Return how many nodes have members."""
+        return len(self.placed)
 
 
 class FrozenAttempt(Frozen, Attempt):

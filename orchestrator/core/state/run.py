@@ -256,10 +256,10 @@ def describe(
     # A worker has a reservation only while it is a member.
     num_spare = len(fleet.workers) - len(fleet.bound)
     spare = (each for each in fleet.workers.items() if each[0] not in fleet.bound)
-    placed = enumerate(zip(state.attempt.members, state.attempt.nodes, strict=True))
+    placed = ((node, number) for node, members in state.attempt.placed for number in members)
     members = (
         {"rank": rank, **_describe_worker(state, number, worker)}
-        for rank, (number, node) in placed
+        for rank, (node, number) in enumerate(placed)
         if (shown is None or node in shown)
         and (worker := fleet.workers.get(number)) is not None
         and number in fleet.bound
@@ -309,7 +309,7 @@ def troubled_first(state: RunState) -> list[int]:
     odd = (worker.node for worker in map(workers.get, (*suspects, *dying, *unformed)) if worker)
     leaving = (number for number, _ in fleet.nodes.where(_is_leaving))
     lost = dict(fleet.nodes.where(_is_lost))
-    found = dict.fromkeys((*odd, *leaving, *state.attempt.nodes, *fleet.nodes))
+    found = dict.fromkeys((*odd, *leaving, *dict(state.attempt.placed), *fleet.nodes))
     return [*(number for number in found if number not in lost), *lost]
 
 

@@ -37,7 +37,7 @@ class ProtectionWatch:
         told = (state.attempt.number, *emptied)
         if not emptied or state.phase not in ACTIVE or told == self._told:
             return False
-        nodes = {state.fleet.nodes[number].name for number in state.attempt.nodes}
+        nodes = {state.fleet.nodes[number].name for number, _ in state.attempt.placed}
         is_needless = self._snapshots.protects(
             state.lineage, attempt=state.attempt.number, nodes=nodes, tolerance=self._tolerance
         )

@@ -685,7 +685,7 @@ def test_a_recovery_waits_for_storage_as_long_as_for_workers() -> None:
 def _in_other_order() -> RunState:
     """Return ``_running`` with rank 0 in the younger worker, as after a replacement."""
     run = thaw(_running())
-    run.attempt.members = run.attempt.members[::-1]
+    run.attempt.members, run.attempt.placed = run.attempt.members[::-1], run.attempt.placed[::-1]
     return freeze(run)
 
 

@@ -111,6 +111,19 @@ def test_a_field_that_an_older_record_lacks_takes_its_default() -> None:
     assert parse(record) == formed
 
 
+def test_an_older_start_that_names_each_member_is_the_same_start() -> None:
+    """Journals that were written before must verify, and their numbers must not change."""
+    journal, state = _journal()
+    (start,) = (json.loads(line) for line in journal.splitlines() if b"StartAttempt" in line)
+    placed = json.dumps(start["placed"]).encode()
+    assert placed == b'[["a", [1], [1]]]'
+    older = journal.replace(b'"placed": ' + placed, b'"members": [["w0001", "a", 1]]')
+    assert b"placed" not in older
+
+    assert verify([older], RULES)[0] == state
+    assert fold_on(Folded(), [older], RULES) == fold_on(Folded(), [journal], RULES)
+
+
 def test_orders_for_reservations_in_a_row_are_one_record() -> None:
     """A large run starts with as many requests as it has workers, each with nodes to avoid."""
     rules = replace(RULES, max_workers=500)

@@ -192,7 +192,7 @@ def test_a_stop_by_a_person_is_no_recovery() -> None:
     for record in (
         {"kind": "FinishRun", "at_s": 11.0, "outcome": "stopped", "reason": "asked to"},
         {"kind": "RunResumed", "at_s": 100.0, "attempt": 2, "why": "stopped"},
-        {**begun, "kind": "StartAttempt", "at_s": 101.0, "members": [["w0009", "a", [0]]]},
+        {**begun, "kind": "StartAttempt", "at_s": 101.0, "placed": [["a", [9], [0]]]},
         {"kind": "WorkerFormed", "at_s": 105.0, "attempt": 3, "worker": "w0009"},
         {"kind": "StepCompleted", "at_s": 106.0, "attempt": 3, "step": 6, "step_s": 1.0},
     ):

@@ -67,7 +67,7 @@ def test_nodes_in_trouble_are_described_and_all_are_counted() -> None:
         attempt=Attempt(
             number=1,
             members=tuple(range(6)),
-            nodes=tuple(range(6)),
+            placed=tuple((number, (number,)) for number in range(6)),
             inside=Table.of((number, number != 4) for number in range(6)),
         ),
         fleet=Fleet(

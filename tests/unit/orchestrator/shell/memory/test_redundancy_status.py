@@ -57,7 +57,7 @@ def test_it_is_said_once_that_a_node_which_was_left_is_not_needed() -> None:
     run.phase, run.attempt.number, run.attempt.step = Phase.TRAINING, 1, 7
     for number, name in enumerate(("aa", "bb", "cc")):
         run.fleet.nodes = run.fleet.nodes.set(number, Node(name=name))
-    run.attempt.nodes, run.lineage = (0, 1), ((1, 0),)
+    run.attempt.placed, run.lineage = ((0, (1,)), (1, (2,))), ((1, 0),)
     used = freeze(run)
     run = thaw(used)
     run.fleet.emptied = (2,)
