@@ -200,9 +200,13 @@ class Fleet:
         """Fold the journal, all of it and as a restarted controller does."""
         segments = read_segments(LocalStore(), str(self.folder))
         num_bytes = sum(map(len, segments))
+        start, trace = segments[0][: self._start_bytes], segments[0][self._start_bytes :]
         began_s = process_time()
-        folded = core.fold_on(core.Folded(), segments, self.rules)
-        fold_s = process_time() - began_s
+        folded = core.fold_on(core.Folded(), [start], self.rules)
+        start_s = process_time() - began_s
+        began_s = process_time()
+        folded = core.fold_on(folded, [trace, *segments[1:]], self.rules)
+        trace_s = process_time() - began_s
         assert folded.state == self.shell.state, "the fold differs from the run"
         basis = "bench"
         place = self.shell.journal.place
@@ -213,16 +217,12 @@ class Fleet:
         again = core.Compaction.read(document, basis)
         read_s = process_time() - began_s
         assert again.folded.state == self.shell.state, "the compacted state differs"
-        began_s = process_time()
-        core.fold_on(core.Folded(), [segments[0][: self._start_bytes]], self.rules)
-        start_s = process_time() - began_s
         return {
             "hours": self._hours,
             "megabytes": round(num_bytes / 1e6, 1),
             "records": folded.seq + 1,
-            "fold_s": round(fold_s, 2),
             "fold_of_the_start_s": round(start_s, 2),
-            "fold_of_a_day_s": round((fold_s - start_s) * 24.0 / self._hours, 2),
+            "fold_of_a_day_s": round(trace_s * 24.0 / self._hours, 2),
             "compacted_megabytes": round(len(document) / 1e6, 1),
             "compacting_s": round(wrote_s, 2),
             "restart_s": round(read_s, 2),
