@@ -164,11 +164,10 @@ class Capacity:
             if time.monotonic() >= look_s:
                 await self._ask_again(rows)
                 look_s = time.monotonic() + ROOM_LOOK_S
-            if time.monotonic() < self._strays_until_s:
-                # A controller notes a reservation before it exists, so others are strays.
-                strays = rows.keys() - self._reservations.keys()
-                settled = [number for number in strays if not _is_being_placed(rows[number])]
-                await in_thread(RAY, self._remove, settled)
+            strays = rows.keys() - self._reservations.keys()
+            if strays and time.monotonic() < self._strays_until_s:
+                # A controller notes a reservation before it exists.
+                await self._remove_idle(strays)
             await asyncio.sleep(POLL_S)
 
     async def _ask_again(self, rows: Mapping[int, dict[str, Any]]) -> None:
@@ -188,8 +187,10 @@ class Capacity:
             if entry.num_looks > 1 and entry.num_looks.bit_count() == 1:
                 log.warning("Ray has room for reservation %d: it is requested again", number)
                 entry.group = None
-                await in_thread(RAY, self._remove, [number])
+                await self._give_back([number])
                 await self._ask(number, entry)
+                # Ray may now place another one: ``rows`` is out of date.
+                return
 
     def _has_room(self, entry: _Reservation, free: Mapping[str, Mapping[str, float]]) -> bool:
         needs = self._alternatives[entry.alternative].resources
@@ -274,25 +275,28 @@ class Capacity:
         return group
 
     async def _give_back(self, numbers: Iterable[int]) -> None:
-        """Remove the groups of ``numbers``, each one when Ray is not placing it.
+        """Remove the groups of ``numbers``, each one when Ray is not placing it."""
+        left = set(numbers)
+        until_s = time.monotonic() + BUSY_S_MAX
+        while left:
+            left = await self._remove_idle(left, busy_too=time.monotonic() >= until_s)
+            if left:
+                await asyncio.sleep(BUSY_POLL_S)
+
+    async def _remove_idle(self, numbers: Iterable[int], *, busy_too: bool = False) -> set[int]:
+        """Remove the groups that Ray is not placing now; return the others.
 
         If a group is removed while Ray sets resources aside for it, Ray 2.60 loses that processor
         or GPU until the node restarts (ray-project/ray, issue 64693).
         """
-        left = set(numbers)
-        until_s = time.monotonic() + BUSY_S_MAX
-        while left:
-            rows = await in_thread(RAY, self._rows)
-            left &= rows.keys()
-            is_late = time.monotonic() >= until_s
-            free = [number for number in left if is_late or not _is_being_placed(rows[number])]
-            # First the groups that wait for room: otherwise Ray would start to place one of them in
-            # the room that another leaves.
-            free.sort(key=lambda number: rows[number]["state"] == "CREATED")
-            await in_thread(RAY, self._remove, free)
-            left.difference_update(free)
-            if left:
-                await asyncio.sleep(BUSY_POLL_S)
+        rows = await in_thread(RAY, self._rows)
+        left = rows.keys() & numbers
+        idle = [number for number in left if busy_too or not _is_being_placed(rows[number])]
+        # First the groups that wait for room: otherwise Ray would start to place one of them in
+        # the room that another leaves.
+        idle.sort(key=lambda number: rows[number]["state"] == "CREATED")
+        await in_thread(RAY, self._remove, idle)
+        return left.difference(idle)
 
     def _remove(self, numbers: Iterable[int]) -> None:
         for number in numbers:

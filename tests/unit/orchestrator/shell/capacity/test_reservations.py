@@ -210,3 +210,56 @@ def test_what_ray_has_room_for_and_does_not_place_is_requested_again(
     assert without_room == [names.reservation(1)]
     assert (num_made, removed) == (2, [names.reservation(1)])
     assert capacity.granted() == [(1, "free")]
+
+
+def test_a_request_made_again_costs_no_group_that_ray_places_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new request makes Ray try the others, too; what it sets aside for them would be lost."""
+    names = RunNames("r")
+    made: list[str] = []
+    removed: list[str] = []
+    granted: list[ev.Event] = []
+
+    def make(*_: object, name: str, **__: object) -> str:
+        made.append(name)
+        return name
+
+    def table() -> dict[str, Any]:
+        is_tried = len(made) > len((1, 2))
+        state = ("CREATED", "FINISHED") if is_tried else ("PENDING", "NO_RESOURCES")
+        return {
+            str(number): {
+                "name": names.reservation(number),
+                "bundles_to_node_id": {0: "free"},
+                "state": state[0],
+                "stats": {"scheduling_state": state[1]},
+            }
+            for number in (1, 2)
+        }
+
+    capacity = Capacity(
+        Inbox(at_s=lambda: 0.0, post=granted.append),
+        names=names,
+        alternatives=[Alternative(resources={"CPU": 1.0})],
+    )
+
+    async def play() -> None:
+        await capacity.request(1, ())
+        await capacity.request(2, ())
+        polling = asyncio.create_task(capacity.poll_forever())
+        while len(granted) < len((1, 2)):  # noqa: ASYNC110  the fake of Ray does not notify
+            await asyncio.sleep(0.01)
+        polling.cancel()
+
+    monkeypatch.setattr(module, "POLL_S", 0.001)
+    monkeypatch.setattr(module, "ROOM_LOOK_S", 0.0)
+    monkeypatch.setattr(module, "available_resources_per_node", lambda: {"free": {"CPU": 2.0}})
+    monkeypatch.setattr(module, "placement_group", make)
+    monkeypatch.setattr(module, "placement_group_table", table)
+    monkeypatch.setattr(module, "get_placement_group", lambda name: name)
+    monkeypatch.setattr(module, "remove_placement_group", removed.append)
+
+    asyncio.run(asyncio.wait_for(play(), 10.0))
+
+    assert removed == [names.reservation(1)]
