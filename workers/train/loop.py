@@ -8,6 +8,7 @@ so the script also releases its objects.
 import errno
 import functools
 import logging
+import mmap
 import traceback
 from types import TracebackType
 from typing import Final
@@ -58,6 +59,8 @@ log = logging.getLogger(__name__)
 #: How long an attempt waits for memory of the previous one, if that ran out of it.
 _LEFTOVERS_S: Final = 5.0
 
+#: Memory that a process must be able to map for an attempt.
+_ROOM_BYTES: Final = 64 << 20
 #: Resources that a node can run out of: memory, space in shared memory, descriptors.
 _SHORT: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE})
 
@@ -148,6 +151,9 @@ class _RunningAttempt:
 
     def _train(self, task: Task | None) -> Outcome:
         assignment, context = self._assignment, self._context
+        # Without memory a new thread ends before it runs, and ``Thread.start`` waits for it forever
+        # (python/cpython, issue 140746).
+        mmap.mmap(-1, _ROOM_BYTES).close()
         task = task or task_of(context.settings)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         if device_type == "cuda":

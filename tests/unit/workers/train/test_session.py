@@ -2,7 +2,9 @@
 
 import json
 import math
+import mmap
 import random
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from tests.support.made import assignment_of
 from ucp_core.storage import open_store
 from workers import collectives
 from workers.data import DataLoader
-from workers.errors import TaskError
+from workers.errors import NodeShortError, TaskError
 from workers.protocol import (
     Completed,
     Outcome,
@@ -162,6 +164,23 @@ def evaluate(session: Session, model: nn.Module) -> None:
 def predict(_session: Session, model: nn.Module) -> None:
     with torch.no_grad():
         model(INPUTS)
+
+
+def test_a_process_that_can_hardly_map_memory_begins_no_attempt(
+    make_attempts: Callable[[str], Attempts],
+) -> None:
+    """A thread that starts without memory ends at once, and its starter waits for it forever."""
+    attempts = make_attempts("a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    taken_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + (32 << 20), hard))
+    try:
+        with pytest.raises(NodeShortError, match="no room for an attempt"):
+            attempts.train(fit, steps=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+    assert isinstance(attempts.train(fit, steps=1), Completed)
 
 
 def test_the_work_of_each_micro_batch_is_recorded(
