@@ -114,6 +114,7 @@ class RunConfig(Section):
             data=self.data,
             train=self.train,
             checkpoint=self.checkpoint,
+            snapshot=self.snapshot,
             parallel=self.parallel,
             gpu_share=self.cluster.gpus_per_worker or 1.0,
         )

@@ -1,9 +1,11 @@
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from orchestrator.config import RunConfig, demo_config, load
 from orchestrator.errors import ConfigError
+from workers.settings import Settings
 
 LEAST = "run: {directory: runs/x}\nworkers: {max: 4}\n"
 
@@ -182,6 +184,19 @@ def test_the_resolved_configuration_reads_back_to_itself() -> None:
 
     assert load(config.to_yaml()) == config
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_workers_get_every_section_that_is_theirs() -> None:
+    """If a section is left out, its keys have no effect."""
+    config = load(LEAST)
+    sections = [one.name for one in fields(Settings) if one.name in RunConfig.model_fields]
+    # A copy of a section is another object than its default.
+    own = config.model_copy(
+        update={name: replace(getattr(config, name)) for name in sections},
+    )
+
+    assert len(sections) > len(("run", "snapshot"))
+    assert all(getattr(own.settings(), name) is getattr(own, name) for name in sections)
 
 
 def test_relative_paths_become_absolute_and_urls_stay() -> None:
