@@ -109,7 +109,9 @@ class RunView:
         )
         cause = status["cause"]
         if cause is not None:
-            self._say("cause", _cause_line(cause), key=cause["at_s"])
+            # A fault may be seen before its cause is known.
+            line = _cause_line(cause)
+            self._say("cause", line, key=(cause["at_s"], line))
         self._say_lost(status, cause)
         self._say_wait(status)
         self._say_problems(status)

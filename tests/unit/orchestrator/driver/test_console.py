@@ -155,6 +155,16 @@ def test_a_recovery_says_what_it_waits_for_only_if_it_takes_long() -> None:
     assert [line for line in lines if "Stops" in line or "forms" in line] == []
 
 
+def test_a_cause_that_is_found_later_is_printed_too() -> None:
+    """A neighbor's broken connection was all that a user read of a worker that was killed."""
+    first = {"kind": "peer_lost", "guilty": [], "evidence": "w0001 left", "at_s": 9.0}
+    found = {"kind": "crash", "guilty": ["w0002"], "evidence": "SIGKILL", "at_s": 9.0}
+    lines = _shown(*(status_document(cause=each) for each in (first, first, found, found)))
+
+    causes = ["peer_lost: w0001 left", "crash (w0002): SIGKILL"]
+    assert [line for line in lines if line.startswith(("peer_lost", "crash"))] == causes
+
+
 def test_a_lost_node_is_printed_at_once_also_before_the_first_step() -> None:
     """Eight lines of "waiting" followed, and only the report told that a machine was gone."""
     lost = {**status_document()["nodes"][0], "state": "lost"}
