@@ -88,7 +88,8 @@ def draw(seed: int, index: int, kinds: Sequence[str] = tuple(KINDS)) -> Order:
     kind = turn[index % len(kinds)]
     own = random.Random(f"{seed} {index}")
     chance, places = own.random(), own.randrange(1 << 30)
-    lasts = random.Random(f"{seed} {index} lasts").random()
+    # Most outages are short.
+    lasts = random.Random(f"{seed} {index} lasts").random() ** 3
     others = [each for each in kinds if _can_meet(kind, each)]
     if chance >= TOGETHER + RECOVERING or not others:
         return Order(index, (kind,), "alone", places, lasts)
