@@ -30,8 +30,8 @@ from ucp_core.storage import (
     claim,
     join,
     open_store,
+    passing,
     read_appended,
-    service_errors,
 )
 from ucp_core.storage.passing import Retries
 from ucp_core.storage.s3 import S3Store
@@ -244,7 +244,7 @@ def test_ranks_save_while_the_service_slows_them_down(
     """It refuses 30 % of all writes: nothing is lost, and ranks do not retry together."""
     paused_s: list[float] = []
     # Pauses are as long as in a run, and not waited for.
-    monkeypatch.setattr(service_errors, "time", SimpleNamespace(sleep=paused_s.append))
+    monkeypatch.setattr(passing, "time", SimpleNamespace(sleep=paused_s.append))
     proxy.faults = [Fault(method="PUT", times=100_000, share=0.3, status=503)]
     store, root = open_store(f"s3://{bucket}/run/checkpoints")
     states = {step: small_state(step) for step in range(1, 6)}

@@ -184,7 +184,7 @@ everstep.run(train)
 def test_what_runs_out_of_memory_waits_for_workers_and_is_charged_nothing(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """Two workers hold too much each, at every degree: it is tried once, and not again."""
+    """Two workers hold too much each, at every degree: it is tried once more, and not again."""
     script = tmp_path / "train.py"
     script.write_text(_NEEDS_THREE)
     run = Launched(make_config(run__script=script, train__steps=30), nodes)
@@ -202,9 +202,9 @@ def test_what_runs_out_of_memory_waits_for_workers_and_is_charged_nothing(
 
     assert summary["outcome"] == "completed", summary["reason"]
     kinds = [incident["kind"] for incident in summary["incidents"]]
-    assert kinds[:2] == ["node_loss", "device_memory"]
-    assert kinds.count("device_memory") == 1
-    refused = summary["incidents"][1]
+    assert kinds[:3] == ["node_loss", "device_memory", "device_memory"]
+    assert kinds.count("device_memory") == 2
+    refused = summary["incidents"][2]
     assert "dp_shard=2: CUDA out of memory" in refused["evidence"]
     assert sum(incident["lost_steps"] for incident in summary["incidents"]) <= 1
 
