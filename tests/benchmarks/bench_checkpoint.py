@@ -1,7 +1,7 @@
 """Saving and loading, beside raw writes and reads and beside torch's distributed checkpoint.
 
     python -m tests.benchmarks checkpoint --megabytes 12 256 --rounds 7 --json
-    python -m tests.benchmarks checkpoint --torchrun --megabytes 1000 --rounds 25
+    python -m tests.benchmarks checkpoint --torchrun --megabytes 1000 --rounds 9
 
 One process, warm page cache, fresh files. With ``--fsync`` every way forces its files to the disk,
 otherwise none does. The ways take turns in every round, each first in another round, and each

@@ -37,6 +37,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from orchestrator.core import AvoidRules
 from orchestrator.report import JOURNAL
 from tests.benchmarks.common import load_average
 from tests.benchmarks.soak_faults import KINDS, Order, draw
@@ -59,6 +60,7 @@ from tests.support import train_paced
 from tests.support.forking import run_script
 from tests.support.history import read_history
 from tests.support.network_cluster import HEAD, why_no_redis, why_not
+from tests.support.run_command import ACT_S_MAX
 from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store, read_all_appended
 
@@ -304,7 +306,8 @@ class Sitting:
         )
         why = ""
         try:
-            operator.training(NUM_NODES)
+            # Faults that struck one node several times in a row make the run avoid it for a while.
+            operator.training(NUM_NODES, timeout_s=AvoidRules().avoid_s + ACT_S_MAX)
             self._resources.append(self._used())
         except TimeoutError as error:  # what it trained is judged all the same
             kept = kept_journal(

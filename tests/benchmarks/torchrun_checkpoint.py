@@ -346,7 +346,7 @@ def main() -> None:
     """Be one rank; rank 0 prints a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--directory")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
