@@ -156,7 +156,7 @@ def test_a_recovery_says_what_it_waits_for_only_if_it_takes_long() -> None:
 
 
 def test_a_cause_that_is_found_later_is_printed_too() -> None:
-    """A neighbor's broken connection was all that a user read of a worker that was killed."""
+    """A neighbour's broken connection was all that a user read of a worker that was killed."""
     first = {"kind": "peer_lost", "guilty": [], "evidence": "w0001 left", "at_s": 9.0}
     found = {"kind": "crash", "guilty": ["w0002"], "evidence": "SIGKILL", "at_s": 9.0}
     lines = _shown(*(status_document(cause=each) for each in (first, first, found, found)))

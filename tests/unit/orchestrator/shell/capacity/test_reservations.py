@@ -220,6 +220,12 @@ def test_a_request_made_again_costs_no_group_that_ray_places_meanwhile(
     made: list[str] = []
     removed: list[str] = []
     granted: list[ev.Event] = []
+    both_granted = asyncio.Event()
+
+    def grant(event: ev.Event) -> None:
+        granted.append(event)
+        if len(granted) == len((1, 2)):
+            both_granted.set()
 
     def make(*_: object, name: str, **__: object) -> str:
         made.append(name)
@@ -239,7 +245,7 @@ def test_a_request_made_again_costs_no_group_that_ray_places_meanwhile(
         }
 
     capacity = Capacity(
-        Inbox(at_s=lambda: 0.0, post=granted.append),
+        Inbox(at_s=lambda: 0.0, post=grant),
         names=names,
         alternatives=[Alternative(resources={"CPU": 1.0})],
     )
@@ -248,8 +254,7 @@ def test_a_request_made_again_costs_no_group_that_ray_places_meanwhile(
         await capacity.request(1, ())
         await capacity.request(2, ())
         polling = asyncio.create_task(capacity.poll_forever())
-        while len(granted) < len((1, 2)):  # noqa: ASYNC110  the fake of Ray does not notify
-            await asyncio.sleep(0.01)
+        await both_granted.wait()
         polling.cancel()
 
     monkeypatch.setattr(module, "POLL_S", 0.001)
