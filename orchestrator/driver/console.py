@@ -63,9 +63,12 @@ class RunView:
         self._title = title
         self._total = total_steps
         self._said: dict[str, Any] = {}
-        self._is_known = False
         self._printed_s = float("-inf")
         self._step = 0
+        #: Causes that were printed before their incidents were recorded.
+        self._causes: list[Mapping[str, Any]] = []
+        #: Number of the newest incident that was read; None before the first status.
+        self._incident: int | None = None
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=8),
@@ -95,11 +98,12 @@ class RunView:
         """Show one status document; None means that the controller does not answer."""
         if status is None:
             # A controller that has just started answers slowly, which is not a problem.
-            if self._is_known:
+            if self._incident is not None:
                 continues = "; training continues without it" if "attempt" in self._said else ""
                 self._say("controller", f"the controller does not answer{continues}")
             return
-        self._is_known = True
+        if self._incident is None:
+            self._incident = max((one["number"] for one in status["incidents"]), default=0)
         if self._said.pop("controller", None):
             self.say("the controller answers again")
         for (machine, notice), line in _notices(status).items():
@@ -107,12 +111,9 @@ class RunView:
         self._progress.update(
             self._task, completed=status["step"], facts=_facts(status, is_short=True)
         )
-        cause = status["cause"]
-        if cause is not None:
-            # A fault may be seen before its cause is known.
-            line = _cause_line(cause)
-            self._say("cause", line, key=(cause["at_s"], line))
-        self._say_lost(status, cause)
+        self._say_cause(status["cause"])
+        self.say_incidents(status["incidents"])
+        self._say_lost(status)
         self._say_wait(status)
         self._say_problems(status)
         if status["phase"] == "training":
@@ -125,8 +126,30 @@ class RunView:
             self._printed_s, self._step = now_s, status["step"]
             self.say(f"step {status['step']}/{self._total}  {_facts(status)}")
 
-    def _say_lost(self, status: Mapping[str, Any], cause: Mapping[str, Any] | None) -> None:
+    def _say_cause(self, cause: Mapping[str, Any] | None) -> None:
+        """Print the cause of the last change, and again if a better one is found."""
+        if cause is None:
+            return
+        line = _cause_line(cause)
+        if self._say("cause", line, key=(cause["at_s"], line)):
+            self._causes.append(cause)
+
+    def say_incidents(self, incidents: Iterable[Mapping[str, Any]]) -> None:
+        """Print new incidents whose cause was not printed, as it changed between two looks."""
+        for one in incidents:
+            if self._incident is None or one["number"] <= self._incident:
+                continue
+            self._incident = one["number"]
+            for index, cause in enumerate(self._causes):
+                if _explains(cause, one):
+                    del self._causes[: index + 1]
+                    break
+            else:
+                self.say(_cause_line(one))
+
+    def _say_lost(self, status: Mapping[str, Any]) -> None:
         """Print the nodes that are lost, unless the cause of the attempt's end names them."""
+        cause = status["cause"]
         told = "" if cause is None else cause["evidence"]
         for node in status["nodes"]:
             name = f"node {node['node'][:_NODE_CHARS]}"
@@ -172,11 +195,13 @@ class RunView:
         """Print a line of the training script unchanged above the live display."""
         self._progress.console.print(Text(line), soft_wrap=True)
 
-    def _say(self, topic: str, text: str, *, key: Any = True, style: str = "") -> None:
-        """Print ``text`` once for each ``key`` of its topic."""
-        if self._said.get(topic) != key:
+    def _say(self, topic: str, text: str, *, key: Any = True, style: str = "") -> bool:
+        """Print ``text`` once for each ``key`` of its topic; return whether it was printed now."""
+        is_new = bool(self._said.get(topic) != key)
+        if is_new:
             self._said[topic] = key
             self.say(text, style=style)
+        return is_new
 
 
 def _facts(status: Mapping[str, Any], *, is_short: bool = False) -> str:
@@ -221,6 +246,12 @@ def _cause_line(cause: Mapping[str, Any]) -> str:
     guilty = f" ({', '.join(cause['guilty'])})" if cause["guilty"] else ""
     evidence = f": {cause['evidence']}" if cause["evidence"] else ""
     return f"{cause['kind']}{guilty}{evidence}"
+
+
+def _explains(cause: Mapping[str, Any], incident: Mapping[str, Any]) -> bool:
+    """Return whether ``incident`` is that of ``cause``; its evidence may say more."""
+    is_same = (cause["kind"], *cause["guilty"]) == (incident["kind"], *incident["guilty"])
+    return is_same and cause["evidence"] in incident["evidence"]
 
 
 def _attempt_line(status: dict[str, Any]) -> str:

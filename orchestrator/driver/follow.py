@@ -32,6 +32,7 @@ def follow_run(run: Launched, view: RunView) -> tuple[dict[str, Any], signal.Sig
         with interrupts(follower.on_signal), view:
             summary = run.follow(follower.show)
             follower.print_logs(last=True)
+            view.say_incidents(summary["incidents"])
     finally:
         if run.cluster is not None:
             (run.cluster.kill if follower.is_urgent else run.cluster.shutdown)()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: A status lists this many of the newest incidents, each with these keys.
 _INCIDENTS_SHOWN = 3
-_OF_INCIDENT = ("number", "kind", "who", "evidence", "lost_steps", "recovery_s")
+_OF_INCIDENT = ("number", "kind", "guilty", "who", "evidence", "lost_steps", "recovery_s")
 #: Keys that the status copies from the state of the run (``core.describe``).
 _OF_STATE = (
     *("phase", "attempt", "step", "layout", "other_layouts", "processes", "shared", "cause"),

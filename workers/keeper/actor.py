@@ -58,9 +58,6 @@ FLOWS_PERIOD_S = 0.5
 #: Time for a killed process to be gone: it takes milliseconds, unless a device holds it. The
 #: controller waits longer than this for the answer.
 KILLED_S = 0.3
-#: The ending of a process is known when it has freed its memory and its processor: a moment after
-#: its connection ends, or later if processors are busy. The recovery waits at most this long.
-ENDED_S = 1.0
 #: Time for processes to write their stacks, which takes 5 ms. One that needs longer is stopped or
 #: frozen.
 EVIDENCE_S = 0.3
@@ -205,9 +202,9 @@ class Keeper:
             return False
         return True
 
-    async def ending(self, pid: int) -> Ending:
-        """Return how a process of this node ended, if that is known within a second."""
-        return await asyncio.to_thread(self._watch.endings.of, pid, ENDED_S)
+    async def ending(self, pid: int, wait_s: float) -> Ending:
+        """Return how a process of this node ended, if that is known within ``wait_s``."""
+        return await asyncio.to_thread(self._watch.endings.of, pid, wait_s)
 
     async def clear(self) -> None:
         """Remove the node's memory and unfinished checkpoints, because the run is over."""

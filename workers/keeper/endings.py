@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from workers.keeper.arena_table import meminfo_bytes
-from workers.protocol import Ending
+from workers.protocol import GONE, Ending
 from workers.telemetry import process_state
 
 #: How many lines of a process's last output to quote, and how many characters of each.
@@ -120,16 +120,18 @@ class Endings:
         """
         with self._changed:
             until_s = time.monotonic() + wait_s
-            while pid in self._followed and time.monotonic() < until_s:
-                self._changed.wait(_LOOK_S)
+            while pid in self._followed:
                 status = process_state(pid).exit_status
-                if pid in self._followed and status is not None:
+                if status is not None:
                     # Freeing its memory may take seconds, and the recovery need not wait for that.
                     return _ending(self._followed[pid], status)
-            if pid in self._followed:
-                return Ending("")
+                if time.monotonic() >= until_s:
+                    return Ending("")
+                self._changed.wait(_LOOK_S)
             if pid in self._told:
                 return self._told[pid]
+        if process_state(pid).letter not in GONE:
+            return Ending("")
         # The process was gone before this keeper followed it.
         files = (path for own in _outputs(os.getpid()) for path in own.parent.glob(f"*-{pid}.*"))
         return Ending(_described(pid, None, "", _last_words(sorted(files))))

@@ -26,8 +26,10 @@ ASK_S = 5.0
 #: How long a keeper may take to remove its files at the end. That takes milliseconds; a stuck
 #: keeper must not delay the end.
 CLEAR_S = 5.0
-#: How long a keeper may take to say how a process ended; the recovery waits for it.
-ENDING_S = 1.2
+#: The ending of a process is known when it has freed its memory and its processor: a moment after
+#: its connection ends, or later if processors are busy. The recovery waits at most this long, and
+#: less for a process that may live.
+_DEAD_S, _UNREACHABLE_S = 1.0, 0.1
 #: Bounds for keepers to collect evidence, and to store it afterwards.
 EVIDENCE_S = 0.5
 STORE_S = 60.0
@@ -125,12 +127,16 @@ class Keepers:
         if view is not None and view.keeper is not None and not view.is_dead:
             await answer(view.keeper.store_evidence.remote(attempt, folder), STORE_S)
 
-    async def ending(self, node: str, pid: int) -> Ending:
-        """Return how a process on ``node`` ended; empty if its keeper does not answer in time."""
+    async def ending(self, node: str, pid: int, *, is_dead: bool) -> Ending:
+        """Return how a process on ``node`` ended; empty if its keeper does not answer in time.
+
+        If Ray does not know that it ``is_dead``, the keeper waits a moment only.
+        """
         view = self._nodes.views.get(node)
         if view is None or view.keeper is None or view.is_dead:
             return Ending("")
-        return await answer(view.keeper.ending.remote(pid), ENDING_S) or Ending("")
+        wait_s = _DEAD_S if is_dead else _UNREACHABLE_S
+        return await answer(view.keeper.ending.remote(pid, wait_s), wait_s + PROBE_S) or Ending("")
 
     async def close(self) -> None:
         """End every keeper of the run; those that can be reached leave nothing behind."""

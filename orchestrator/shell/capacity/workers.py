@@ -300,15 +300,13 @@ class Workers:
     async def _find_cause(self, worker: str, member: _Member, error: RayError) -> None:
         """Find out why ``worker`` is gone, and whether its whole node is; report it."""
         is_node = not member.killed and await self._nodes.is_gone(member.node)
-        if not isinstance(error, ActorDiedError) and not is_node:
-            # An unreachable process may live: kill it, so that "exited" is true.
-            await self._end(worker, member)
         if is_node:
             self._exited(worker, "node", "its node is lost")
             return
-        found = protocol.Ending(_first_line(error))
-        if isinstance(error, ActorDiedError):
-            found = await self._how(member, error)
+        found = await self._how(member, error)
+        if not isinstance(error, ActorDiedError):
+            # An unreachable process may live: kill it, so that "exited" is true.
+            await self._end(worker, member)
         self._exited(worker, self._cause(member, found), found.text)
 
     def _cause(self, member: _Member, found: protocol.Ending) -> str:
@@ -318,9 +316,13 @@ class Workers:
             return "preempted"
         return "out_of_memory" if found.is_out_of_memory else "crash"
 
-    async def _how(self, member: _Member, error: ActorDiedError) -> protocol.Ending:
-        """Return how a process ended; Ray reports neither a signal nor an exit code."""
-        told = str(error)
+    async def _how(self, member: _Member, error: RayError) -> protocol.Ending:
+        """Return how a process ended; Ray reports neither a signal nor an exit code.
+
+        Ray calls a dead process unavailable if its own word of the death takes longer than a
+        second, so its keeper is asked then, too.
+        """
+        told, is_dead = str(error), isinstance(error, ActorDiedError)
         pid = member.pid or int(next(iter(re.findall(r"pid[:=] ?(\d+)", told)), 0))
         if _IN_START in told:
             lines = [line for line in told.splitlines() if line.strip()]
@@ -329,8 +331,10 @@ class Workers:
         if _SHORT_OF_MEMORY in told:
             text = f"Ray ended process {pid}: its node was running low on memory"
             return protocol.Ending(text, is_out_of_memory=True)
-        found = await self._keepers.ending(member.node, pid)
-        return found if found.text else protocol.Ending(f"process {pid} died")
+        found = await self._keepers.ending(member.node, pid, is_dead=is_dead)
+        if found.text:
+            return found
+        return protocol.Ending(f"process {pid} died" if is_dead else _first_line(error))
 
     def _exited(self, worker: str, cause: str, detail: str) -> None:
         member = self._members.get(worker)

@@ -165,6 +165,27 @@ def test_a_cause_that_is_found_later_is_printed_too() -> None:
     assert [line for line in lines if line.startswith(("peer_lost", "crash"))] == causes
 
 
+def test_an_incident_between_two_looks_is_printed_once() -> None:
+    """A crash was followed by growth at once, and the terminal did not print it."""
+    grown = {"kind": "growth", "guilty": [], "evidence": "a worker is ready", "at_s": 9.0}
+    crash = {"kind": "crash", "guilty": ["w0002"], "evidence": "process 7 died of SIGKILL"}
+    two = [
+        {**crash, "number": 4},
+        {**grown, "number": 5, "evidence": "rank 1 is slow; a worker is ready"},
+    ]
+    statuses = [
+        status_document(cause=None, incidents=[{**crash, "number": 3, "guilty": ["w0001"]}]),
+        status_document(cause=grown, incidents=two[:1]),
+        status_document(cause=grown, incidents=two),
+    ]
+    lines = _shown(*statuses, *statuses[1:])
+
+    assert [line for line in lines if line.startswith(("crash", "growth"))] == [
+        "growth: a worker is ready",
+        "crash (w0002): process 7 died of SIGKILL",
+    ]
+
+
 def test_a_lost_node_is_printed_at_once_also_before_the_first_step() -> None:
     """Eight lines of "waiting" followed, and only the report told that a machine was gone."""
     lost = {**status_document()["nodes"][0], "state": "lost"}

@@ -206,13 +206,15 @@ def test_only_the_files_of_a_process_that_was_gone_before_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It died while it started, before it had a progress record."""
-    (tmp_path / "worker-ab-01-77.err").write_text("libfoo.so: cannot open shared object file\n")
+    pid = 1 << 23  # more than any system has
+    (tmp_path / f"worker-ab-01-{pid}.err").write_text("libfoo.so: cannot open shared object file\n")
     monkeypatch.setattr(
         "workers.keeper.endings._outputs", lambda _: (tmp_path / "worker-cd-01-5.err",)
     )
 
-    assert Endings().of(77, 0.0).text == (
-        "process 77 died; its last output: libfoo.so: cannot open shared object file"
+    assert Endings().of(os.getpid(), 0.0).text == "", "it lives"
+    assert Endings().of(pid, 0.0).text == (
+        f"process {pid} died; its last output: libfoo.so: cannot open shared object file"
     )
 
 

@@ -194,24 +194,72 @@ def test_a_death_is_reported_with_the_cause_as_far_as_it_is_known(
         def __str__(self) -> str:
             return told
 
-    async def refuse() -> None:
-        raise DiedError
-
-    async def ending(pid: int) -> Ending:
-        return known if pid == 77 else Ending("")
-
-    posted: asyncio.Queue[ev.Event] = asyncio.Queue()
-    handle = SimpleNamespace(hello=Call(refuse), hold=Call(refuse))
-    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: handle))
-    monkeypatch.setattr("ray.remote", lambda _: actor)
-    workers = workers_of(_node_with(ending=Call(ending)), posted.put_nowait)
-
-    async def play() -> ev.Event:
-        workers.start("w0001", NODE)
-        return await asyncio.wait_for(posted.get(), 120.0)
-
-    monkeypatch.setattr("ray.kill", lambda *_, **__: None)
-    event = asyncio.run(play())
-    assert isinstance(event, ev.WorkerExited)
+    event, killed = _exit_of(DiedError(), known, monkeypatch)
     assert event.cause == cause
     assert event.detail.startswith(detail)
+    assert killed == 0
+
+
+@pytest.mark.parametrize(
+    ("known", "cause", "detail"),
+    [
+        (Ending("process 77 died of SIGKILL"), "crash", "process 77 died of SIGKILL"),
+        (Ending("process 77 ...", is_out_of_memory=True), "out_of_memory", "process 77 ..."),
+        (Ending(""), "crash", "The actor is unavailable"),
+    ],
+)
+def test_a_death_of_which_ray_knows_too_late_is_asked_of_the_keeper(
+    known: Ending, cause: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With busy processors a user read "Socket closed", and no shortage of memory was seen."""
+
+    class UnavailableError(ActorUnavailableError):
+        def __init__(self) -> None:
+            super().__init__("Socket closed", b"0" * 16)
+
+        def __str__(self) -> str:
+            return "The actor is unavailable: Socket closed"
+
+    event, killed = _exit_of(UnavailableError(), known, monkeypatch)
+    assert event.cause == cause
+    assert event.detail.startswith(detail)
+    assert killed == 1, "it may live"
+
+
+def _exit_of(
+    error: RayError, known: Ending, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ev.WorkerExited, int]:
+    """Return what is posted of a worker at ``error``, and how often it is killed.
+
+    It has not started yet if it died.
+    """
+    killed: list[Any] = []
+
+    async def hello() -> dict[str, int]:
+        if isinstance(error, ActorDiedError):
+            raise error
+        return {"pid": 77}
+
+    async def refuse() -> None:
+        raise error
+
+    async def ending(pid: int, _: float) -> Ending:
+        return known if pid == 77 else Ending("")
+
+    async def kill(_: str) -> bool:
+        return True
+
+    posted: asyncio.Queue[ev.Event] = asyncio.Queue()
+    handle = SimpleNamespace(hello=Call(hello), hold=Call(refuse))
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: handle))
+    monkeypatch.setattr("ray.remote", lambda _: actor)
+    workers = workers_of(_node_with(ending=Call(ending), kill=Call(kill)), posted.put_nowait)
+
+    async def play() -> ev.WorkerExited:
+        workers.start("w0001", NODE)
+        while not isinstance(event := await asyncio.wait_for(posted.get(), 120.0), ev.WorkerExited):
+            pass
+        return event
+
+    monkeypatch.setattr("ray.kill", lambda found, **_: killed.append(found))
+    return asyncio.run(play()), len(killed)
