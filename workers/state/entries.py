@@ -404,7 +404,9 @@ class HostBuffer:
     def staged(self, entries: Sequence[StateEntry]) -> dict[int, Tensor]:
         """Return a view of the block, by id, for every entry without contiguous host memory."""
         elsewhere = [one for one in entries if one.tensor.is_cuda or not one.tensor.is_contiguous()]
-        return dict(zip(map(id, elsewhere), self.views(elsewhere), strict=True))
+        # Without this, the next copy of the whole state would make its views again.
+        views = self.views(elsewhere) if elsewhere else []
+        return dict(zip(map(id, elsewhere), views, strict=True))
 
     def on_host(self, entries: Sequence[StateEntry]) -> list[LocalTensor]:
         """Return ``entries`` in place, or copied if they are not in contiguous host memory."""

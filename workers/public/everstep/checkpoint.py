@@ -36,6 +36,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,6 +86,8 @@ _OWN: Final = "script"
 _OWN_BYTES_MAX: Final = 16 << 20
 #: Niceness of the thread that writes beside training.
 _NICENESS: Final = 19
+#: Longest pause of an asynchronous save between its copy and its write.
+_PAUSE_S_MAX: Final = 1.0
 #: More threads of one process read no faster.
 _THREADS_MAX: Final = 4
 
@@ -178,12 +181,15 @@ def async_save(
     module raises the error. The process ends only when its last save is written.
     """
     wait()
+    begun_s = time.monotonic()
     with _said(f"cannot save step {step} to {os.fspath(path)}"):
         rank, world_size = _place(is_alone=alone)
         copy = _Saves.buffer.capture
         write = _captured(path, step, rank, world_size, _pairs(model, optimizer), extra, keep, copy)
     said = f"has not saved step {step} to {os.fspath(path)}"
-    _Saves.under_way = _Saves.writer.submit(_in_background, said, write)
+    # Ranks that share processors still copy, and training continues when the last one has.
+    pause_s = min(time.monotonic() - begun_s, _PAUSE_S_MAX)
+    _Saves.under_way = _Saves.writer.submit(_in_background, said, write, pause_s)
 
 
 def wait() -> None:
@@ -330,7 +336,8 @@ def _captured(
     return write
 
 
-def _in_background(said: str, write: Callable[[], None]) -> None:
+def _in_background(said: str, write: Callable[[], None], pause_s: float) -> None:
+    time.sleep(pause_s)
     try:
         with _said(said):
             write()

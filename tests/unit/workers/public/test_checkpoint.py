@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from everstep import checkpoint
 from tests.arch.tree import ROOT
 from tests.support.train_checkpointed import Model, adamw, build, train, whole
 from ucp_core.storage import LocalStore, claim, next_claim
+from workers.state import HostBuffer, StateEntry
 
 Trained = tuple[Model, torch.optim.AdamW]
 
@@ -81,6 +84,25 @@ def test_an_async_save_has_the_state_at_its_call(tmp_path: Path) -> None:
     assert all(torch.equal(one, expected[key]) for key, one in whole(*other).items())
     train(*other, 9)
     assert equal(other, (model, optimizer))
+
+
+def test_a_write_begins_when_other_ranks_have_copied_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writes of ranks that copied first slowed down the last one, for which all wait."""
+    capture = HostBuffer.capture
+
+    def late(buffer: HostBuffer, entries: Sequence[StateEntry]) -> Any:
+        time.sleep(0.2)
+        return capture(buffer, entries)
+
+    monkeypatch.setattr(HostBuffer, "capture", late)
+    model, optimizer = trained()
+    checkpoint.async_save(tmp_path, 1, model=model, optimizer=optimizer)
+    returned_s = time.monotonic()
+    checkpoint.wait()
+
+    assert time.monotonic() - returned_s >= 0.2
 
 
 def test_a_failed_write_raises_at_the_next_call_and_can_be_repeated(tmp_path: Path) -> None:
