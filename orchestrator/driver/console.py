@@ -67,8 +67,8 @@ class RunView:
         self._step = 0
         #: Causes that were printed before their incidents were recorded.
         self._causes: list[Mapping[str, Any]] = []
-        #: Number of the newest incident that was read; None before the first status.
-        self._incident: int | None = None
+        #: Numbers of incidents that are printed or older than the view; None before a status.
+        self._incidents: set[int] | None = None
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=8),
@@ -98,12 +98,13 @@ class RunView:
         """Show one status document; None means that the controller does not answer."""
         if status is None:
             # A controller that has just started answers slowly, which is not a problem.
-            if self._incident is not None:
+            if self._incidents is not None:
                 continues = "; training continues without it" if "attempt" in self._said else ""
                 self._say("controller", f"the controller does not answer{continues}")
             return
-        if self._incident is None:
-            self._incident = max((one["number"] for one in status["incidents"]), default=0)
+        if self._incidents is None:
+            newest = max((one["number"] for one in status["incidents"]), default=0)
+            self._incidents = set(range(newest + 1))
         if self._said.pop("controller", None):
             self.say("the controller answers again")
         for (machine, notice), line in _notices(status).items():
@@ -135,11 +136,11 @@ class RunView:
             self._causes.append(cause)
 
     def say_incidents(self, incidents: Iterable[Mapping[str, Any]]) -> None:
-        """Print new incidents whose cause was not printed, as it changed between two looks."""
+        """Print new incidents, except those whose cause was printed."""
         for one in incidents:
-            if self._incident is None or one["number"] <= self._incident:
+            if self._incidents is None or one["number"] in self._incidents:
                 continue
-            self._incident = one["number"]
+            self._incidents.add(one["number"])
             for index, cause in enumerate(self._causes):
                 if _explains(cause, one):
                     del self._causes[: index + 1]

@@ -120,9 +120,9 @@ class Endings:
         """
         with self._changed:
             until_s = time.monotonic() + wait_s
-            while pid in self._followed:
+            while pid in self._followed or (pid not in self._told and _lives(pid)):
                 status = process_state(pid).exit_status
-                if status is not None:
+                if pid in self._followed and status is not None:
                     # Freeing its memory may take seconds, and the recovery need not wait for that.
                     return _ending(self._followed[pid], status)
                 if time.monotonic() >= until_s:
@@ -130,8 +130,6 @@ class Endings:
                 self._changed.wait(_LOOK_S)
             if pid in self._told:
                 return self._told[pid]
-        if process_state(pid).letter not in GONE:
-            return Ending("")
         # The process was gone before this keeper followed it.
         files = (path for own in _outputs(os.getpid()) for path in own.parent.glob(f"*-{pid}.*"))
         return Ending(_described(pid, None, "", _last_words(sorted(files))))
@@ -161,6 +159,11 @@ class Endings:
             del self._followed[process.pid], self._by_descriptor[descriptor]
             self._told[process.pid] = ending
             self._changed.notify_all()
+
+
+def _lives(pid: int) -> bool:
+    state = process_state(pid)
+    return state.letter not in GONE and state.exit_status is None
 
 
 def _status_kept(descriptor: int) -> int | None:

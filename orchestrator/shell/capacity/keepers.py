@@ -130,7 +130,7 @@ class Keepers:
     async def ending(self, node: str, pid: int, *, is_dead: bool) -> Ending:
         """Return how a process on ``node`` ended; empty if its keeper does not answer in time.
 
-        If Ray does not know that it ``is_dead``, the keeper waits a moment only.
+        ``is_dead`` says whether Ray knows that it died; if not, the keeper waits only a moment.
         """
         view = self._nodes.views.get(node)
         if view is None or view.keeper is None or view.is_dead:

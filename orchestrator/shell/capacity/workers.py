@@ -319,8 +319,8 @@ class Workers:
     async def _how(self, member: _Member, error: RayError) -> protocol.Ending:
         """Return how a process ended; Ray reports neither a signal nor an exit code.
 
-        Ray calls a dead process unavailable if its own word of the death takes longer than a
-        second, so its keeper is asked then, too.
+        Ray calls a dead process unavailable if it learns of the death more than a second late, so
+        ask its keeper then, too.
         """
         told, is_dead = str(error), isinstance(error, ActorDiedError)
         pid = member.pid or int(next(iter(re.findall(r"pid[:=] ?(\d+)", told)), 0))
@@ -331,9 +331,10 @@ class Workers:
         if _SHORT_OF_MEMORY in told:
             text = f"Ray ended process {pid}: its node was running low on memory"
             return protocol.Ending(text, is_out_of_memory=True)
-        found = await self._keepers.ending(member.node, pid, is_dead=is_dead)
-        if found.text:
-            return found
+        if pid:
+            found = await self._keepers.ending(member.node, pid, is_dead=is_dead)
+            if found.text:
+                return found
         return protocol.Ending(f"process {pid} died" if is_dead else _first_line(error))
 
     def _exited(self, worker: str, cause: str, detail: str) -> None:

@@ -177,6 +177,7 @@ def async_save(
 ) -> None:
     """Copy the state to memory, and write it while training continues; otherwise as ``save``.
 
+    The write begins after a pause as long as the copy, in which other ranks of the machine copy.
     It first waits until the previous save is written. If a write fails, the next call of this
     module raises the error. The process ends only when its last save is written.
     """

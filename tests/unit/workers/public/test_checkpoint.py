@@ -86,7 +86,7 @@ def test_an_async_save_has_the_state_at_its_call(tmp_path: Path) -> None:
     assert equal(other, (model, optimizer))
 
 
-def test_a_write_begins_when_other_ranks_have_copied_too(
+def test_a_write_begins_after_as_long_as_the_copy_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writes of ranks that copied first slowed down the last one, for which all wait."""

@@ -201,15 +201,16 @@ def test_a_death_is_reported_with_the_cause_as_far_as_it_is_known(
 
 
 @pytest.mark.parametrize(
-    ("known", "cause", "detail"),
+    ("pid", "known", "cause", "detail"),
     [
-        (Ending("process 77 died of SIGKILL"), "crash", "process 77 died of SIGKILL"),
-        (Ending("process 77 ...", is_out_of_memory=True), "out_of_memory", "process 77 ..."),
-        (Ending(""), "crash", "The actor is unavailable"),
+        (77, Ending("process 77 died of SIGKILL"), "crash", "process 77 died of SIGKILL"),
+        (77, Ending("process 77 ...", is_out_of_memory=True), "out_of_memory", "process 77 ..."),
+        (77, Ending(""), "crash", "The actor is unavailable"),
+        (0, Ending("process 0 died"), "crash", "The actor is unavailable"),
     ],
 )
 def test_a_death_of_which_ray_knows_too_late_is_asked_of_the_keeper(
-    known: Ending, cause: str, detail: str, monkeypatch: pytest.MonkeyPatch
+    pid: int, known: Ending, cause: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With busy processors a user read "Socket closed", and no shortage of memory was seen."""
 
@@ -220,31 +221,31 @@ def test_a_death_of_which_ray_knows_too_late_is_asked_of_the_keeper(
         def __str__(self) -> str:
             return "The actor is unavailable: Socket closed"
 
-    event, killed = _exit_of(UnavailableError(), known, monkeypatch)
+    event, killed = _exit_of(UnavailableError(), known, monkeypatch, pid=pid)
     assert event.cause == cause
     assert event.detail.startswith(detail)
     assert killed == 1, "it may live"
 
 
 def _exit_of(
-    error: RayError, known: Ending, monkeypatch: pytest.MonkeyPatch
+    error: RayError, known: Ending, monkeypatch: pytest.MonkeyPatch, *, pid: int = 0
 ) -> tuple[ev.WorkerExited, int]:
     """Return what is posted of a worker at ``error``, and how often it is killed.
 
-    It has not started yet if it died.
+    Without a ``pid`` it has not started yet.
     """
     killed: list[Any] = []
 
     async def hello() -> dict[str, int]:
-        if isinstance(error, ActorDiedError):
+        if not pid:
             raise error
-        return {"pid": 77}
+        return {"pid": pid}
 
     async def refuse() -> None:
         raise error
 
-    async def ending(pid: int, _: float) -> Ending:
-        return known if pid == 77 else Ending("")
+    async def ending(asked: int, _: float) -> Ending:
+        return known if asked in (pid, 77) else Ending("")
 
     async def kill(_: str) -> bool:
         return True
