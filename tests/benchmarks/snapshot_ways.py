@@ -1,7 +1,7 @@
 """The ways in which a state may leave a device, switched in a training, and what each costs.
 
-``pieces`` and ``passes`` are those of ``workers.snapshot.device.Leaving``; with ``ahead`` the host
-calls at most so many collectives before the device has come to the first.
+``pieces``, ``passes`` and ``yields`` are those of ``workers.snapshot.device.Leaving``; with
+``ahead`` the host calls at most so many collectives before the device has come to the first.
 """
 
 import itertools
@@ -19,12 +19,12 @@ from workers.collectives import forming
 from workers.snapshot.device import Leaving
 from workers.train import Session
 
-SWITCHES: Final = ("pieces", "passes", "ahead")
+SWITCHES: Final = ("pieces", "passes", "yields", "ahead")
 #: Every combination; "snapshots" is how a run does it.
 WAYS: Final = (
     "none",
     "snapshots",
-    *("+".join(some) for num in (1, 2, 3) for some in itertools.combinations(SWITCHES, num)),
+    *("+".join(s) for num in (1, 2, 3, 4) for s in itertools.combinations(SWITCHES, num)),
 )
 AHEAD_MAX: Final = 16
 SMALL_BYTES: Final = 64 << 10
@@ -36,7 +36,9 @@ def switch(session: Session, way: str) -> None:
     writer, attempt = session._boundary._writer, forming._process.current
     assert writer is not None, "snapshots are asked for"
     assert attempt is not None, "a session trains in an attempt"
-    writer.device_copy.leaving = Leaving(pieces="pieces" in words, passes="passes" in words)
+    writer.device_copy.leaving = Leaving(
+        pieces="pieces" in words, passes="passes" in words, yields="yields" in words
+    )
     attempt.ahead_max = AHEAD_MAX if "ahead" in words else 0
 
 
@@ -105,6 +107,8 @@ def by_way(
             "gb_per_s": each["num_bytes"] / copying_s / 1e9 if copying_s else 0.0,
             "pieces": each["num_pieces"] / num,
             "pauses": each["num_pauses"] / num,
+            "yields": each["num_yields"] / num,
+            "yielding_ms": 1e3 * each["yielding_s"] / num,
             "held_ms": 1e3 * each["held_s"] / num,
         }
     return found

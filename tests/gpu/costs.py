@@ -93,8 +93,9 @@ def _words(told: dict[str, float]) -> str:
         f"{told.get('cost', 0.0):+.1%}; step p50 {told['step_ms']:.0f} ms, p99 "
         f"{told['step_p99_ms']:.0f} ms; small copies p50 {told['small_ms']:.3f} ms, p99 "
         f"{told['small_p99_ms']:.3f} ms; {told['gb_per_s']:.1f} GB/s; a step has "
-        f"{told['pieces']:.0f} pieces, {told['pauses']:.0f} pauses, {told['held_ms']:.1f} ms of "
-        f"the interpreter; {told['taken']:.0f} of {told['asked']:.0f} taken"
+        f"{told['pieces']:.0f} pieces, {told['pauses']:.0f} pauses, {told['yields']:.0f} yields of "
+        f"{told['yielding_ms']:.1f} ms, {told['held_ms']:.1f} ms of the interpreter; "
+        f"{told['taken']:.0f} of {told['asked']:.0f} taken"
     )
 
 

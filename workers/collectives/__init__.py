@@ -32,6 +32,7 @@ from workers.collectives.forming import (
     abort,
     check,
     form,
+    is_within_collective,
     leave,
     locate,
     places,

@@ -44,6 +44,8 @@ class _GroupCalls(Protocol):
 class _OnDevice(Protocol):
     def is_reached(self) -> bool: ...
 
+    def has_begun(self) -> bool: ...
+
     def failure(self) -> BaseException | None: ...
 
     def give_up(self) -> None: ...
@@ -287,6 +289,12 @@ class Attempt:
                     queue.popleft()
         finally:
             self._looking.release()
+
+    def is_within_collective(self) -> bool:
+        """Return whether the device has reached a collective that has not ended."""
+        self.look_at_devices()
+        oldest = (work for queue in list(self._on_device.values()) for work in list(queue)[:1])
+        return any(work.has_begun() for work in oldest)
 
 
 class Leftovers:

@@ -133,6 +133,12 @@ def check() -> None:
         raise current.error("; the results of its collectives do not count", "check")
 
 
+def is_within_collective() -> bool:
+    """Return whether this process's device is within a collective now. Any thread may call this."""
+    current = _process.current
+    return current is not None and current.is_within_collective()
+
+
 def locate(place: tuple[int, int, int], node: str) -> None:
     """Record this rank's machine and its place in the mesh (dp, pp, tp)."""
     assert _process.current is not None, "form() an attempt first"

@@ -267,6 +267,10 @@ class InFlight:
             return False
         return True
 
+    def has_begun(self) -> bool:
+        """Return whether the device was seen to reach the first call."""
+        return self.calls[0].start is None
+
     def failure(self) -> BaseException | None:
         """Return the error of the group from its work, if it has failed."""
         inner = self.inner

@@ -98,6 +98,20 @@ def test_a_rank_enters_when_its_device_does(attempt: Attempt, path: Path) -> Non
     assert (found.entered_seq, found.finished_seq, found.op) == (2, 1, "all_gather")
 
 
+def test_a_device_is_within_a_collective_from_its_start_to_its_end(attempt: Attempt) -> None:
+    """Copies wait in this time, whichever group the collective belongs to."""
+    tp, dp = attempt.ring.group("tp", (0, 1)), attempt.ring.group("dp", (0, 1))
+    first, second = called(attempt, tp), called(attempt, dp)
+    assert not attempt.is_within_collective()
+
+    second.has_begun = True
+    assert attempt.is_within_collective()
+    first.has_begun = second.has_ended = True
+    assert attempt.is_within_collective()
+    first.has_ended = True
+    assert not attempt.is_within_collective()
+
+
 def test_one_group_that_is_stuck_hides_no_other(attempt: Attempt, path: Path) -> None:
     """Exits were seen through one queue over all groups."""
     stuck, other = attempt.ring.group("tp", (0, 1)), attempt.ring.group("dp", (0, 1))

@@ -199,6 +199,62 @@ def test_pieces_with_gaps_between_them_are_the_same_state(
     assert copy.counts.num_bytes == 4 * sum(map(len, data))
 
 
+def _after_a_step_of(copy: DeviceCopy, seconds: float) -> None:
+    copy._updated_s = time.monotonic() - seconds
+    copy.hold_update()
+
+
+def test_buckets_wait_while_the_device_is_within_a_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each looks again: the next collective may have begun while the last bucket was copied."""
+    monkeypatch.setattr(device_module, "_FEW_BUCKETS", 1)
+    targets, sources, data = tensors()
+    looks = 0
+
+    def is_within_collective() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks % 3 != 0
+
+    with running(0) as device:
+        copy = DeviceCopy(
+            Credits(tmp_path, 1), BLOCK_BYTES, device, is_within_collective=is_within_collective
+        )
+        copy.leaving = Leaving(yields=True)
+        _after_a_step_of(copy, 2 * WAIT_S_MAX)
+        copy.begin(targets, sources, num_checked=len(data))
+        assert copy.run(data) == [checksums(view) for view in data]
+
+        assert device.num_copies_max == 1
+        assert all(map(torch.equal, targets, sources))
+    num_buckets = -(-sum(map(len, data)) // BUCKET_BYTES)
+    assert copy.counts.num_yields >= num_buckets
+    assert looks == 3 * copy.counts.num_yields
+    assert copy.counts.yielding_s > 0.0
+
+
+@pytest.mark.parametrize("ends_by", ["an update", "a caller", "a step's time"])
+def test_a_collective_that_does_not_end_keeps_no_copy(ends_by: str, tmp_path: Path) -> None:
+    """Its member is lost. The last snapshot is what the others go back to."""
+    targets, sources, data = tensors()
+    with running(0) as device:
+        copy = DeviceCopy(
+            Credits(tmp_path, 1), BLOCK_BYTES, device, is_within_collective=lambda: True
+        )
+        copy.leaving = Leaving(yields=True)
+        _after_a_step_of(copy, 0.1 if ends_by == "a step's time" else 2 * WAIT_S_MAX)
+        copy.begin(targets, sources, num_checked=len(data))
+        with ThreadPoolExecutor(1) as other:
+            checked = other.submit(copy.run, data)
+            if ends_by == "an update":
+                copy.hold_update()
+            elif ends_by == "a caller":
+                copy.hurry()
+            assert checked.result(WAIT_S_MAX) == [checksums(view) for view in data]
+    assert all(map(torch.equal, targets, sources))
+
+
 def test_an_update_waits_for_a_copy_that_has_not_begun(tmp_path: Path) -> None:
     """The other thread may not have come to it, and every credit may be another rank's."""
     targets, sources, data = tensors()
