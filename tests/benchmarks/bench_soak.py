@@ -12,8 +12,8 @@ tools do by themselves: it boots a lost machine again, and begins ``everstep run
 command ended.
 
 A sitting is one run; after so many faults it is stopped, resumed to its end, and compared with the
-same training in one process. A fault that a run does not survive ends its sitting, and what the run
-wrote is kept beside the results. Each fault and each sitting is a line of the results; the same
+same training in one process. A fault that a run does not survive ends its sitting. What the run
+wrote is then kept beside the results, as it is when a healthy worker is blamed. Each fault and each sitting is a line of the results; the same
 command goes on behind the last one.
 
 ``--local`` uses simulated nodes, for faults that need no network. Else it needs root, ``gcc``, and
@@ -183,7 +183,7 @@ class Sitting:
         if self._num_faults == _WARM_FAULTS and not why:
             with contextlib.suppress(Ended, TimeoutError):  # the next fault says what is wrong
                 self._resources = [self._used()]
-        if why:
+        if why or judged["blamed"]:
             to = self._kept / f"{self._seed}-{order.number}"
             line["journal"] = kept_journal(self._operator, to)
         return line
