@@ -12,9 +12,9 @@ tools do by themselves: it boots a lost machine again, and begins ``everstep run
 command ended.
 
 A sitting is one run; after so many faults it is stopped, resumed to its end, and compared with the
-same training in one process. A fault that a run does not survive ends its sitting. What the run
-wrote is then kept beside the results, as it is when a healthy worker is blamed. Each fault and each sitting is a line of the results; the same
-command goes on behind the last one.
+same training in one process. A fault that a run does not survive ends its sitting. The soak then
+keeps what the run wrote beside the results, and it does so for each healthy worker that is blamed.
+Each fault and each sitting is a line of the results; the same command goes on behind the last one.
 
 ``--local`` uses simulated nodes, for faults that need no network. Else it needs root, ``gcc``, and
 ``ip`` and ``tc`` of iproute2.
