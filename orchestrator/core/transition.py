@@ -73,10 +73,13 @@ class Transition:
         """Record why the attempt ended, unless it completed or the run was resumed."""
         cause = self.run.cause
         if cause is not None and cause.kind not in (FaultKind.COMPLETED, FaultKind.RESUME):
-            fenced_s = self.run.attempt.fenced_s
-            self.report(cause, fenced_s=fenced_s, killed=self.run.attempt.killed)
-            for fault in self.run.also:
-                self.report(fault, fenced_s=fenced_s)
+            self.report(cause, fenced_s=self.run.attempt.fenced_s, killed=self.run.attempt.killed)
+
+    def report_others(self) -> None:
+        """Record the faults that the cause does not explain. A later call has only new ones."""
+        others, self.run.also = self.run.also, ()
+        for fault in others:
+            self.report(fault, fenced_s=self.run.attempt.fenced_s)
 
     def report(
         self, fault: Cause, *, fenced_s: float, killed: tuple[tuple[int, str, str], ...] = ()

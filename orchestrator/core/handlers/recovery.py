@@ -482,6 +482,7 @@ def decide(transition: Transition) -> None:
         search.explain(transition)
         _refuse_layout(transition)
         transition.report_incident()
+    transition.report_others()
     # The code after the last step raised. A run succeeds only if that code runs, too.
     if run.committed[0] >= transition.rules.total_steps and not run.attempt.raised:
         transition.finish(RunOutcome.COMPLETED, f"step {run.committed[0]} is committed")

@@ -50,7 +50,7 @@ class Monitor:
         self.num_lost_steps = 0
         self.num_faults = 0
         self.troubled: set[str] = set()
-        self.faulty: set[str] = set()
+        self.faulty, self.blamed = set[str](), set[tuple[str, tuple[str, ...], float]]()
         # The slow ones, in truth: since when, until when, and how many times as long it takes.
         self.slowed: dict[str, tuple[float, float, float]] = {}
         self.unlinked: set[str] = set()
@@ -494,7 +494,11 @@ class Monitor:
         self.is_shared |= bool(share.num_lacking) and is_rival
 
     def incident(self, world: World, action: act.ReportIncident) -> None:
-        """Check that only who did fail is called guilty."""
+        """Check that only who did fail is called guilty, and once."""
+        told = (action.incident, action.guilty, action.found_s)
+        is_new = told not in self.blamed or not action.guilty
+        require(is_new, "S5", f"{action.guilty} is blamed again: {action.evidence}")
+        self.blamed.add(told)
         if action.incident == "slow":
             self._check_slow(world, action)
             return

@@ -97,6 +97,35 @@ def test_a_second_fault_of_the_same_instant_is_in_the_incident_of_the_first() ->
     assert told[0].evidence == "SIGKILL; stayed after the fence, so killed: rank 1 (w0002 on b)"
 
 
+def test_a_second_fault_is_reported_once() -> None:
+    """Seen: each later stop, drain or growth reported it again, and blamed its worker again."""
+    rules = replace(RULES, max_workers=3)
+    state, told = RunState(), list[ReportIncident]()
+
+    def fold(*events: ev.Event) -> None:
+        nonlocal state
+        for event in events:
+            state, actions = step(state, event, rules=rules)
+            told.extend(one for one in actions if isinstance(one, ReportIncident))
+
+    fold(*begun_on("abc"), *formed_by(("w0001", "w0002", "w0003"), at_s=2.0))
+    fold(
+        ev.StepCompleted(at_s=2.1, attempt=1, step=1, step_s=0.1),
+        ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""),
+        ev.NodeLost(at_s=3.0, node="b", cause="gone"),
+        *left_by(["w0003"], at_s=3.1),
+        ev.CommittedRead(at_s=3.2, attempt=1, step=1, committed_by=1, skipped=()),
+        ev.Ticked(at_s=3.2 + rules.bounds.grace_s),
+        *formed_by(["w0003"], at_s=60.0, attempt=2),
+        ev.StepCompleted(at_s=61.0, attempt=2, step=2, step_s=0.1),
+        ev.StopRequested(at_s=62.0, reason="enough"),
+        *left_by(["w0003"], at_s=63.0, attempt=2, how=Leaving.YIELDED, step=2),
+    )
+
+    found = [(one.incident, one.guilty) for one in told]
+    assert found == [("crash", ("w0001",)), ("node_loss", ("w0002",)), ("stop", ())]
+
+
 def test_an_event_that_comes_twice_changes_nothing_the_second_time() -> None:
     """Reports are repeated until they are acknowledged, so each comes at least once."""
     state = _running()
