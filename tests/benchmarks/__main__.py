@@ -8,12 +8,13 @@ python -m tests.benchmarks fleet --nodes 1000       # one of them, with options 
 Above what each prints stand commit, date, machine and command. ``RESULTS.md`` has the figures.
 """
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.benchmarks.common import origin
 
@@ -76,6 +77,18 @@ def missing_peers() -> list[str]:
     return [peer for peer, package in PEERS.items() if find_spec(package) is None]
 
 
+def run(command: Sequence[str]) -> int:
+    """Run a benchmark, and end it when this process gets SIGTERM; return its exit status."""
+    with subprocess.Popen(command) as process:
+
+        def end(*_: Any) -> None:
+            process.terminate()
+            sys.exit("terminated")
+
+        signal.signal(signal.SIGTERM, end)
+        return process.wait()
+
+
 def main() -> int:
     """Run the modules ``bench_*`` and, after them, the peers; return 1 if one failed."""
     folder = Path(__file__).parent
@@ -94,7 +107,7 @@ def main() -> int:
         given = [*(QUICK[name].split() if is_quick else []), *options]
         print(f"== {origin(' '.join(['python -m tests.benchmarks', name, *given]))}", flush=True)
         command = [sys.executable, "-m", f"tests.benchmarks.{name}", *given]
-        if subprocess.run(command, check=False).returncode:
+        if run(command):
             failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from tests.benchmarks.__main__ import choose
@@ -37,3 +40,23 @@ def test_what_could_be_meant_otherwise_is_refused(
         return
     with pytest.raises(SystemExit, match=message):
         choose(NAMES, arguments)
+
+
+_RUN = """
+import sys
+from tests.benchmarks.__main__ import run
+run([sys.executable, "-c", "print(flush=True); input()"])
+"""
+
+
+def test_a_benchmark_ends_with_the_command() -> None:
+    """Seen: a soak went on without it, and its machines were in the way of the next one."""
+    command = [sys.executable, "-c", _RUN]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        process.terminate()
+        # Whoever has the pipe keeps it open.
+        assert process.stdout.read() == b""
+        assert process.wait() == 1
