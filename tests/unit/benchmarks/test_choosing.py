@@ -57,6 +57,6 @@ def test_a_benchmark_ends_with_the_command() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"\n"
         process.terminate()
-        # Whoever has the pipe keeps it open.
+        # The pipe ends when no process has it any more.
         assert process.stdout.read() == b""
         assert process.wait() == 1
