@@ -57,6 +57,6 @@ def test_a_benchmark_ends_with_the_command() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"\n"
         process.terminate()
-        # The pipe ends when no process has it any more.
+        # A benchmark that went on would keep the pipe open.
         assert process.stdout.read() == b""
         assert process.wait() == 1
