@@ -70,6 +70,8 @@ _RECOVERS_S = 20.0
 _LASTS_S = 3.0
 #: Faults are waited for until so many of the four train again.
 _WHOLE = NUM_NODES - 1
+#: The soak waits so long for the others: a run avoids nodes for a while that failed several times.
+_WHOLE_S_MAX = AvoidRules().avoid_s + ACT_S_MAX
 #: So many sittings in a row may fail before their first fault.
 _IDLE_MAX = 3
 #: Number of faults of a sitting after which its resources are first measured.
@@ -153,7 +155,7 @@ class Sitting:
         why = ""
         at = "before this fault: "
         try:
-            before = self._operator.training(_WHOLE)
+            before = self._operator.training(_WHOLE, timeout_s=_WHOLE_S_MAX)
             watch.end("before")
             at = ""
             self._make(order, before, deeds, undone)
@@ -306,8 +308,7 @@ class Sitting:
         )
         why = ""
         try:
-            # Faults that struck one node several times in a row make the run avoid it for a while.
-            operator.training(NUM_NODES, timeout_s=AvoidRules().avoid_s + ACT_S_MAX)
+            operator.training(NUM_NODES, timeout_s=_WHOLE_S_MAX)
             self._resources.append(self._used())
         except TimeoutError as error:  # what it trained is judged all the same
             kept = kept_journal(
