@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tests.benchmarks.common import origin
 
@@ -79,14 +79,12 @@ def missing_peers() -> list[str]:
 
 def run(command: Sequence[str]) -> int:
     """Run a benchmark, and end it when this process gets SIGTERM; return its exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     with subprocess.Popen(command) as process:
-
-        def end(*_: Any) -> None:
+        try:
+            return process.wait()
+        finally:
             process.terminate()
-            sys.exit("terminated")
-
-        signal.signal(signal.SIGTERM, end)
-        return process.wait()
 
 
 def main() -> int:

@@ -70,7 +70,7 @@ _RECOVERS_S = 20.0
 _LASTS_S = 3.0
 #: Faults are waited for until so many of the four train again.
 _WHOLE = NUM_NODES - 1
-#: The soak waits so long for the others: a run avoids nodes for a while that failed several times.
+#: The soak waits so long for them: for a while a run avoids nodes that failed several times.
 _WHOLE_S_MAX = AvoidRules().avoid_s + ACT_S_MAX
 #: So many sittings in a row may fail before their first fault.
 _IDLE_MAX = 3

@@ -69,7 +69,7 @@ _MEASURED_FIRST: Final = 2
 
 #: Period of checking whether the last copy has ended.
 _END_LOOK_S: Final = 0.001
-#: Period of checking whether a collective has ended; a bucket of ``BUCKET_BYTES`` takes as long.
+#: Period of checking whether a collective has ended; a bucket takes about as long.
 _YIELD_LOOK_S: Final = 0.0005
 
 #: Share of a step's marks over which buckets are spread, which is most of the forward passes of a
@@ -396,7 +396,7 @@ class DeviceCopy:
     def _yield(self) -> None:
         """Wait until the device is within no collective, but not longer than a step takes.
 
-        A collective whose member is lost does not end. When the update comes, nothing is left.
+        A collective whose member is lost does not end. Once the update comes, no bucket is left.
         """
         begun_s = now_s = time.monotonic()
         while self._todo and now_s < self._late_s and self._is_within_collective():
