@@ -43,6 +43,7 @@ from orchestrator.shell.serve import (
     announce,
     withdraw,
 )
+from orchestrator.shell.storage import segment_sizes
 from orchestrator.shell.threads import JOURNAL, RAY, STORAGE, LoopWatch, Tasks, in_thread
 from ucp_core.errors import StorageError, SupersededError
 from ucp_core.storage import RECENT_S
@@ -172,9 +173,14 @@ class Run:
         self._over.set()
 
     async def _owns(self) -> bool:
-        """Return whether this claim on the run directory counts, as far as it is known."""
+        """Return whether this claim on the run directory counts, as far as it is known.
+
+        End this process if a later controller of the same claim leads the run.
+        """
+        parts = self._parts
         try:
-            await in_thread(STORAGE, self._parts.owner.require)
+            await in_thread(STORAGE, parts.owner.require)
+            sizes = await in_thread(STORAGE, segment_sizes, parts.store, parts.path)
             self._owner_failures.passed()
         except SupersededError as error:
             log.critical("this controller ends because the run continues elsewhere: %s", error)
@@ -183,6 +189,13 @@ class Run:
             self._owner_failures.failed(
                 "it is not known whether this controller still has the run", error
             )
+        else:
+            if len(sizes) > parts.begun.number:
+                # Ray starts another controller when a raylet is gone, but the processes of that
+                # raylet live on until they notice: a minute, if the clock was set back by one. All
+                # that this process could release belongs to the later one by now.
+                log.critical("this controller ends because a later one leads the run")
+                os._exit(1)
         return True
 
     async def _losses(self) -> dict[str, Any]:

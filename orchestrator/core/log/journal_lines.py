@@ -152,16 +152,20 @@ def read(
 
 
 def without_late_lines(segments: Sequence[bytes]) -> list[bytes]:
-    """Return the segments without what an earlier controller wrote after a later one resumed it.
+    """Return the segments without what a controller wrote after a later one had taken over.
 
     The later one numbers its records from the last one that it found. The earlier one may append
-    more until it sees the newer claim, but its decisions after that record do not count.
+    more until it notices the later one, but its decisions after that record do not count.
     ``segments`` are the last ones of the journal, or all, oldest first.
     """
     found = list(segments)
-    for begin in starts(segments)[1:]:
-        seq, _ = _head(segments[begin])
-        found[:begin] = [_up_to(earlier, seq) for earlier in found[:begin]]
+    for begin in range(1, len(found)):
+        seq, kind = _head(found[begin])
+        for index in reversed(range(begin if kind else 0)):
+            kept = _up_to(found[index], seq)
+            if kept is found[index] and b"\n" in kept:
+                break  # records before it have lower numbers
+            found[index] = kept
     return found
 
 

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from orchestrator.config import RunConfig
 from orchestrator.driver.faults import member, signal_rank
 from orchestrator.driver.launch import Launched
+from orchestrator.shell import OPTIONS, Controller
 from tests.support.history import read_history
 from tests.support.reach import ACT_S_MAX, PACED, reach
+from ucp_core.storage import claims, next_claim
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -100,6 +103,38 @@ def test_a_controller_that_dies_while_a_run_ends_leaves_no_process(
     while left := [pid for pid in (*pids, *keepers) if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline_s, f"{left} are left of {pids}, {keepers}"
         time.sleep(0.2)
+
+
+def test_a_controller_ends_when_another_one_has_taken_its_place(
+    begin_endless: Callable[..., Launched],
+) -> None:
+    """Ray starts another when it takes a process for dead, and both decide until one notices.
+
+    Ray restarts here the one that ends, so the other one ends, too.
+    """
+    run = begin_endless(workers__max=2, **PACED)
+    before = reach(run, 5, workers=2)
+    newest = next_claim(run.store, run.path) - 1
+    other: Any = ray.remote(Controller).options(**{**OPTIONS, "max_restarts": 0})
+    other = other.remote(
+        run_id=run.names.run_id,
+        config=run.config.model_dump(mode="json"),
+        claim=newest,
+        token=claims(run.store, run.path)[newest]["token"],
+    )
+    pids = [run.controller_pid(timeout_s=ACT_S_MAX), ray.get(other.pid.remote())]
+
+    deadline_s = time.monotonic() + ACT_S_MAX
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline_s, f"{left} are left of {pids}"
+        time.sleep(0.2)
+    signal_rank(run, 1, signal.SIGKILL)
+    reach(run, before["step"] + 5, workers=2, attempt=before["attempt"] + 1)
+    run.stop("all is seen")
+    summary = run.follow(lambda _: None)
+
+    assert summary["outcome"] == "stopped", summary["reason"]
+    read_history(run.config.run.directory).check_exactly_once(run.config, summary["steps"])
 
 
 SCRIPT = """

@@ -137,22 +137,23 @@ def test_a_claim_that_was_superseded_begins_no_incarnation(tmp_path: Path) -> No
     assert sorted(path.name for path in Path(newer.path, "journal").iterdir()) == journal
 
 
+@pytest.mark.parametrize("claim", [1, 2], ids=["restart", "resume"])
 @pytest.mark.parametrize("is_compacting", [True, False])
 def test_records_of_a_superseded_controller_do_not_count(
-    tmp_path: Path, *, is_compacting: bool
+    tmp_path: Path, *, claim: int, is_compacting: bool
 ) -> None:
     """It looks every few seconds who owns the directory, and decides on until then."""
     older = Journaled(config_at(tmp_path), fault_every=50)
     older.is_compacting = is_compacting
     older.grow(300)
-    newer = Journaled(config_at(tmp_path), claim=2, fault_every=50)
+    newer = Journaled(config_at(tmp_path), claim=claim, fault_every=50)
     newer.grow(newer.seq + 1)
     older.grow(older.seq + 8)
     newer.grow(newer.seq + 200)
     if is_compacting:
         older.compact()
 
-    again = Journaled(config_at(tmp_path), claim=2, fault_every=50)
+    again = Journaled(config_at(tmp_path), claim=claim, fault_every=50)
     assert again.seq > newer.seq > older.seq
     assert again.state.attempt.number == newer.state.attempt.number
     again.grow(again.seq + 20)
