@@ -13,7 +13,8 @@ command ended.
 
 A sitting is one run; after so many faults it is stopped, resumed to its end, and compared with the
 same training in one process. A fault that a run does not survive ends its sitting. The soak then
-keeps what the run wrote beside the results, and it does so for each healthy worker that is blamed.
+keeps what the run wrote beside the results, and it does so for each healthy worker that is blamed,
+and for each fault after which nothing trained for long.
 Each fault and each sitting is a line of the results; the same command goes on behind the last one.
 
 ``--local`` uses simulated nodes, for faults that need no network. Else it needs root, ``gcc``, and
@@ -74,6 +75,8 @@ _WHOLE = NUM_NODES - 1
 _WHOLE_S_MAX = AvoidRules().avoid_s + ACT_S_MAX
 #: So many sittings in a row may fail before their first fault.
 _IDLE_MAX = 3
+#: The journal is kept of a fault after which the run did not train for so long.
+_SLOW_S = 20.0
 #: Number of faults of a sitting after which its resources are first measured.
 _WARM_FAULTS = 5
 #: Steps of a run after its last fault.
@@ -185,7 +188,7 @@ class Sitting:
         if self._num_faults == _WARM_FAULTS and not why:
             with contextlib.suppress(Ended, TimeoutError):  # the next fault says what is wrong
                 self._resources = [self._used()]
-        if why or judged["blamed"]:
+        if why or judged["blamed"] or watch.parts_s.get("train", 0.0) > _SLOW_S:
             to = self._kept / f"{self._seed}-{order.number}"
             line["journal"] = kept_journal(self._operator, to)
         return line

@@ -486,7 +486,8 @@ class NetworkCluster:
     def ray_logs(self) -> list[Path]:
         """Return what all Rays wrote of themselves, those of machines that are off included."""
         found = self._folder.glob("*/session_2*/logs/*")
-        return [path for path in found if path.name.startswith(("gcs_server", "raylet", "debug_"))]
+        names = ("gcs_server", "raylet", "debug_", "worker-")
+        return [path for path in found if path.name.startswith(names)]
 
     def pid(self, machine: int, number: int) -> int | None:
         """Return the process that a machine itself numbers ``number``; None if it is away."""
