@@ -40,7 +40,7 @@ from workers.protocol import (
 )
 from workers.settings import Settings
 from workers.telemetry import ProgressRecord, has_run_out
-from workers.train import WorkerContext, run_attempt
+from workers.train import WorkerContext, require_room, run_attempt
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +167,7 @@ class AttemptRunner:
         """
         if device.has_failed():
             os._exit(device.EXIT_CODE)
+        _end_without_room()
         # This takes effect because the process has imported torch, but not used CUDA yet.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         self.attempt = assignment.attempt
@@ -291,6 +292,17 @@ class AttemptRunner:
 
     def _note_formed(self, formed: Formed) -> None:
         self._formed = {formed.attempt: formed}
+
+
+def _end_without_room() -> None:
+    """End this process if it cannot map memory for an attempt."""
+    try:
+        require_room()
+    except OSError as error:
+        # The log of the attempt needs a thread.
+        words = f"this node has no room for an attempt: {error}; so this process ends\n"
+        os.write(2, words.encode())
+        os._exit(device.EXIT_CODE)
 
 
 def _end(output: OutputLog, words: str) -> NoReturn:

@@ -74,6 +74,15 @@ class _Process:
     is_short = False
 
 
+def require_room() -> None:
+    """Raise ``OSError`` if this process cannot map memory for an attempt.
+
+    Without memory a new thread ends before it runs, and ``Thread.start`` waits for it forever
+    (python/cpython, issue 140746). So call this before any thread of an attempt starts.
+    """
+    mmap.mmap(-1, _ROOM_BYTES).close()
+
+
 def run_attempt(
     assignment: Assignment, context: WorkerContext, task: Task | None = None
 ) -> Outcome:
@@ -151,9 +160,7 @@ class _RunningAttempt:
 
     def _train(self, task: Task | None) -> Outcome:
         assignment, context = self._assignment, self._context
-        # Without memory a new thread ends before it runs, and ``Thread.start`` waits for it forever
-        # (python/cpython, issue 140746).
-        mmap.mmap(-1, _ROOM_BYTES).close()
+        require_room()
         task = task or task_of(context.settings)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         if device_type == "cuda":

@@ -1,5 +1,7 @@
 """A process whose GPU failed; the script of the run stands in for the driver."""
 
+import mmap
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,3 +90,23 @@ def test_a_gpu_that_failed_for_good_ends_its_process(
     assert (tmp_path / "outcomes").read_text() == outcomes
     logs = [path.read_text() for path in tmp_path.glob("run/logs/**/*") if path.is_file()]
     assert error in "".join(logs)
+
+
+def _map_no_more() -> None:
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (32 << 20), hard))
+
+
+def test_a_process_that_can_hardly_map_memory_ends_before_it_starts_a_thread(
+    tmp_path: Path,
+) -> None:
+    """Python waits forever for a thread that ends before it runs, as the one of the log may."""
+    (tmp_path / "script.py").write_text(SCRIPT.format(error="", is_lost=False))
+    process = forking().Process(target=attempts, args=(tmp_path, None, _map_no_more))
+    process.start()
+    process.join(JOIN_S_MAX)
+
+    assert process.exitcode == EXIT_CODE
+    assert not (tmp_path / "outcomes").exists()
+    assert not list(tmp_path.glob("run/logs/**/*"))
