@@ -42,7 +42,15 @@ from orchestrator.core import AvoidRules
 from orchestrator.report import JOURNAL
 from tests.benchmarks.common import load_average
 from tests.benchmarks.soak_faults import KINDS, Order, draw
-from tests.benchmarks.soak_ledger import LOST, blamed, next_index, summed, table, time_parts
+from tests.benchmarks.soak_ledger import (
+    LOST,
+    blamed,
+    next_index,
+    redone,
+    summed,
+    table,
+    time_parts,
+)
 from tests.benchmarks.soak_site import (
     ENDLESS,
     NUM_NODES,
@@ -149,6 +157,7 @@ class Sitting:
         self._num_faults = 0
         #: Faults count from here on; what a start costs is measured elsewhere.
         self._begun_s, self._begun_step = time.monotonic(), last[-1]["step"]
+        self._step = self._begun_step
 
     def suffer(self, order: Order) -> dict[str, Any]:
         """Make one fault; return its line."""
@@ -241,14 +250,23 @@ class Sitting:
         except (UcpError, OSError, ValueError) as error:
             # The next fault's judge reads the same records.
             self._hurt_before |= hurt
-            return {"verdicts": 0, "blamed": [], "incidents": [], "unread": repr(error)}
+            return {
+                "verdicts": 0,
+                "blamed": [],
+                "incidents": [],
+                "redone": 0,
+                "unread": repr(error),
+            }
         for record in new:
             if record["kind"] == "WorkerReady" and record["node"] in nodes:
                 self._machines[record["worker"]] = nodes[record["node"]]
         verdicts, healthy = blamed(new, self._machines, hurt | self._hurt_before)
         self._hurt_before = hurt
         incidents = [record["incident"] for record in new if record["kind"] == "ReportIncident"]
-        return {"verdicts": verdicts, "blamed": healthy, "incidents": incidents}
+        num_redone, self._step = redone(new, self._step)
+        return {
+            "verdicts": verdicts, "blamed": healthy, "incidents": incidents, "redone": num_redone
+        }  # fmt: skip
 
     def _used(self) -> dict[str, Any]:
         """Return memory, descriptors and threads by kind of process, and files of the run."""

@@ -32,6 +32,23 @@ def blamed(
     return len(verdicts), healthy
 
 
+def redone(records: Sequence[Mapping[str, Any]], step: int) -> tuple[int, int]:
+    """Return how many completed steps are done again, and the newest step that counts then.
+
+    Args:
+        records: Records of the journal, since the fault.
+        step: The newest step before them.
+    """
+    num_redone = 0
+    for record in records:
+        if record["kind"] == "StartAttempt":
+            num_redone += max(0, step - record["resume_step"])
+            step = record["resume_step"]
+        elif record["kind"] in ("StepCompleted", "WorkerLeft"):
+            step = max(step, record["step"])
+    return num_redone, step
+
+
 def time_parts(
     history: History, calm_s: float, wall_s: float, *, after_step: int = 0
 ) -> dict[str, float]:
@@ -99,6 +116,10 @@ def summed(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "ended": len(ended),
         "steps": sum(x["steps"] for x in ended),
         "steps_lost": sum(x["steps_lost"] for x in ended),
+        "most_redone": {
+            when: max((x.get("redone", 0) for x in faults.values() if x["when"] == when), default=0)
+            for when in ("alone", "together", "recovering")
+        },
         "verdicts": sum(x["verdicts"] for x in faults.values()),
         "healthy_blamed": [each for x in faults.values() for each in x["blamed"]],
         "time": {
@@ -145,6 +166,10 @@ def table(result: Mapping[str, Any]) -> str:
         ("samples exactly once", f"in {result['exactly_once']} of {ended}"),
         ("weights as undisturbed", f"in {result['same_weights']} of {ended}"),
         ("steps", f"{result['steps']}, and {result['steps_lost']} done again"),
+        (
+            "most of them by one fault",
+            ", ".join(f"{n} {w}" for w, n in result["most_redone"].items()),
+        ),
         ("healthy workers blamed", f"{len(healthy)}, in {result['verdicts']} verdicts"),
         ("time", parts.replace("_", " ") or "no sitting ended"),
         ("seconds a fault", f"{sum(took.values()):.1f}: {each}" if took else "not known"),

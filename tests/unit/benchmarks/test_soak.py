@@ -12,7 +12,15 @@ import pytest
 
 from tests.benchmarks.bench_soak import Journal, read_lines, soak, used_by
 from tests.benchmarks.soak_faults import KINDS, RECOVERING, TOGETHER, draw
-from tests.benchmarks.soak_ledger import ALL, blamed, next_index, summed, table, time_parts
+from tests.benchmarks.soak_ledger import (
+    ALL,
+    blamed,
+    next_index,
+    redone,
+    summed,
+    table,
+    time_parts,
+)
 from tests.benchmarks.soak_site import keepers
 from tests.support.history import History
 
@@ -62,6 +70,19 @@ def test_a_worker_is_blamed_wrongly_if_no_fault_hurt_its_machine() -> None:
     assert blamed(records, machines, {1, 2}) == (2, ["w9: it was late"])
     assert blamed(records, machines, {1}) == (2, ["w2: it was late", "w9: it was late"])
     assert blamed(records, machines, ALL) == (2, [])
+
+
+def test_steps_are_done_again_if_an_attempt_resumes_behind_the_newest_one() -> None:
+    """A member that leaves may have completed a step that no one reported."""
+    records: list[dict[str, Any]] = [
+        {"kind": "StepCompleted", "step": 12},
+        {"kind": "WorkerLeft", "step": 13},
+        {"kind": "StartAttempt", "resume_step": 13},
+        {"kind": "StepCompleted", "step": 15},
+        {"kind": "StartAttempt", "resume_step": 10},
+        {"kind": "StepCompleted", "step": 11},
+    ]
+    assert redone(records, 10) == (5, 11)
 
 
 def test_all_of_the_time_is_in_one_part() -> None:
@@ -126,13 +147,14 @@ def test_the_table_says_what_was_not_survived_and_what_grew() -> None:
     leaks = {**whole, "sitting": 2, "resources": [used, grown]}
     lost = _fault(1, survived=False, why="no step", journal="kept/7-1", blamed=["w1: x"])
     late = {"sitting": 3, "ended": False, "why": "no summary"}
-    text = table(summed([_fault(0), whole, lost, leaks, late])).splitlines()
+    text = table(summed([_fault(0, redone=4), whole, lost, leaks, late])).splitlines()
     assert "faults survived                 1 of 2, of 1 kinds" in text
     assert "time                            goodput 80.0 %, slower steps 20.0 %" in text
     assert "keeper fds                      10 at begin, 12 at end" in text
     assert "not survived: seed 7 fault 1 (nan; alone): no step; see kept/7-1" in text
     assert "sittings ended                  2 of 3" in text
     assert "faults in those                 2 of 2" in text
+    assert "most of them by one fault       4 alone, 0 together, 0 recovering" in text
     assert text[-2:] == ["blamed: w1: x", "a sitting: no summary"]
     assert "no sitting ended" in table(summed([]))
 
