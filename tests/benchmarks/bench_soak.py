@@ -157,7 +157,7 @@ class Sitting:
         self._num_faults = 0
         #: Faults count from here on; what a start costs is measured elsewhere.
         self._begun_s, self._begun_step = time.monotonic(), last[-1]["step"]
-        self._step = self._begun_step
+        self._step = 0  # the journal of the first fault begins with the run
 
     def suffer(self, order: Order) -> dict[str, Any]:
         """Make one fault; return its line."""
