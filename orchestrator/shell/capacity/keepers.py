@@ -64,6 +64,7 @@ class Keepers:
         found = await asyncio.gather(*map(self._pool.find, nodes))
         kept = [node for node, keeper in zip(nodes, found, strict=True) if keeper is not None]
         for node in kept:
+            self._nodes.views[node].is_met = True
             self.start(node)
         greetings = [asyncio.create_task(self._nodes.views[node].greeted.wait()) for node in kept]
         if greetings:
@@ -212,7 +213,8 @@ class Keepers:
     async def _ask_often(self, view: NodeView) -> None:
         """Report a keeper that accepts calls but does not answer; Ray considers it alive."""
         while True:
-            is_there = view.greeted.is_set() and not view.is_returning
+            # A keeper that is starting gets more time.
+            is_there = (view.greeted.is_set() or view.is_met) and not view.is_returning
             bound_s = self._bounds.keeper_silent_s if is_there else self._bounds.keeper_return_s
             try:
                 async with asyncio.timeout(bound_s):

@@ -28,6 +28,7 @@ class NodeView:
     lost_s: float = 0.0  #: When it was declared lost, on the run's clock.
     is_dead: bool = False  #: Whether it is lost and none of its processes can be alive.
     is_returning: bool = False  #: Whether only its keeper died and is restarting.
+    is_met: bool = False  #: Whether an earlier controller started its keeper.
     #: Set once a keeper is requested; its result is the handle.
     starting: asyncio.Future[Any] | None = None
     keeper: Any = None

@@ -13,11 +13,11 @@ import pytest
 import ray
 
 from orchestrator.config import RunConfig
-from orchestrator.driver.faults import member, signal_rank
+from orchestrator.driver.faults import member, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.shell import OPTIONS, Controller
 from tests.support.history import read_history
-from tests.support.reach import ACT_S_MAX, PACED, reach
+from tests.support.reach import ACT_S_MAX, PACED, kill_keeper_of, reach
 from ucp_core.storage import claims, next_claim
 
 pytestmark = pytest.mark.timeout(900)
@@ -135,6 +135,28 @@ def test_a_controller_ends_when_another_one_has_taken_its_place(
 
     assert summary["outcome"] == "stopped", summary["reason"]
     read_history(run.config.run.directory).check_exactly_once(run.config, summary["steps"])
+
+
+def test_a_controller_restarts_a_keeper_that_stopped_before_it_began(
+    begin_endless: Callable[..., Launched],
+) -> None:
+    """It gave up the node after 30 s, and killed workers that trained."""
+    run = begin_endless(workers__standby_per_node=0, **PACED)
+    before = reach(run, 5, workers=4)
+    stopped = kill_keeper_of(run, 1, signal.SIGSTOP)
+    os.kill(run.controller_pid(timeout_s=ACT_S_MAX), signal.SIGKILL)
+
+    def is_back(status: dict[str, Any]) -> bool:
+        keepers = [node["keeper_pid"] for node in status["nodes"]]
+        return len(keepers) == 2 and None not in keepers and stopped not in keepers
+
+    assert wait_for(run, is_back, timeout_s=ACT_S_MAX) is not None
+    reach(run, before["step"] + 5, workers=4)
+    run.stop("all is seen")
+    summary = run.follow(lambda _: None)
+
+    assert summary["outcome"] == "stopped", summary["reason"]
+    assert {each["kind"] for each in summary["incidents"]} == {"controller_restart", "stop"}
 
 
 SCRIPT = """
