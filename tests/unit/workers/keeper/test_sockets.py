@@ -1,7 +1,6 @@
 """A keeper's view of its trainers' connections, by real kernels."""
 
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from typing import TypeAlias
 import pytest
 
 from tests.support.network_cluster import why_not
+from tests.support.no_descriptors import no_descriptors
 from workers.keeper.sockets import Sockets
 from workers.protocol import Flow
 from workers.telemetry import process_state
@@ -140,15 +140,11 @@ def test_a_trainer_that_is_found_later_has_its_connections(
 def test_nothing_is_known_while_no_socket_can_be_made() -> None:
     """As where a kernel or a sandbox does not answer."""
     sockets = Sockets()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         stack.enter_context(socket.create_connection(listener.getsockname()))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-        try:
+        with no_descriptors():
             refused = sockets.look({"w1": os.getpid()})
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
         assert refused is None
         assert sockets.look({"w1": os.getpid()})

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.no_descriptors import no_descriptors
 from tests.support.snapshots import eventually
 from workers.errors import ArenaError
 from workers.keeper import descriptor_server
@@ -350,13 +351,8 @@ def test_memory_beyond_the_budget_is_refused_with_the_numbers(
 def test_memory_that_could_not_be_made_is_not_taken_for_used() -> None:
     """A process runs out of file descriptors for a moment; what was claimed must be free again."""
     table = ArenaTable(budget_bytes=1 << 20, available=lambda: 1 << 40)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        with pytest.raises(ArenaError, match="Too many open files"):
-            table.reserve("w0.1", body_bytes=1 << 18)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with no_descriptors(), pytest.raises(ArenaError, match="Too many open files"):
+        table.reserve("w0.1", body_bytes=1 << 18)
     table.reserve("w0.1", body_bytes=1 << 18)
     table.drop("w0.1")
 
