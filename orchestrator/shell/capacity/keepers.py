@@ -94,13 +94,14 @@ class Keepers:
         view.care.cancel()
         starting, view.starting, view.keeper = view.starting, None, None
         view.host, view.port, view.secret, view.keeper_pid = "", 0, b"", 0
-        view.is_returning, view.greeted = False, asyncio.Event()
+        view.is_returning, view.is_met, view.greeted = False, False, asyncio.Event()
         view.ending = asyncio.create_task(self._end(view, starting))
 
     def restart(self, node: str) -> None:
         """Kill the keeper's process so that Ray restarts it."""
         view = self._nodes.views.get(node)
         if view is not None and view.keeper is not None and not view.lost.is_set():
+            view.is_met = False
             self._restarts.spawn(self._pool.kill(view.keeper, restart=True))
 
     async def kill_worker(self, node: str, worker: str) -> bool:

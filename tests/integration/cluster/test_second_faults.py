@@ -18,6 +18,7 @@ from orchestrator.driver.launch import Launched
 from orchestrator.shell import OPTIONS, Controller
 from tests.support.history import read_history
 from tests.support.reach import ACT_S_MAX, PACED, kill_keeper_of, reach
+from tests.support.snapshots import eventually
 from ucp_core.storage import claims, next_claim
 
 pytestmark = pytest.mark.timeout(900)
@@ -124,10 +125,9 @@ def test_a_controller_ends_when_another_one_has_taken_its_place(
     )
     pids = [run.controller_pid(timeout_s=ACT_S_MAX), ray.get(other.pid.remote())]
 
-    deadline_s = time.monotonic() + ACT_S_MAX
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline_s, f"{left} are left of {pids}"
-        time.sleep(0.2)
+    assert eventually(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=ACT_S_MAX
+    )
     signal_rank(run, 1, signal.SIGKILL)
     reach(run, before["step"] + 5, workers=2, attempt=before["attempt"] + 1)
     run.stop("all is seen")
