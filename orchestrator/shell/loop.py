@@ -229,6 +229,8 @@ class Run:
         at_s = self._inbox.at_s()
         if parts.protection.look(parts.state, at_s):
             self._inbox.post(ev.MemoryProtected(at_s=at_s, attempt=parts.state.attempt.number))
+        if parts.protection.asks(parts.state, at_s):
+            self._spawn(parts.protection.ask(parts.state))
 
     async def perform(self, name: str, token: str, what: Mapping[str, Any]) -> str:
         """Perform an action from the page. Raises ``TokenError`` and ``ActionError``."""

@@ -5,12 +5,14 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.core import ACTIVE, RunState, WorkerStatus
-from orchestrator.policies import ReducedTime, alert, bad_sources, noted, versions
+from orchestrator.policies import Protection, ReducedTime, alert, bad_sources, noted, versions
 from orchestrator.shell.memory.snapshots import Snapshots
 from workers.protocol import Inventory
 
 #: Shortest time between two judgements, which look at all inventories together.
 LOOK_S = 1.0
+#: Shortest time between two questions to all keepers during an attempt.
+ASK_EVERY_S = 10.0
 
 
 class ProtectionWatch:
@@ -21,6 +23,25 @@ class ProtectionWatch:
         self._tolerance = tolerance
         self._time = ReducedTime()
         self._told: tuple[object, ...] = ()
+        self._is_doubtful = False
+        self._asked: tuple[int, float] = (0, 0.0)  #: Attempt and time of the last question.
+        self._answers: tuple[int, Sequence[Inventory]] = (0, ())  #: The attempt and its answers.
+
+    def asks(self, state: RunState, at_s: float) -> bool:
+        """Return whether to ``ask`` now, because reports show too little protection.
+
+        Reports are of different moments. If steps are short, they may have no version in common.
+        """
+        attempt, asked_s = self._asked
+        is_recent = attempt == state.attempt.number and at_s - asked_s < ASK_EVERY_S
+        if not self._is_doubtful or is_recent:
+            return False
+        self._asked = (state.attempt.number, at_s)
+        return True
+
+    async def ask(self, state: RunState) -> None:
+        """Ask all keepers at once what they hold."""
+        self._answers = (state.attempt.number, await self._snapshots.inventories())
 
     def look(self, state: RunState, at_s: float) -> bool:
         """Judge the newest reports, at most once per ``LOOK_S``.
@@ -29,9 +50,11 @@ class ProtectionWatch:
         """
         if self._time.looked_s is not None and at_s - self._time.looked_s < LOOK_S:
             return False
-        survived = self._snapshots.protection(state.lineage).node_losses_survived
+        reported, has_trained = self._snapshots.protection(state.lineage), state.attempt.step > 0
         # Before anything was trained there is nothing to protect.
-        is_reduced = survived < self._tolerance and state.attempt.step > 0
+        self._is_doubtful = reported.node_losses_survived < self._tolerance and has_trained
+        survived = self._protection(state, reported).node_losses_survived
+        is_reduced = survived < self._tolerance and has_trained
         self._time = noted(self._time, at_s, is_reduced=is_reduced)
         emptied = [n for n in state.fleet.emptied if state.fleet.nodes[n].alive]
         told = (state.attempt.number, *emptied)
@@ -48,7 +71,7 @@ class ProtectionWatch:
     def redundancy(self, state: RunState) -> dict[str, Any]:
         """Return the status document's section on redundancy."""
         plan, snapshots = state.attempt.plan, self._snapshots
-        protection = snapshots.protection(state.lineage)
+        protection = self._protection(state, snapshots.protection(state.lineage))
         survived = protection.node_losses_survived
         # The newest step that is known to be in storage; a newer one may be there.
         read_step = 0 if state.committed_in_memory else state.committed[0]
@@ -71,6 +94,14 @@ class ProtectionWatch:
             "reduced_s": round(self._time.total_s, 1),
             "reduced_for_s": round(self._time.for_s, 1),
         }
+
+    def _protection(self, state: RunState, reported: Protection) -> Protection:
+        """Return the protection by the last answers if reports show too little."""
+        attempt, answers = self._answers
+        if reported.node_losses_survived >= self._tolerance or attempt != state.attempt.number:
+            return reported
+        answered = versions.protection(answers, state.lineage)
+        return max(reported, answered, key=lambda each: (each.node_losses_survived, each.step))
 
 
 def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str, Any]:

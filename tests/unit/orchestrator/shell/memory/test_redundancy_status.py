@@ -7,11 +7,12 @@ import pytest
 from orchestrator.core import Phase, RunState
 from orchestrator.core.state import Node, freeze, thaw
 from orchestrator.policies.saving.reduced import ALERT_S
-from orchestrator.shell.memory.redundancy_status import LOOK_S, ProtectionWatch
+from orchestrator.shell.memory.redundancy_status import ASK_EVERY_S, LOOK_S, ProtectionWatch
 from orchestrator.shell.memory.snapshots import Snapshots
-from tests.support.keeper_handles import Handle, Handles, with_keepers
+from tests.support.keeper_handles import LINEAGE, Handle, Handles, with_keepers
+from tests.support.made import held_of
 from ucp_core.storage import MemoryStore
-from workers.protocol import NodeReport
+from workers.protocol import Inventory, NodeReport, PartRef
 
 
 def _at(phase: Phase, step: int) -> RunState:
@@ -42,6 +43,34 @@ def test_a_recovery_does_not_make_redundancy_whole(phase: Phase) -> None:
 
     assert _reduced_for_s(states) == ALERT_S
     assert _reduced_for_s([_at(phase, 5)] * num_looks) == ALERT_S
+
+
+def test_reports_of_different_moments_do_not_show_too_little_protection() -> None:
+    """With short steps reports had no version in common, and the status asked for more nodes."""
+    run = thaw(_at(Phase.TRAINING, 7))
+    run.attempt.number, run.lineage = 1, LINEAGE
+    state = freeze(run)
+
+    async def act(snapshots: Snapshots, handles: Handles) -> list[tuple[bool, int]]:
+        for node, step in (("aa", 6), ("bb", 7)):
+            held = [PartRef(node=node, arena=f"w{rank}", held=held_of(7, rank)) for rank in (0, 1)]
+            handles[node]._inventory = Inventory(node=node, parts=tuple(held))
+            other = PartRef(node=node, arena="w", held=held_of(step, step - 6))
+            report = Inventory(node=node, parts=(other,))
+            snapshots.on_report(NodeReport(node=node, seq=1, workers=(), inventory=report))
+        watch = ProtectionWatch(snapshots=snapshots, tolerance=1)
+        found = []
+        for at_s in (0.0, ASK_EVERY_S - 1.0, ASK_EVERY_S):
+            watch.look(state, at_s)
+            asks = watch.asks(state, at_s)
+            if asks:
+                await watch.ask(state)
+            found.append((asks, watch.redundancy(state)["node_losses_survived"]))
+        handles["bb"].is_silent = True
+        await watch.ask(state)
+        return [*found, (False, watch.redundancy(state)["node_losses_survived"])]
+
+    assert with_keepers(MemoryStore(), act) == [(True, 1), (False, 1), (True, 1), (False, 0)]
 
 
 def test_before_the_first_step_there_is_nothing_to_protect() -> None:
