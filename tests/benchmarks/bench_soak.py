@@ -77,7 +77,7 @@ from ucp_core.storage import join, open_store, read_all_appended
 _RECOVERS_S = 20.0
 #: The same where training goes on through the first.
 _LASTS_S = 3.0
-#: Faults are waited for until so many of the four train again.
+#: A fault, and the end of a sitting, wait until so many of the four train again.
 _WHOLE = NUM_NODES - 1
 #: The soak waits so long for them: for a while a run avoids nodes that failed several times.
 _WHOLE_S_MAX = AvoidRules().avoid_s + ACT_S_MAX
@@ -277,7 +277,7 @@ class Sitting:
         def is_whole(status: dict[str, Any]) -> bool:
             seen = self._processes(status)
             is_there = all(looks and None not in looks for looks in seen.values())
-            if len(ranks(status)) < NUM_NODES or not is_there:
+            if len(ranks(status)) < _WHOLE or not is_there:
                 return False  # a process is on its way
             for name, looks in seen.items():
                 kind = [look for look in looks if look is not None]
@@ -329,7 +329,7 @@ class Sitting:
         )
         why = ""
         try:
-            operator.training(NUM_NODES, timeout_s=_WHOLE_S_MAX)
+            operator.training(_WHOLE, timeout_s=_WHOLE_S_MAX)
             self._resources.append(self._used())
         except TimeoutError as error:  # what it trained is judged all the same
             kept = kept_journal(
