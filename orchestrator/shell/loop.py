@@ -220,6 +220,7 @@ class Run:
         """Take a keeper's report. Call it on the loop."""
         parts = self._parts
         parts.observer.on_report(report)
+        parts.nodes.on_report(report.node)
         parts.nodes.notices.on_keeper(report.node, report.notice)
         # All evidence comes in reports, and keepers report a stalled worker often.
         parts.observer.judge()

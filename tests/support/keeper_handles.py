@@ -98,7 +98,10 @@ def nodes_of(
 
 
 def keepers_of(
-    nodes: Nodes, post: Callable[[ev.Event], None], at_s: Callable[[], float] = lambda: 1.0
+    nodes: Nodes,
+    post: Callable[[ev.Event], None],
+    at_s: Callable[[], float] = lambda: 1.0,
+    bounds: Bounds = Bounds(),  # noqa: B008  it cannot change
 ) -> Keepers:
     """Return the keepers on ``nodes``, which are started on Ray."""
     names = RunNames("test")
@@ -107,7 +110,7 @@ def keepers_of(
         nodes=nodes,
         pool=ActorPool(object, {}, names=names, name=names.keeper, boot={}),
         on_keeper=lambda _: None,
-        bounds=Bounds(),
+        bounds=bounds,
     )
 
 

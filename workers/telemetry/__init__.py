@@ -13,7 +13,7 @@ from workers.telemetry.evidence import (
     take_stacks,
     write_stacks,
 )
-from workers.telemetry.lease import Lease, has_run_out, lease_s
+from workers.telemetry.lease import Lease, has_run_out, holders, lease_s
 from workers.telemetry.processes import descendants, process_state
 from workers.telemetry.progress import (
     ProgressReader,

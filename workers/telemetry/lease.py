@@ -7,6 +7,7 @@ A lease runs out somewhat before Ray stops waiting for an absent head. If the he
 it takes over trainers that never stopped.
 """
 
+import contextlib
 import math
 import mmap
 import time
@@ -80,3 +81,15 @@ def has_run_out(directory: Path) -> bool:
     except FileNotFoundError:
         return False
     return time.monotonic_ns() >= int.from_bytes(until, "little")
+
+
+def holders(directory: Path) -> list[int]:
+    """Return the processes that map the lease of a node: its keeper."""
+    path = str(directory / _NAME)
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        # A process may end in the meantime, or belong to another user.
+        with contextlib.suppress(OSError):
+            if any(line.endswith(path) for line in maps.read_text("utf-8", "replace").splitlines()):
+                found.append(int(maps.parent.name))
+    return found

@@ -62,6 +62,12 @@ class ActorPool:
         with contextlib.suppress(RayError, ValueError):
             await in_thread(RAY, ray.kill, handle, no_restart=not restart)
 
+    async def run_on(self, node: str, task: Any) -> None:
+        """Run a Ray task on ``node``; its argument is the directory of the run there."""
+        there = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        with contextlib.suppress(RayError):
+            await (await in_thread(RAY, there.remote, self._names.shared_directory(node)))
+
     async def close(self) -> None:
         """Kill the actors that are still starting."""
         started = await asyncio.gather(*self._starting, return_exceptions=True)

@@ -1,9 +1,14 @@
 """The keepers on the run's nodes: start, connect, check and end them."""
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 from orchestrator.core import Bounds
@@ -16,6 +21,7 @@ from orchestrator.shell.clock import wall_time
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.threads import Tasks
 from workers.protocol import Ending
+from workers.telemetry import holders, process_state
 
 #: Period of calls to a keeper that is restarting.
 RETRY_S = 0.1
@@ -103,6 +109,9 @@ class Keepers:
         if view is not None and view.keeper is not None and not view.lost.is_set():
             view.is_met = False
             self._restarts.spawn(self._pool.kill(view.keeper, restart=True))
+            # A raylet that is not connected to a stopped process, as after a restart of the head,
+            # cannot connect to it, and then does not kill it.
+            self._restarts.spawn(self._pool.run_on(node, _KILL_STOPPED))
 
     async def kill_worker(self, node: str, worker: str) -> bool:
         """Have the keeper of ``node`` SIGKILL ``worker``; return whether it is known to be gone."""
@@ -212,7 +221,12 @@ class Keepers:
                     return
 
     async def _ask_often(self, view: NodeView) -> None:
-        """Report a keeper that accepts calls but does not answer; Ray considers it alive."""
+        """Report a keeper that accepts calls but is silent; Ray considers it alive.
+
+        A keeper that was stopped while the head restarted answers calls, but Ray delivers its
+        reports to the controller that is gone.
+        """
+        num_reports, unheard_s = -1, 0.0
         while True:
             # A keeper that is starting gets more time.
             is_there = (view.greeted.is_set() or view.is_met) and not view.is_returning
@@ -221,9 +235,26 @@ class Keepers:
                 async with asyncio.timeout(bound_s):
                     await view.keeper.hello.remote()
             except TimeoutError:
-                at_s = self._inbox.at_s()
-                self._inbox.post(ev.KeeperSilent(at_s=at_s, node=view.node, silent_s=bound_s))
+                unheard_s = bound_s
             except RayError:
                 # The pending call fails, too, and handles it.
-                pass
+                unheard_s = 0.0
+            else:
+                unheard_s = unheard_s + ASK_S if view.num_reports == num_reports else 0.0
+            if unheard_s >= bound_s:
+                at_s, unheard_s = self._inbox.at_s(), 0.0
+                self._inbox.post(ev.KeeperSilent(at_s=at_s, node=view.node, silent_s=bound_s))
+            num_reports = view.num_reports
             await asyncio.sleep(ASK_S)
+
+
+def _kill_stopped(directory: str) -> None:
+    """SIGKILL the keeper of a node's directory if it is stopped."""
+    for pid in holders(Path(directory)):
+        if process_state(pid).letter == "T":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+#: Made once, because Ray keeps every function that it exports until the controller ends.
+_KILL_STOPPED = ray.remote(num_cpus=0, max_retries=0)(_kill_stopped)

@@ -29,6 +29,7 @@ class NodeView:
     is_dead: bool = False  #: Whether it is lost and none of its processes can be alive.
     is_returning: bool = False  #: Whether only its keeper died and is restarting.
     is_met: bool = False  #: Whether an earlier controller started its keeper.
+    num_reports: int = 0  #: How often its keeper has reported.
     #: Set once a keeper is requested; its result is the handle.
     starting: asyncio.Future[Any] | None = None
     keeper: Any = None

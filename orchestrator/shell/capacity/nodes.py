@@ -103,6 +103,11 @@ class Nodes:
         self.notices.on_keeper(self.here, self._own_notice(), CONTROLLER)
         self.seen.set()
 
+    def on_report(self, node: str) -> None:
+        """Count a report of the keeper of ``node``."""
+        if node in self.views:
+            self.views[node].num_reports += 1
+
     def lost(self, node: str, cause: str) -> None:
         """Report ``node`` as lost, once."""
         view = self.views.get(node)
