@@ -1,7 +1,7 @@
 """Read the kernel's data on processes and threads from outside."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from workers.protocol import GONE
@@ -29,16 +29,26 @@ def process_state(pid: int, *, thread: int = 0) -> ProcessState:
     """Return the state of a process, or of one of its threads; the letter is X if it is gone."""
     place = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
     try:
-        stat = _read_at_once(place)
+        fields = _stat_fields(place)
+        if fields[0].decode() not in GONE and _is_exiting(fields):
+            # The kernel reads the flags last: the status may be that of a process that still ran.
+            fields = _stat_fields(place)
     except (FileNotFoundError, ProcessLookupError):
         return ProcessState("X", 0, 0.0)
-    # The command name may contain spaces and brackets; the text after its last bracket does not.
-    fields = stat[stat.rindex(b")") + 2 :].split()
     processor_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
     letter = fields[0].decode()
-    is_ending = letter in GONE or int(fields[6]) & _EXITING
-    status = int(fields[49]) if is_ending else None
+    status = int(fields[49]) if letter in GONE or _is_exiting(fields) else None
     return ProcessState(letter, int(fields[19]), processor_s, status)
+
+
+def _stat_fields(place: str) -> list[bytes]:
+    stat = _read_at_once(place)
+    # The command name may contain spaces and brackets; the text after its last bracket does not.
+    return stat[stat.rindex(b")") + 2 :].split()
+
+
+def _is_exiting(fields: Sequence[bytes]) -> bool:
+    return bool(int(fields[6]) & _EXITING)
 
 
 def num_runs(pid: int, thread: int) -> int:
