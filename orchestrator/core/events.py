@@ -123,7 +123,7 @@ class KeeperDied(Event):
 
 @value
 class KeeperSilent(Event):
-    """The keeper of a node accepts calls but has not answered for ``silent_s``."""
+    """The keeper of a node accepts calls, but has not answered or reported for ``silent_s``."""
 
     node: str
     silent_s: float

@@ -166,6 +166,12 @@ def observe(state: Detector, report: NodeReport, at_s: float, *, learns: bool = 
     )
 
 
+def silent_nodes(state: Detector, silent_s: float) -> frozenset[str]:
+    """Return the nodes that have not reported for longer than ``silent_s`` while others did."""
+    oldest_s = state.watched_s - silent_s
+    return frozenset(name for name, node in state.nodes.items() if node.heard_s < oldest_s)
+
+
 def without_silent(state: Detector, members: Collection[str], silent_s: float) -> Detector:
     """Return ``state`` without the nodes that were silent for long and have no member.
 

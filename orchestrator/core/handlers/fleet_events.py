@@ -75,10 +75,16 @@ def keeper_died_waiting(transition: Transition, event: KeeperDied) -> None:
 
 
 def keeper_silent(transition: Transition, event: KeeperSilent) -> None:
-    """Restart a keeper that is stopped or stuck."""
-    nodes = transition.run.fleet
+    """Wait for a keeper that is stopped or stuck, and restart one that is silent for long."""
+    nodes, bounds = transition.run.fleet, transition.rules.bounds
     number = nodes.node_ids.get(event.node)
-    if number is not None and nodes.nodes[number].alive and nodes.nodes[number].is_kept:
+    if number is None or not nodes.nodes[number].alive or not nodes.nodes[number].is_kept:
+        return
+    if nodes.nodes[number].keeper_by_s == inf:
+        by_s = transition.now_s + bounds.keeper_return_s
+        _expect_keeper(transition, event.node, by_s)
+        transition.wake_by(by_s)
+    if event.silent_s >= bounds.keeper_silent_s:
         reason = f"silent for {event.silent_s:g} s"
         transition.actions.append(RestartKeeper(node=event.node, reason=reason))
 

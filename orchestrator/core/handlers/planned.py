@@ -47,7 +47,9 @@ def _consider(transition: Transition) -> None:
         runs = ", ".join(run.sharing.given or run.sharing.runs)
         yield_attempt(transition, FaultKind.SHARE, f"giving {num} of its workers to {runs}")
         return
-    if _leaves_slow_node(transition):
+    # Members that leave commit to memory, and the next attempt could not read it from such a node.
+    is_served = not run.fleet.nodes.where(_lacks_keeper)
+    if is_served and _leaves_slow_node(transition):
         return
     layout = reach.layout(transition)
     num_after = 0 if layout is None else layout.world_size
@@ -55,7 +57,12 @@ def _consider(transition: Transition) -> None:
         _leaves_draining_nodes(transition, num_after) or slow.is_awaited(transition)
     ):
         return
-    _consider_change(transition, layout)
+    if is_served:
+        _consider_change(transition, layout)
+
+
+def _lacks_keeper(node: Node) -> bool:
+    return node.keeper_by_s != inf
 
 
 def _consider_change(transition: Transition, layout: ParallelLayout | None) -> None:

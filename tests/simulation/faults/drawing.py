@@ -342,8 +342,15 @@ def stop_keeper(cluster: SimCluster) -> None:
         node.keeper_back_s = inf
         node.num_hangs += 1
         cluster.monitor.is_state_gone = True
+        cluster.at(0.5, _miss_reports, cluster, node, node.num_hangs)
         silent_s = cluster.rules.bounds.keeper_silent_s
         cluster.at(silent_s, _miss_keeper, cluster, node, node.num_hangs, 0)
+
+
+def _miss_reports(cluster: SimCluster, node: SimNode, hang: int) -> None:
+    """The controller misses its reports before it misses an answer."""
+    if node.alive and node.keeper_back_s == inf and node.num_hangs == hang:
+        cluster.find(ev.KeeperSilent, node=node.name, silent_s=0.5)
 
 
 def _miss_keeper(cluster: SimCluster, node: SimNode, hang: int, num_told: int) -> None:

@@ -59,6 +59,30 @@ def test_workers_and_nodes_that_are_gone_are_not_remembered(
     assert set(observer.reports) == {"w0", "w2"}, "it is back"
 
 
+def test_a_keeper_is_silent_when_others_report() -> None:
+    """It is told once, and once more when the keeper reports again."""
+    now_s, posted = [100.0], list[ev.Event]()
+    observer = _observer(lambda: now_s[0], posted.append)
+    observer.begin(ATTEMPT, ("w0", "w1"), 0)
+
+    def go_on(seconds: int, *nodes: str) -> list[tuple[str, str]]:
+        posted.clear()
+        for _ in range(seconds):
+            now_s[0] += 1.0
+            for node in nodes:
+                observer.on_report(_report(node, f"w{node[1]}"))
+            observer.judge()
+        seen = (each for each in posted if isinstance(each, ev.KeeperSilent | ev.KeeperReady))
+        return [(type(each).__name__, each.node) for each in seen]
+
+    assert go_on(5, "n0", "n1") == []
+    assert go_on(2, "n0") == []
+    assert go_on(5, "n0") == [("KeeperSilent", "n1")]
+    assert go_on(5, "n0", "n1") == [("KeeperReady", "n1")]
+    now_s[0] += 60.0
+    assert go_on(1, "n0", "n1") == [], "the controller was away"
+
+
 def test_costs_are_known_between_two_digests_and_steps_by_percentile() -> None:
     """Most reports carry none, and a scrape comes at any time."""
     now_s = [100.0]

@@ -4,10 +4,13 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
+import pytest
+
 from orchestrator.core import AvoidRules, Phase, RunRules, RunState, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from tests.support.obedient_cluster import fold
+from orchestrator.policies import LayoutRules
+from tests.support.obedient_cluster import Cluster, fold
 from tests.support.run_events import formed_by
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
@@ -90,9 +93,30 @@ def test_a_silent_keeper_is_restarted_while_its_node_lives() -> None:
     state, _ = _fold(RunState(), *STARTED)
     silent = ev.KeeperSilent(at_s=20.0, node="a", silent_s=15.0)
     assert _fold(state, silent)[1] == [act.RestartKeeper(node="a", reason="silent for 15 s")]
+    assert _fold(state, replace(silent, silent_s=2.5))[1] == [], "it may be back soon"
 
     lost, _ = _fold(state, ev.NodeLost(at_s=21.0, node="a", cause="gone"))
     assert _fold(lost, silent)[1] == []
+
+
+@pytest.mark.parametrize("how", ["silent", "died"])
+def test_growth_waits_for_a_keeper_of_the_run(how: str) -> None:
+    """Members commit to its memory when they leave, and the next attempt would not get it."""
+    cluster = Cluster(replace(RULES, max_workers=4, layout=LayoutRules(), total_steps=10_000))
+    cluster.start(2)
+    cluster.send(ev.KeeperReady(at_s=cluster.at_s, node="n0"))
+    cluster.train(20)
+    away = {
+        "silent": ev.KeeperSilent(at_s=cluster.at_s, node="n0", silent_s=2.5),
+        "died": ev.KeeperDied(at_s=cluster.at_s, node="n0", detail=""),
+    }
+    cluster.send(away[how])
+    cluster.add(3, 4)
+    cluster.train(250)
+    assert [len(each.members) for each in cluster.started] == [2]
+
+    cluster.send(ev.KeeperReady(at_s=cluster.at_s, node="n0"))
+    assert [len(each.members) for each in cluster.started] == [2, 4]
 
 
 def test_a_keeper_that_is_back_in_time_costs_nothing() -> None:

@@ -102,6 +102,19 @@ def test_a_slow_worker_is_left_out_if_nothing_replaces_it() -> None:
     assert len(run.started) == 2
 
 
+def test_a_slow_node_is_not_left_while_a_keeper_is_silent() -> None:
+    """The next attempt could not read the step that members would leave at."""
+    run = cluster()
+    run.begin()
+    run.send(ev.KeeperReady(at_s=run.at_s, node="n0"))
+    run.send(ev.KeeperSilent(at_s=run.at_s, node="n0", silent_s=2.5))
+    run.train(24)
+    assert len(run.started) == 1
+    run.send(ev.KeeperReady(at_s=run.at_s, node="n0"))
+    run.train(10)
+    assert run.layouts == ["dp_shard=4", "dp_shard=2"]
+
+
 @pytest.mark.parametrize(
     ("mates", "num_steps"), [((), 13), (("w0003",), 9), (("w0002",), 13)], ids=str
 )
