@@ -123,10 +123,14 @@ class KeeperDied(Event):
 
 @value
 class KeeperSilent(Event):
-    """The keeper of a node accepts calls, but has not answered or reported for ``silent_s``."""
+    """The keeper of a node accepts calls, but has not answered or reported for ``silent_s``.
+
+    ``is_awaited`` says that no member progresses meanwhile, although workers of the node answer.
+    """
 
     node: str
     silent_s: float
+    is_awaited: bool = False
 
 
 @value

@@ -36,7 +36,7 @@ _HELD_S: Final = 10.0
 # Multiples of the hang bound. Work whose duration is not observed (saving, forming) gets more time.
 # The bound that ends a wait without naming a rank comes after those that name one.
 _SUSPECT: Final = 0.6
-_NODE_SILENT: Final = 2.0
+_NODE_SILENT: Final = 1.85
 _UNDECIDED: Final = 3.0
 _SAVING: Final = 10.0
 _PAUSE: Final = 30.0
@@ -67,8 +67,8 @@ class Limits:
     #: progressed for this long.
     suspect_s: float
     hang_s: float  #: If no member has progressed for this long, a silent one is named.
-    #: A node without reports for this long, while others report, is lost even if its machine
-    #: answers (``workers.keeper.reach``): all its processes stand still.
+    #: A node without reports for this long, while others report and do not progress, is lost even
+    #: if its machine answers (``workers.keeper.reach``), unless one of its workers answers.
     node_silent_s: float
     #: If no member has progressed for this long, and none can be named, the hang is undecided.
     undecided_s: float

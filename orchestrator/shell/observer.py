@@ -35,7 +35,8 @@ class Observer:
 
     Args:
         on_formed: Called once with (worker, attempt, when) for each member that has formed.
-        node_silent: Called with (node, cause) when a node is silent for longer than its bound.
+        node_silent: Called with (node, seconds, cause) when a node is silent for longer than its
+            bound.
         patience: A step may take this many times the observed p99.
         parallel: Has the timeout of collectives.
     """
@@ -45,7 +46,7 @@ class Observer:
         inbox: Inbox,
         *,
         on_formed: Callable[[str, int, float], None],
-        node_silent: Callable[[str, str], None],
+        node_silent: Callable[[str, float, str], None],
         patience: float,
         parallel: ParallelSettings,
     ) -> None:
@@ -190,7 +191,8 @@ class Observer:
             collectives_fail_s=self._parallel.timeout_s(self._detector.step_s_p50),
         )
         if isinstance(verdict, detection.NodeSilent):
-            self._node_silent(verdict.node, verdict.evidence)
+            silent_s = self._detector.silent_s(verdict.node)
+            self._node_silent(verdict.node, silent_s, verdict.evidence)
         elif isinstance(verdict, detection.Hang):
             self._judged = True
             self._inbox.post(

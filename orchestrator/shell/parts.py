@@ -157,7 +157,7 @@ class Parts:
         self.observer = Observer(
             self.inbox,
             on_formed=self.workers.note_formed,
-            node_silent=self.nodes.silent,
+            node_silent=self.workers.node_silent,
             patience=config.recovery.patience,
             parallel=config.parallel,
         )

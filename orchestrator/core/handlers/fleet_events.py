@@ -75,7 +75,7 @@ def keeper_died_waiting(transition: Transition, event: KeeperDied) -> None:
 
 
 def keeper_silent(transition: Transition, event: KeeperSilent) -> None:
-    """Wait for a keeper that is stopped or stuck, and restart one that is silent for long."""
+    """Wait for a keeper that is stopped or stuck; restart it if it is awaited or long silent."""
     nodes, bounds = transition.run.fleet, transition.rules.bounds
     number = nodes.node_ids.get(event.node)
     if number is None or not nodes.nodes[number].alive or not nodes.nodes[number].is_kept:
@@ -84,8 +84,8 @@ def keeper_silent(transition: Transition, event: KeeperSilent) -> None:
         by_s = transition.now_s + bounds.keeper_return_s
         _expect_keeper(transition, event.node, by_s)
         transition.wake_by(by_s)
-    if event.silent_s >= bounds.keeper_silent_s:
-        reason = f"silent for {event.silent_s:g} s"
+    if event.is_awaited or event.silent_s >= bounds.keeper_silent_s:
+        reason = f"silent for {event.silent_s:.3g} s"
         transition.actions.append(RestartKeeper(node=event.node, reason=reason))
 
 

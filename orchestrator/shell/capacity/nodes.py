@@ -125,12 +125,6 @@ class Nodes:
         for task in view.tasks:
             task.cancel()
 
-    def silent(self, node: str, cause: str) -> None:
-        """Report ``node`` as lost after a silence, unless its keeper is restarting."""
-        view = self.views.get(node)
-        if view is not None and not view.is_returning:
-            self.lost(node, cause)
-
     async def outlived(self, nodes: Iterable[str]) -> set[str]:
         """Return those of ``nodes`` that live although their keepers did not answer.
 

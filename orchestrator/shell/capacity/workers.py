@@ -45,6 +45,9 @@ _IN_START = "error raised in its creation task"
 _SHORT_OF_MEMORY = "running low on memory"
 #: A worker answers in 1 to 50 ms, also while it trains.
 PACE_S = 2.0
+ALIVE_S = 0.15
+#: Longest time in which Ray kills a stopped keeper; until then it is not reported again.
+RESTARTED_S = 2.0
 
 
 @dataclass(slots=True)
@@ -70,6 +73,7 @@ class Workers:
         self._tasks = Tasks()
         #: Kills of workers on nodes that may still live, until they are confirmed.
         self._killing: dict[asyncio.Task[Any], str] = {}
+        self._asked: set[str] = set()  #: Silent nodes whose workers were asked.
 
     def start(self, worker: str, node: str) -> None:
         """Start ``worker`` on ``node``; ``WorkerReady`` or ``WorkerExited`` follows.
@@ -148,6 +152,29 @@ class Workers:
         if member is None:
             return None
         return await answer(member.handle.keep_pace.remote(attempt, pace), PACE_S)
+
+    def node_silent(self, node: str, silent_s: float, cause: str) -> None:
+        """Report the keeper of a silent node as awaited if a worker there answers.
+
+        Otherwise the node is lost. Nothing is reported while the keeper is restarting.
+        """
+        view = self._nodes.views.get(node)
+        if view is not None and not view.is_returning and node not in self._asked:
+            self._asked.add(node)
+            self._tasks.spawn(self._ask_silent(node, silent_s, cause))
+
+    async def _ask_silent(self, node: str, silent_s: float, cause: str) -> None:
+        there = [each.handle for each in self._members.values() if each.node == node]
+        asked = (answer(each.hello.remote(), ALIVE_S) for each in there if each is not None)
+        if any(await asyncio.gather(*asked)):
+            at_s = self._inbox.at_s()
+            self._inbox.post(
+                ev.KeeperSilent(at_s=at_s, node=node, silent_s=silent_s, is_awaited=True)
+            )
+            await asyncio.sleep(RESTARTED_S)
+        else:
+            self._nodes.lost(node, cause)
+        self._asked.discard(node)
 
     async def close(self) -> None:
         """Stop listening; SIGKILL every worker, also those that are still starting."""

@@ -94,6 +94,8 @@ def test_a_silent_keeper_is_restarted_while_its_node_lives() -> None:
     silent = ev.KeeperSilent(at_s=20.0, node="a", silent_s=15.0)
     assert _fold(state, silent)[1] == [act.RestartKeeper(node="a", reason="silent for 15 s")]
     assert _fold(state, replace(silent, silent_s=2.5))[1] == [], "it may be back soon"
+    (restart,) = _fold(state, replace(silent, silent_s=2.5, is_awaited=True))[1]
+    assert isinstance(restart, act.RestartKeeper)
 
     lost, _ = _fold(state, ev.NodeLost(at_s=21.0, node="a", cause="gone"))
     assert _fold(lost, silent)[1] == []

@@ -11,6 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from orchestrator.core import events as ev
 from orchestrator.shell.capacity import Nodes, NodeView
+from orchestrator.shell.capacity import workers as workers_module
 from tests.support.keeper_handles import Call, ClusterTable, nodes_of, workers_of
 from workers.protocol import Ending
 
@@ -58,6 +59,49 @@ def test_a_worker_that_cannot_be_reached_after_a_restart_is_killed(
     assert isinstance(asyncio.run(play()), ev.WorkerExited)
     assert killed == [handle] * num_killed
     assert posted.empty()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_silent_node_is_lost_unless_a_worker_there_answers(
+    monkeypatch: pytest.MonkeyPatch, *, answers: bool
+) -> None:
+    """A stopped keeper holds up the others, and its healthy node was given up for it."""
+    monkeypatch.setattr(workers_module, "ALIVE_S", 120.0 if answers else 0.01)
+    posted: asyncio.Queue[ev.Event] = asyncio.Queue()
+    nodes = nodes_of(ClusterTable(), posted.put_nowait)
+    nodes.views[NODE] = NodeView(NODE, NOWHERE)
+    workers = workers_of(nodes, posted.put_nowait)
+    is_there = asyncio.Event()
+
+    async def hello() -> dict[str, int]:
+        await is_there.wait()
+        return {"pid": 7, "attempt": 1}
+
+    async def hold() -> None:
+        await asyncio.Event().wait()
+
+    async def play() -> list[ev.Event]:
+        is_there.set()
+        await workers.survey([("w0001", NODE, 120.0)])
+        ready = await posted.get()
+        if not answers:
+            is_there.clear()
+        for _ in range(3):
+            workers.node_silent(NODE, 2.0, "no report")
+        said = await asyncio.wait_for(posted.get(), 120.0)
+        return [ready, said]
+
+    handle = SimpleNamespace(hello=Call(hello), hold=Call(hold))
+    monkeypatch.setattr("ray.get_actor", lambda *_, **__: handle)
+
+    _, said = asyncio.run(play())
+    expected = {
+        True: ev.KeeperSilent(at_s=0.0, node=NODE, silent_s=2.0, is_awaited=True),
+        False: ev.NodeLost(at_s=1.0, node=NODE, cause="no report"),
+    }
+    assert said == expected[answers]
+    assert posted.empty()
+    assert nodes.views[NODE].lost.is_set() is not answers
 
 
 def test_no_worker_starts_beside_one_that_may_still_live(
