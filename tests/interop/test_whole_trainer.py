@@ -84,7 +84,7 @@ def test_on_two_workers_it_ends_as_with_trainer(tmp_path: Path, plain: Path) -> 
 
     with Run(tmp_path) as run:
         members = run.begin(settings, num_workers=2)
-        wait_for_steps(run, 5)
+        wait_for_steps(run, 3)
         members[1].yield_at_boundary(1)
         for trainer in members:
             assert isinstance(trainer.left().outcome, Yielded)
