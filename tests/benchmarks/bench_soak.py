@@ -84,7 +84,9 @@ _WHOLE_S_MAX = AvoidRules().avoid_s + ACT_S_MAX
 #: So many sittings in a row may fail before their first fault.
 _IDLE_MAX = 3
 #: The journal is kept of a fault after which the run did not train for so long.
-_SLOW_S = 20.0
+_SLOW_S = 9.0
+#: Longest wait for the journal after a fault: a request to silent storage takes long to fail.
+_JOURNAL_S_MAX = 90.0
 #: Number of faults of a sitting after which its resources are first measured.
 _WARM_FAULTS = 5
 #: Steps of a run after its last fault.
@@ -150,6 +152,7 @@ class Sitting:
         self._machines: dict[str, int] = {}
         self._journal = Journal(operator.url)
         self._hurt_before: set[int] = set()
+        self._attempt = 0  #: The newest attempt of which the journal has the start.
         operator.training(NUM_NODES, steps=20)
         last = read_history(operator.url).lines[-15:]
         self._calm_s = statistics.median(line["step_s"] for line in last)
@@ -164,7 +167,7 @@ class Sitting:
         watch = _Watch()
         deeds: list[Deed] = []
         undone: list[Undo] = []
-        why = ""
+        why, attempt = "", 0
         at = "before this fault: "
         try:
             before = self._operator.training(_WHOLE, timeout_s=_WHOLE_S_MAX)
@@ -177,7 +180,7 @@ class Sitting:
             while undone:
                 undone.pop()()
             watch.end("undo")
-            self._operator.training(WORKERS_MIN)
+            attempt = self._operator.training(WORKERS_MIN)["attempt"]
         except Exception as error:  # noqa: BLE001  what a fault does to the soak is told, too
             why = at + (str(error) if isinstance(error, (TimeoutError, Ended)) else repr(error))
         watch.end("before" if at else "train")
@@ -185,7 +188,7 @@ class Sitting:
             with contextlib.suppress(Exception):
                 undo()
         took_s = sum(watch.parts_s.values()) - watch.parts_s.get("before", 0.0)
-        judged = self._judged(deeds)
+        judged = self._judged(deeds, attempt)
         watch.end("judge")
         line = {
             "fault": order.number, "seed": self._seed, "kinds": order.kinds, "when": order.when,
@@ -241,12 +244,19 @@ class Sitting:
                     max(left_s, 1.0),
                 )
 
-    def _judged(self, deeds: Sequence[Deed]) -> dict[str, Any]:
-        """Return what the journal says since the last fault."""
+    def _judged(self, deeds: Sequence[Deed], attempt: int) -> dict[str, Any]:
+        """Return what the journal says since the last fault, once it has the start of ``attempt``.
+
+        The journal is late after storage was silent.
+        """
         nodes = self._operator.site.nodes()
         hurt = {machine for deed in deeds for machine in deed.hurt}
         try:
             new = self._journal.new()
+            late_s = time.monotonic() + _JOURNAL_S_MAX
+            while attempt > self._attempt_in(new) and time.monotonic() < late_s:
+                time.sleep(1.0)
+                new += self._journal.new()
         except (UcpError, OSError, ValueError) as error:
             # The next fault's judge reads the same records.
             self._hurt_before |= hurt
@@ -267,6 +277,12 @@ class Sitting:
         return {
             "verdicts": verdicts, "blamed": healthy, "incidents": incidents, "redone": num_redone
         }  # fmt: skip
+
+    def _attempt_in(self, records: Sequence[Mapping[str, Any]]) -> int:
+        """Return the newest attempt that the journal has, given its new ``records``."""
+        started = (r["attempt"] for r in records if r["kind"] == "StartAttempt")
+        self._attempt = max(self._attempt, *started, 0)
+        return self._attempt
 
     def _used(self) -> dict[str, Any]:
         """Return memory, descriptors and threads by kind of process, and files of the run."""

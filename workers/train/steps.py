@@ -90,7 +90,7 @@ class Steps:
         samples, gradient_sums = self._read(data, digest)
         self._boundary.reads(self._stream)
         train = self._settings.train
-        if self._boundary.ending.resumed():
+        if self._boundary.has_ended():
             self._boundary.end(self.step, self.sharded, self._restored)
             return
         if self.step >= train.steps:

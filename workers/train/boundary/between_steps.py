@@ -109,7 +109,7 @@ class Boundary:
         #: Decides about updates that are not finite.
         self.finiteness = Finiteness(settings.train.not_finite, tell=self.tell)
         #: Ends the run before its last step, if the script requests that.
-        self.ending = Ending(assignment, context, storage.write)
+        self.ending = Ending(assignment, context, storage.write, storage.read)
         #: Decides which versions to keep because a value was best.
         self.best = Best(settings.checkpoint.best, device)
         self._unfollow: Callable[[], None] | None = None
@@ -333,6 +333,10 @@ class Boundary:
             self._store_again(step, sharded, extra)
             self.commit(step)
             self._state = None
+
+    def has_ended(self) -> bool:
+        """Return whether the run has ended with the loaded version; equal on all ranks."""
+        return not all_agree(not self.ending.resumed(), self._device)
 
     def end(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
         """Record the state after ``step`` as the end of the run; wait until it is committed.

@@ -8,15 +8,19 @@ nothing to do.
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 from ucp_core.errors import StorageError
-from ucp_core.storage import join
 from workers import collectives
 from workers.errors import ApartError
 from workers.protocol import STOPPED, Assignment
 from workers.train.context import WorkerContext
+
+#: How long to wait for storage if the version is in memory. A request to storage that stopped
+#: answering takes 15 s and more to fail, also when storage is back sooner.
+_READ_S_MAX: Final = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +33,10 @@ class Ending:
         assignment: Assignment,
         context: WorkerContext,
         write: Callable[[str, Iterable[bytes]], None],
+        read: Callable[[str, float], bytes | None],
     ) -> None:
-        self._assignment, self._context, self._write = assignment, context, write
+        self._assignment, self._context = assignment, context
+        self._write, self._read = write, read
         self.wish = ""  #: Why this worker's script has ended the run; "" if it has not.
         self.is_asked = False  #: Whether this worker's script has requested the end.
         self.reason = ""  #: Why the run has ended before its last step; "" if it has not.
@@ -71,16 +77,20 @@ class Ending:
             self._write(STOPPED, [json.dumps(told).encode()])
 
     def resumed(self) -> bool:
-        """Return whether the run has ended with the version from which the attempt resumes."""
-        assignment, context = self._assignment, self._context
-        path = join(context.directory, STOPPED)
+        """Return whether the run has ended with the version from which the attempt resumes.
+
+        An outage of storage does not keep a run from a version in memory: then the answer is no.
+        """
+        assignment = self._assignment
         try:
-            told: dict[str, Any] = json.loads(context.store.read(path))
+            text = self._read(STOPPED, _READ_S_MAX if assignment.memory else math.inf)
         except StorageError as error:
             if not error.facts.get("missing") and not assignment.memory:
                 raise
-            # An outage of storage must not keep a run from a version in memory.
             return False
+        if text is None:
+            return False
+        told: dict[str, Any] = json.loads(text)
         version = (told["step"], told["attempt"])
         if version != (assignment.resume_step, assignment.resume_attempt):
             return False

@@ -141,6 +141,25 @@ class StorageWriter:
                 attempt=self._assignment.attempt,
             ) from refused
 
+    def read(self, path: str, timeout_s: float) -> bytes | None:
+        """Return a file of the run directory; None if storage does not answer in time."""
+        answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+        def read() -> None:
+            try:
+                answers.put(self._store.read(join(self._directory, path)))
+            except Exception as error:  # noqa: BLE001  raised again in the training thread
+                answers.put(error)
+
+        self._tasks.put(read)
+        try:
+            found = answers.get(timeout=timeout_s if timeout_s < math.inf else None)
+        except queue.Empty:
+            return None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
     def write_once(self, folder: str, files: Mapping[str, bytes]) -> None:
         """Write the missing files of a folder of the run directory, in the background.
 
