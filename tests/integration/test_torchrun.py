@@ -37,6 +37,8 @@ def launched(directory: Path, num_ranks: int, *arguments: str) -> subprocess.Pop
 def begun_and_killed(directory: Path, num_ranks: int, step: int) -> None:
     """Train until a step is saved, and end all ranks at once, as a machine does that loses power.
 
+    The next step that is saved would be three steps later; ranks wait before it.
+
     Nothing that they do depends on a launcher, so they are forked.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

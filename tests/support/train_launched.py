@@ -1,13 +1,13 @@
 """The script of README, which notes its samples; run by torchrun, or alone.
 
-Arguments: a step after which each next one waits a second, so that a kill comes between; and
-"raise", for an error of rank 1 in step 3, or "odd", for other kernels on rank 1.
+Arguments: a step after which it waits to be killed, 0 for none; and "raise", for an error of rank 1
+in step 3, or "odd", for other kernels on rank 1.
 """
 
 import json
 import os
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from everstep import CheckpointSettings, Session, Settings, run
 
-SLOW_AFTER = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+WAITS_AFTER = int(sys.argv[1]) if len(sys.argv) > 1 else 0
 RAISES = sys.argv[2:] == ["raise"]
 if sys.argv[2:] == ["odd"] and os.environ["RANK"] == "1":
     # As on a processor without AVX2; torch reads it before its first kernel.
@@ -50,8 +50,8 @@ def train(session: Session) -> None:
 
         for step in session.steps(len(inputs)):
             session.train_step(loss_of)
-            if SLOW_AFTER and step.number > SLOW_AFTER:
-                time.sleep(1.0)
+            if step.number == WAITS_AFTER:
+                threading.Event().wait()
 
 
 run(
