@@ -125,7 +125,7 @@ class KeeperDied(Event):
 class KeeperSilent(Event):
     """The keeper of a node accepts calls, but has not answered or reported for ``silent_s``.
 
-    ``is_awaited`` says that no member progresses meanwhile, although workers of the node answer.
+    With ``is_awaited``, no member makes progress, and a worker of the node answers.
     """
 
     node: str

@@ -36,6 +36,7 @@ _HELD_S: Final = 10.0
 # Multiples of the hang bound. Work whose duration is not observed (saving, forming) gets more time.
 # The bound that ends a wait without naming a rank comes after those that name one.
 _SUSPECT: Final = 0.6
+# A node's workers are then asked, which takes up to 0.15 s: with that, two hang bounds at most.
 _NODE_SILENT: Final = 1.85
 _UNDECIDED: Final = 3.0
 _SAVING: Final = 10.0

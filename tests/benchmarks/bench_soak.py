@@ -152,6 +152,8 @@ class Sitting:
         self._machines: dict[str, int] = {}
         self._journal = Journal(operator.url)
         self._hurt_before: set[int] = set()
+        #: Records of the journal that belong to a fault which is not judged yet.
+        self._unjudged: list[dict[str, Any]] = []
         self._attempt = 0  #: The newest attempt of which the journal has the start.
         operator.training(NUM_NODES, steps=20)
         last = read_history(operator.url).lines[-15:]
@@ -251,12 +253,17 @@ class Sitting:
         """
         nodes = self._operator.site.nodes()
         hurt = {machine for deed in deeds for machine in deed.hurt}
+
+        def is_told(_: object = None) -> bool:
+            self._unjudged += self._journal.new()
+            started = (r["attempt"] for r in self._unjudged if r["kind"] == "StartAttempt")
+            self._attempt = max(self._attempt, *started, 0)
+            return self._attempt >= attempt
+
         try:
-            new = self._journal.new()
-            late_s = time.monotonic() + _JOURNAL_S_MAX
-            while attempt > self._attempt_in(new) and time.monotonic() < late_s:
-                time.sleep(1.0)
-                new += self._journal.new()
+            with contextlib.suppress(TimeoutError, Ended):
+                if not is_told():
+                    self._operator.until("the journal of its attempt", is_told, _JOURNAL_S_MAX)
         except (UcpError, OSError, ValueError) as error:
             # The next fault's judge reads the same records.
             self._hurt_before |= hurt
@@ -267,6 +274,7 @@ class Sitting:
                 "redone": 0,
                 "unread": repr(error),
             }
+        new, self._unjudged = self._unjudged, []
         for record in new:
             if record["kind"] == "WorkerReady" and record["node"] in nodes:
                 self._machines[record["worker"]] = nodes[record["node"]]
@@ -277,12 +285,6 @@ class Sitting:
         return {
             "verdicts": verdicts, "blamed": healthy, "incidents": incidents, "redone": num_redone
         }  # fmt: skip
-
-    def _attempt_in(self, records: Sequence[Mapping[str, Any]]) -> int:
-        """Return the newest attempt that the journal has, given its new ``records``."""
-        started = (r["attempt"] for r in records if r["kind"] == "StartAttempt")
-        self._attempt = max(self._attempt, *started, 0)
-        return self._attempt
 
     def _used(self) -> dict[str, Any]:
         """Return memory, descriptors and threads by kind of process, and files of the run."""

@@ -75,7 +75,7 @@ def keeper_died_waiting(transition: Transition, event: KeeperDied) -> None:
 
 
 def keeper_silent(transition: Transition, event: KeeperSilent) -> None:
-    """Wait for a keeper that is stopped or stuck; restart it if it is awaited or long silent."""
+    """Wait for a silent keeper; restart it if members wait for it or it stays silent."""
     nodes, bounds = transition.run.fleet, transition.rules.bounds
     number = nodes.node_ids.get(event.node)
     if number is None or not nodes.nodes[number].alive or not nodes.nodes[number].is_kept:

@@ -47,7 +47,7 @@ def _consider(transition: Transition) -> None:
         runs = ", ".join(run.sharing.given or run.sharing.runs)
         yield_attempt(transition, FaultKind.SHARE, f"giving {num} of its workers to {runs}")
         return
-    # Members that leave commit to memory, and the next attempt could not read it from such a node.
+    # Members that leave commit to memory, which the next attempt cannot read without a keeper.
     is_served = not run.fleet.nodes.where(_lacks_keeper)
     if is_served and _leaves_slow_node(transition):
         return

@@ -18,6 +18,7 @@ from ray.exceptions import ActorDiedError, RayError
 from orchestrator.core import events as ev
 from orchestrator.shell.capacity.actors import ActorPool, answer
 from orchestrator.shell.capacity.keepers import Keepers
+from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.capacity.nodes import Nodes
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.threads import Tasks
@@ -161,18 +162,21 @@ class Workers:
         view = self._nodes.views.get(node)
         if view is not None and not view.is_returning and node not in self._asked:
             self._asked.add(node)
-            self._tasks.spawn(self._ask_silent(node, silent_s, cause))
+            self._tasks.spawn(self._ask_silent(view, silent_s, cause))
 
-    async def _ask_silent(self, node: str, silent_s: float, cause: str) -> None:
+    async def _ask_silent(self, view: NodeView, silent_s: float, cause: str) -> None:
+        node = view.node
         there = [each.handle for each in self._members.values() if each.node == node]
         asked = (answer(each.hello.remote(), ALIVE_S) for each in there if each is not None)
-        if any(await asyncio.gather(*asked)):
+        is_alive = any(await asyncio.gather(*asked))
+        # The keeper may have died meanwhile; then it is restarting.
+        if is_alive and not view.is_returning:
             at_s = self._inbox.at_s()
             self._inbox.post(
                 ev.KeeperSilent(at_s=at_s, node=node, silent_s=silent_s, is_awaited=True)
             )
             await asyncio.sleep(RESTARTED_S)
-        else:
+        elif not view.is_returning:
             self._nodes.lost(node, cause)
         self._asked.discard(node)
 

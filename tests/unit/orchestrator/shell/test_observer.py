@@ -60,7 +60,7 @@ def test_workers_and_nodes_that_are_gone_are_not_remembered(
 
 
 def test_a_keeper_is_silent_when_others_report() -> None:
-    """It is told once, and once more when the keeper reports again."""
+    """The observer posts the silence once, and then the keeper's return."""
     now_s, posted = [100.0], list[ev.Event]()
     observer = _observer(lambda: now_s[0], posted.append)
     observer.begin(ATTEMPT, ("w0", "w1"), 0)

@@ -104,6 +104,27 @@ def test_a_silent_node_is_lost_unless_a_worker_there_answers(
     assert nodes.views[NODE].lost.is_set() is not answers
 
 
+def test_a_node_is_not_lost_if_its_keeper_dies_while_a_worker_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its silence has a reason: Ray restarts the keeper."""
+    monkeypatch.setattr(workers_module, "ALIVE_S", 0.01)
+    posted: list[ev.Event] = []
+    nodes = nodes_of(ClusterTable(), posted.append)
+    view = nodes.views[NODE] = NodeView(NODE, NOWHERE)
+    workers = workers_of(nodes, posted.append)
+
+    async def play() -> None:
+        workers.node_silent(NODE, 2.0, "no report")
+        view.is_returning = True
+        while asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.sleep(0)
+
+    asyncio.run(play())
+    assert posted == []
+    assert not view.lost.is_set()
+
+
 def test_no_worker_starts_beside_one_that_may_still_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

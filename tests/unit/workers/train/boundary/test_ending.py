@@ -22,7 +22,7 @@ IN_MEMORY = (PartRef(node="a", arena="w0001.0", held=held_of(5, world_size=1, da
 
 
 class SilentStore(LocalStore):
-    """A store that takes requests and answers them only when it is ``back``."""
+    """A store that answers no read until ``back`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
