@@ -117,8 +117,7 @@ def test_a_node_is_not_lost_if_its_keeper_dies_while_a_worker_is_asked(
     async def play() -> None:
         workers.node_silent(NODE, 2.0, "no report")
         view.is_returning = True
-        while asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.sleep(0)
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
 
     asyncio.run(play())
     assert posted == []
