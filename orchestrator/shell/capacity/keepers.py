@@ -108,6 +108,7 @@ class Keepers:
         view = self._nodes.views.get(node)
         if view is not None and view.keeper is not None and not view.lost.is_set():
             view.is_met = False
+            _leave_out(view)
             self._restarts.spawn(self._pool.kill(view.keeper, restart=True))
             # A raylet that is not connected to a stopped process, as after a restart of the head,
             # cannot connect to it, and then does not kill it.
@@ -193,25 +194,15 @@ class Keepers:
                 cause = f"its keeper is unreachable: {type(error).__name__}"
                 self._nodes.lost(view.node, cause)
                 return
-            view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
-            view.lease_s = hello["lease_s"]
-            # The true value is larger by the time that the answer took.
-            view.clock_ahead_s = max(0.0, hello["wall_time"] - wall_time())
-            # After a restart the keeper listens elsewhere, with another secret.
-            view.host, view.port = hello["host"], hello["port"]
-            view.secret = hello["secret"]
-            view.is_returning = False
-            view.greeted.set()
-            self._inbox.post(ev.KeeperReady(at_s=self._inbox.at_s(), node=view.node))
-            self._on_keeper(view.node)
+            self._greet(view, hello)
             try:
                 await view.keeper.hold.remote()
             except RayError as error:
-                # Until it is back, it gets no requests and its address goes to no peer.
-                view.secret, view.keeper_pid = b"", 0
+                if view.keeper_pid not in {0, hello["pid"]}:
+                    continue  # It failed late: the next process has been greeted.
                 # If the raylet answers, the machine lives, so training need not stop. Callers wait
                 # until this is known.
-                view.is_returning = True
+                _leave_out(view)
                 detail = type(error).__name__
                 self._inbox.post(
                     ev.KeeperDied(at_s=self._inbox.at_s(), node=view.node, detail=detail)
@@ -220,32 +211,56 @@ class Keepers:
                 if await self._nodes.is_gone(view.node):
                     return
 
-    async def _ask_often(self, view: NodeView) -> None:
-        """Report a keeper that accepts calls but is silent; Ray considers it alive.
+    def _greet(self, view: NodeView, hello: dict[str, Any]) -> None:
+        """Note what a keeper's process has said of itself, once."""
+        if hello["pid"] == view.keeper_pid:
+            return
+        view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
+        view.lease_s = hello["lease_s"]
+        # The true value is larger by the time that the answer took.
+        view.clock_ahead_s = max(0.0, hello["wall_time"] - wall_time())
+        # After a restart the keeper listens elsewhere, with another secret.
+        view.host, view.port = hello["host"], hello["port"]
+        view.secret = hello["secret"]
+        view.is_returning = False
+        view.greeted.set()
+        self._inbox.post(ev.KeeperReady(at_s=self._inbox.at_s(), node=view.node))
+        self._on_keeper(view.node)
 
-        A keeper that was stopped while the head restarted answers calls, but Ray delivers its
-        reports to the controller that is gone.
+    async def _ask_often(self, view: NodeView) -> None:
+        """Greet a keeper that was restarted, and report one that is silent.
+
+        After the clock was set back, Ray ends calls to a process that died up to a minute late. A
+        keeper that was stopped while the head restarted answers calls, but Ray delivers its reports
+        to the controller that is gone.
         """
         num_reports, unheard_s = -1, 0.0
         while True:
-            # A keeper that is starting gets more time.
-            is_there = (view.greeted.is_set() or view.is_met) and not view.is_returning
-            bound_s = self._bounds.keeper_silent_s if is_there else self._bounds.keeper_return_s
             try:
-                async with asyncio.timeout(bound_s):
-                    await view.keeper.hello.remote()
+                async with asyncio.timeout(MEET_S):
+                    self._greet(view, await view.keeper.hello.remote())
             except TimeoutError:
-                unheard_s = bound_s
+                unheard_s += MEET_S
             except RayError:
                 # The pending call fails, too, and handles it.
                 unheard_s = 0.0
+                await asyncio.sleep(ASK_S)
             else:
-                unheard_s = unheard_s + ASK_S if view.num_reports == num_reports else 0.0
+                await asyncio.sleep(ASK_S)
+                unheard_s += ASK_S
+            if view.num_reports != num_reports:
+                num_reports, unheard_s = view.num_reports, 0.0
+            # A keeper that is starting gets more time.
+            is_there = (view.greeted.is_set() or view.is_met) and not view.is_returning
+            bound_s = self._bounds.keeper_silent_s if is_there else self._bounds.keeper_return_s
             if unheard_s >= bound_s:
                 at_s, unheard_s = self._inbox.at_s(), 0.0
                 self._inbox.post(ev.KeeperSilent(at_s=at_s, node=view.node, silent_s=bound_s))
-            num_reports = view.num_reports
-            await asyncio.sleep(ASK_S)
+
+
+def _leave_out(view: NodeView) -> None:
+    """Send a keeper no requests, and its address to no peer, until it has been greeted again."""
+    view.secret, view.keeper_pid, view.is_returning = b"", 0, True
 
 
 def _kill_stopped(directory: str) -> None:
