@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from tests.support.history import History
+from tests.support.train_paced import ORDERED
 
 #: Why a sitting was not ended after a fault that its run did not survive.
 LOST: Final = "a fault was not survived"
@@ -17,6 +18,9 @@ def blamed(
 ) -> tuple[int, list[str]]:
     """Return how many verdicts name workers, and the workers named that no fault hurt.
 
+    A worker that raised by order is named rightly: after a recovery another machine may have the
+    rank of the order.
+
     Args:
         records: Records of the journal, since the fault.
         machines: The machine of each worker.
@@ -27,7 +31,7 @@ def blamed(
         f"{worker}: {record['evidence']}"
         for record in verdicts
         for worker in record["guilty"]
-        if machines.get(worker, -1) not in hurt
+        if machines.get(worker, -1) not in hurt and ORDERED not in record["evidence"]
     ]
     return len(verdicts), healthy
 

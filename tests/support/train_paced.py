@@ -18,6 +18,8 @@ from torch import nn
 from everstep import Session, run
 
 STEPS = 60
+#: What a rank says that raises by order.
+ORDERED = "this rank was ordered to raise"
 _NUM_SAMPLES, _WORKERS = 4096, 4
 
 
@@ -49,7 +51,7 @@ def _obey(orders: Path, number: int, rank: int) -> float:
     order = orders / f"raise-{rank}"
     if order.exists():
         order.unlink()
-        raise RuntimeError("this rank was ordered to raise")
+        raise RuntimeError(ORDERED)
     return math.nan if (orders / f"nan-{number}").exists() and rank == 0 else 1.0
 
 

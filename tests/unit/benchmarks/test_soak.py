@@ -23,6 +23,7 @@ from tests.benchmarks.soak_ledger import (
 )
 from tests.benchmarks.soak_site import keepers
 from tests.support.history import History
+from tests.support.train_paced import ORDERED
 
 
 def test_a_fault_follows_from_its_seed_and_index() -> None:
@@ -70,6 +71,12 @@ def test_a_worker_is_blamed_wrongly_if_no_fault_hurt_its_machine() -> None:
     assert blamed(records, machines, {1, 2}) == (2, ["w9: it was late"])
     assert blamed(records, machines, {1}) == (2, ["w2: it was late", "w9: it was late"])
     assert blamed(records, machines, ALL) == (2, [])
+
+
+def test_a_worker_that_raises_by_order_is_not_blamed_wrongly() -> None:
+    """The order is for a rank, which another machine had after a recovery."""
+    told = {"kind": "ReportIncident", "guilty": ["w1"], "evidence": f"RuntimeError: {ORDERED}"}
+    assert blamed([told], {"w1": 1}, {2}) == (1, [])
 
 
 def test_steps_are_done_again_if_an_attempt_resumes_behind_the_newest_one() -> None:
