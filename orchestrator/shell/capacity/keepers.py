@@ -212,7 +212,7 @@ class Keepers:
                     return
 
     def _greet(self, view: NodeView, hello: dict[str, Any]) -> None:
-        """Note what a keeper's process has said of itself, once."""
+        """Note what a keeper's process says about itself, once."""
         if hello["pid"] == view.keeper_pid:
             return
         view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
@@ -259,7 +259,7 @@ class Keepers:
 
 
 def _leave_out(view: NodeView) -> None:
-    """Send a keeper no requests, and its address to no peer, until it has been greeted again."""
+    """Send no requests to a keeper, and its address to no peer, until it is greeted again."""
     view.secret, view.keeper_pid, view.is_returning = b"", 0, True
 
 
