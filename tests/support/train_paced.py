@@ -18,7 +18,7 @@ from torch import nn
 from everstep import Session, run
 
 STEPS = 60
-#: What a rank says that raises by order.
+#: The message of a rank that raises by order.
 ORDERED = "this rank was ordered to raise"
 _NUM_SAMPLES, _WORKERS = 4096, 4
 
