@@ -25,7 +25,7 @@ from workers.telemetry import holders, process_state
 
 #: Period of calls to a keeper that is restarting.
 RETRY_S = 0.1
-#: A live keeper answers a new controller in 1 to 50 ms.
+#: A live keeper answers in 1 to 50 ms. One that takes longer is asked again.
 MEET_S = 2.0
 #: Period of checks that a keeper answers.
 ASK_S = 5.0
