@@ -109,7 +109,9 @@ def check_lost_steps(
 
 
 def _first_rank_left(directory: str, attempt: int) -> bool:
+    """Return whether rank 0 of ``attempt`` left; False if a fault came before the first start."""
     records = [each for each in read_run(directory).journal if each["attempt"] == attempt]
-    first = next(each["placed"][0][1][0] for each in records if each["kind"] == "StartAttempt")
+    starts = [each for each in records if each["kind"] == "StartAttempt"]
+    first = {worker_name(each["placed"][0][1][0]) for each in starts}
     left = [each for each in records if each["kind"] in ("WorkerLeft", "WorkerRaised")]
-    return any(worker_name(first) in (each["worker"], *each.get("others", ())) for each in left)
+    return any(first & {each["worker"], *each.get("others", ())} for each in left)

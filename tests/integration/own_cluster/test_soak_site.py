@@ -23,7 +23,7 @@ def test_a_head_that_obeyed_sigterm_is_booted_before_nodes_give_it_up(
     monkeypatch.setattr(soak_site, "NUM_NODES", 0)
     monkeypatch.setattr(soak_site, "_WITHOUT_RAY_S_MAX", 1.0)
     with closing(soak_site.Network({}, has_redis=False)) as site:
-        assert site.head_answers()
+        assert eventually(site.head_answers)
         before = site.named(HEAD, "gcs_server")
         assert before is not None
         os.kill(before, signal.SIGTERM)
